@@ -88,6 +88,11 @@ class CapturedNetwork:
             held.copy_(x)
         return run
 
+    @property
+    def replays(self) -> bool:
+        """Whether a call replays one graph: capture is switched on, and failed for none of the shapes."""
+        return self.enabled and all(isinstance(run, Replay) for _, run in self._runs.values())
+
     def _record(self, inputs: tuple[torch.Tensor, ...]) -> Callable[[], Result]:
         stream = torch.cuda.Stream(self.network.device)
         stream.wait_stream(torch.cuda.current_stream(self.network.device))

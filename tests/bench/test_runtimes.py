@@ -10,9 +10,12 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
+from fp4deploy.bench.runtimes import packed
 from fp4deploy.bench.runtimes.open import open_runtime
 from fp4deploy.bench.runtimes.pytorch import FORMS
 from fp4deploy.errors import InputError, UnavailableError
+from fp4deploy.plugins.runtime.fallback import Fallback, in_torch
+from fp4deploy.plugins.runtime.nvcc import LaunchError
 from fp4deploy.runs import Run
 
 
@@ -31,15 +34,15 @@ def test_runtimes_agree(untrained: Run, images: np.ndarray, model: str) -> None:
         untrained.export_dir / f"{stem}.fp4",
     )
     runtimes = [open_runtime(path) for path in paths]
-    reference, canonical, portable, packed = (runtime.infer(images) for runtime in runtimes)
-    assert reference.shape == packed.shape == (3, 7, 32, 32)
-    assert reference.dtype == canonical.dtype == portable.dtype == packed.dtype == np.float32
+    reference, canonical, portable, small = (runtime.infer(images) for runtime in runtimes)
+    assert reference.shape == small.shape == (3, 7, 32, 32)
+    assert reference.dtype == canonical.dtype == portable.dtype == small.dtype == np.float32
     assert np.array_equal(canonical, portable), "the lowering in memory is the portable file"
     if model == "fp16":
         assert np.abs(reference - canonical).max() < 1e-4
-        assert np.abs(reference - packed).max() < 1e-4
+        assert np.abs(reference - small).max() < 1e-4
     assert np.abs(reference - canonical).mean() < 0.05 * np.abs(reference).mean()
-    assert np.abs(reference - packed).mean() < 0.05 * np.abs(reference).mean()
+    assert np.abs(reference - small).mean() < 0.05 * np.abs(reference).mean()
     assert [runtime.card for runtime in runtimes] == [runtimes[0].card] * 4
     assert all(runtime.card.precision == model for runtime in runtimes)
 
@@ -52,6 +55,33 @@ def test_names_tell_what_runs_where(untrained: Run) -> None:
     assert canonical.name.endswith("(CPU, lowered in memory)")
     assert portable.name.endswith("(CPU)")
     assert (canonical.precision, portable.precision) == ("NVFP4 (emulated)", "FP16 (run in FP32)")
+
+
+@pytest.mark.filterwarnings("ignore:.*back to torch")
+def test_the_name_of_a_packed_network_tells_what_computed_it(untrained: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a GPU, as far as the name goes: kernels may be refused or missed, and a capture may fail."""
+    path, gpu = untrained.export_dir / "unet.fp4", torch.device("cuda", 7)
+    monkeypatch.setattr(packed, "why_unavailable", lambda _: None)
+    fallback = Fallback("Norms", "torch")
+
+    def opened() -> packed.PackedRuntime:
+        runtime = packed.PackedRuntime(path, "cpu")
+        assert runtime.name.endswith("packed (CPU, decoded)")
+        runtime._device, runtime.cuda, runtime._network.enabled = gpu, True, True
+        runtime._missed = in_torch(gpu).missed
+        return runtime
+
+    first = opened()
+    assert first.name.endswith("packed (CUDA, kernels, one graph)")
+    fallback.refuse(gpu, LaunchError("no memory"))
+    assert first.name.endswith("packed (CUDA, kernels and torch, one graph)")
+    second = opened()
+    assert second.name.endswith("packed (CUDA, kernels, one graph)")
+    second._network._runs[(1, 3, 8, 8),] = (), lambda: torch.zeros(1)
+    assert second.name.endswith("packed (CUDA, kernels)")
+    fallback.refuse(gpu, UnavailableError("nvcc says no"))
+    assert second.name.endswith("packed (CUDA, kernels and torch)")
+    assert opened().name.endswith("packed (CUDA, kernels and torch, one graph)")
 
 
 @pytest.mark.parametrize("name", ["unet.onnx", "unet.portable.onnx", "unet.fp4"])

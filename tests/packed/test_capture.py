@@ -118,8 +118,11 @@ def test_where_capture_fails_kernels_run_one_by_one(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(torch.cuda, "graph", refused)
     network = Network()
+    many = captured(network)
+    assert many.replays
     with pytest.warns(UserWarning, match="one by one"):
-        run = captured(network).prepared(image())
+        run = many.prepared(image())
+    assert not many.replays
     assert torch.equal(run(), image() + 1)  # type: ignore[arg-type]
 
 

@@ -22,6 +22,10 @@ class Refused(Exception):
     """Stands for pycuda.driver.Error."""
 
 
+class Full(Refused):
+    """Stands for pycuda.driver.MemoryError."""
+
+
 class Tensor:
     """What the driver uses of a tensor."""
 
@@ -38,7 +42,7 @@ class Tensor:
 class Pycuda(ModuleType):
     """A stand-in for pycuda.driver: a context stack for each thread, and everything that was called."""
 
-    Error = Refused
+    Error, MemoryError = Refused, Full
     function_attribute = SimpleNamespace(
         MAX_DYNAMIC_SHARED_SIZE_BYTES="shared",
         NUM_REGS="registers",

@@ -28,6 +28,7 @@ from fp4deploy.packed.capture import CapturedNetwork, graphs_enabled
 from fp4deploy.packed.graph import Input, Layer
 from fp4deploy.packed.network import Result
 from fp4deploy.plugins import why_unavailable
+from fp4deploy.plugins.runtime.fallback import in_torch
 
 
 class PackedRuntime:
@@ -43,10 +44,21 @@ class PackedRuntime:
         self.cuda = self._device.type == "cuda"
         network = PackedNetwork(file, self._device, os.environ.get("FP4DEPLOY_PACKED_WEIGHTS") or None)
         self._network = CapturedNetwork(network, graphs_enabled())
-        self.name = f"fp4deploy {__version__} packed ({_where(self._device, self._network.enabled)})"
+        self._missed = in_torch(self._device).missed
         self.device = torch.cuda.get_device_name(self._device) if self.cuda else cpu_name()
         self.precision = _precision(self.card.precision, self.cuda)
         self.memory = memory(file) | ({"weight_bytes": network.weights_bytes} if self.cuda else {})
+
+    @property
+    def name(self) -> str:
+        """With what has computed the network so far: a kernel may be refused, and a capture may fail."""
+        if not self.cuda:
+            return f"fp4deploy {__version__} packed (CPU, decoded)"
+        refused, missed = in_torch(self._device)
+        some = " and torch" if refused or missed > self._missed else ""
+        kernels = "torch" if why_unavailable(self._device) else f"kernels{some}"
+        graph = ", one graph" if self._network.replays else ""
+        return f"fp4deploy {__version__} packed (CUDA, {kernels}{graph})"
 
     def infer(self, images: Array) -> Array:
         """Logits float32 [N, classes, H, W]."""
@@ -104,13 +116,6 @@ def first_output(outputs: Result) -> torch.Tensor:
     if isinstance(outputs, torch.Tensor):
         return outputs
     return next(iter(outputs.values())) if isinstance(outputs, dict) else outputs[0]
-
-
-def _where(device: torch.device, graphs: bool) -> str:
-    if device.type == "cpu":
-        return "CPU, decoded"
-    kernels = "torch" if why_unavailable(device) else "kernels"
-    return f"CUDA, {kernels}{', one graph' if graphs else ''}"
 
 
 def _precision(precision: str, cuda: bool) -> str:

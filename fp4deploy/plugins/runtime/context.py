@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from fp4deploy.plugins.runtime.nvcc import KernelError
+from fp4deploy.plugins.runtime.nvcc import KernelError, LaunchError
 
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: no implicit order with the default stream
 
@@ -52,6 +52,7 @@ class Gpu:
 
         Raises:
             KernelError: the driver refuses the module, or it has no such function.
+            LaunchError: it has no memory for the module.
         """
         digest = hashlib.sha256(cubin).digest()
         self.context.push()
@@ -60,7 +61,8 @@ class Gpu:
                 self._modules[digest] = _keep(self.driver.module_from_buffer(cubin))
             return _keep(self._modules[digest].get_function(name))
         except self.driver.Error as error:
-            raise KernelError(
+            refused = LaunchError if isinstance(error, self.driver.MemoryError) else KernelError
+            raise refused(
                 f"The kernel {label} was not loaded on cuda:{self.index}: {error}. Its source must declare it "
                 f'extern "C" __global__, and nvcc must not be newer than the driver (CUDA {_release(self.driver)}).'
             ) from error

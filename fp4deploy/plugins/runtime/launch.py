@@ -41,7 +41,7 @@ from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.plugins.runtime.availability import Device, device_index, why_unavailable
 from fp4deploy.plugins.runtime.availability import available as available
 from fp4deploy.plugins.runtime.context import Gpu, raw_stream
-from fp4deploy.plugins.runtime.nvcc import KernelError, Macros, compile_cubin, describe, source_path
+from fp4deploy.plugins.runtime.nvcc import LaunchError, Macros, compile_cubin, describe, source_path
 
 SIGNATURE = re.compile(r"(?:[PqQiIfd?bBhH]|0q|\d+s)*")
 
@@ -90,7 +90,8 @@ def kernel(
     Raises:
         InputError: there is no such source, or the macros or the signature are malformed.
         UnavailableError: kernels cannot run here (see `why_unavailable`).
-        KernelError: it does not compile or load, or a CUDA graph is being captured and it was not loaded before.
+        KernelError: it does not compile or load.
+        LaunchError: a CUDA graph is being captured and it was not loaded before, or the GPU has no memory for it.
     """
     substitute = _substitute.get()
     if substitute is not None:
@@ -146,7 +147,7 @@ class Kernel:
 
         Raises:
             TypeError: the arguments do not fit the signature, or a tensor lies on another device.
-            KernelError: the driver refuses the launch, or reports the failure of an earlier kernel.
+            LaunchError: the driver refuses the launch, or reports the failure of an earlier kernel.
         """
         buffer = self.arguments(args)
         size = grid if isinstance(grid, tuple) else (grid,)
@@ -177,7 +178,7 @@ class Kernel:
                 self._shared = shared
             self._call(grid, block, buffer, shared, stream)
         except self._error as error:
-            raise KernelError(
+            raise LaunchError(
                 f"The kernel {self.label} was not launched on cuda:{self.device} with grid {grid}, block {block} and "
                 f"{shared} bytes of shared memory: {error}. An illegal address or a failed launch can be caused by an "
                 "earlier kernel: CUDA_LAUNCH_BLOCKING=1 shows which."
@@ -254,11 +255,11 @@ def refuse_capture(index: int, label: str) -> None:
     """Refuse to load a kernel during the capture of a CUDA graph: loading allocates, which capture does not allow.
 
     Raises:
-        KernelError: a CUDA graph is being captured on the device.
+        LaunchError: a CUDA graph is being captured on the device.
     """
     with torch.cuda.device(index):
         if torch.cuda.is_current_stream_capturing():
-            raise KernelError(
+            raise LaunchError(
                 f"The kernel {label} was not loaded when the capture of a CUDA graph began, and loading allocates. "
                 "Run the step once on this device before the capture."
             )

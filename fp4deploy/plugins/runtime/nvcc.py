@@ -46,6 +46,10 @@ class KernelError(UnavailableError):
     """A CUDA kernel does not compile, load or launch here."""
 
 
+class LaunchError(KernelError):
+    """A CUDA kernel was not loaded or launched this time, and may be another time: a capture, no memory left."""
+
+
 def find_nvcc() -> Path | None:
     """The CUDA compiler of CUDA_HOME or CUDA_PATH, else on PATH, else in /usr/local/cuda, else in pip's packages."""
     homes = [f"{os.environ[name]}/bin" for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]

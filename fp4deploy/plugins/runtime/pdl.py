@@ -54,7 +54,7 @@ from fp4deploy.architecture import Architecture
 from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.plugins.runtime.context import library, raw_stream
 from fp4deploy.plugins.runtime.launch import Kernel, refuse_capture
-from fp4deploy.plugins.runtime.nvcc import KernelError
+from fp4deploy.plugins.runtime.nvcc import LaunchError
 
 enabled = True  # False: every launch in stream order, for comparisons
 EARLIEST = 90  # compute capability from which kernels can be secondary
@@ -258,4 +258,4 @@ def _check(result: int, what: str) -> None:
         text = ctypes.c_char_p()
         library().cuGetErrorString(result, ctypes.byref(text))
         said = (text.value or b"no text").decode()
-        raise KernelError(f"{what}: CUDA error {result}, {said}. It can be an earlier kernel's.")
+        raise LaunchError(f"{what}: CUDA error {result}, {said}. It can be an earlier kernel's.")

@@ -21,7 +21,7 @@ import torch
 
 from fp4deploy.plugins.runtime.context import Gpu, library
 from fp4deploy.plugins.runtime.launch import Kernel
-from fp4deploy.plugins.runtime.nvcc import KernelError
+from fp4deploy.plugins.runtime.nvcc import LaunchError
 
 Sizes = tuple[int, ...]
 
@@ -46,7 +46,7 @@ def tensor_map(gpu: Gpu, matrix: torch.Tensor, rows: int, width: int, adjacent: 
             divides W.
 
     Raises:
-        KernelError: the driver refuses the sizes.
+        LaunchError: the driver refuses the sizes.
     """
     return _encoded(gpu, matrix.data_ptr(), *matrix.shape, rows, width, adjacent)
 
@@ -61,7 +61,7 @@ def kernel_tensor_map(kernel: Any, tensor: torch.Tensor, sizes: Sizes, strides: 
         width: of the swizzle: 32, 64 or 128 bytes.
 
     Raises:
-        KernelError: the driver refuses the sizes.
+        LaunchError: the driver refuses the sizes.
     """
     if not isinstance(kernel, Kernel):
         return kernel.tensor_map(tensor.data_ptr(), sizes, strides, box, width)
@@ -93,7 +93,7 @@ def encode(
     """The tensor map of bytes at an address, of the form that `tiling` gives; `width`: of the swizzle.
 
     Raises:
-        KernelError: the driver refuses the sizes.
+        LaunchError: the driver refuses the sizes.
     """
     room = (ctypes.c_char * (SIZE + _ALIGNMENT))()
     place = (ctypes.addressof(room) + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
@@ -108,7 +108,7 @@ def encode(
     finally:
         gpu.driver.Context.pop()
     if result:
-        raise KernelError(
+        raise LaunchError(
             f"The driver encodes no tensor map of {list(sizes)[::-1]} in boxes of {list(box)[::-1]}: CUDA error "
             f"{result}."
         )
