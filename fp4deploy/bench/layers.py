@@ -1,15 +1,16 @@
-"""Where a packed network's time goes: each node's time, bytes and operations, and what the machine could do at most.
+"""Where a packed network's time goes: each step's time, bytes and operations, and what the machine could do at most.
 
-A node runs alone, on the activations that the nodes before it wrote, its kernels many times in one CUDA graph on a GPU,
+A step is what runs: a node of the graph, or on a GPU several in one kernel (`packed.producers`). It runs alone, on the
+activations that the steps before it wrote, its kernels many times in one CUDA graph on a GPU,
 so that launches from Python do not count. Its **bytes** are what it must move at least (operands, weights and results,
 each once), its **operations** two for each multiply-accumulate.
 
     share = max(bytes / bandwidth, operations / rate) / time           1: as fast as the machine allows
 
 The two limits are measured on the same machine just before: a large copy, and a large matrix product in the type that
-the network computes in (FP16 on a GPU, FP32 on the CPU). Data of small networks stays in the cache between two nodes,
+the network computes in (FP16 on a GPU, FP32 on the CPU). Data of small networks stays in the cache between two steps,
 which is faster than memory: a share may then be above 1. The whole network is timed too; it differs from the sum of
-its nodes by the gaps between kernels.
+its steps by the gaps between kernels.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ from fp4deploy.bench.latency import time_cpu, time_cuda
 from fp4deploy.errors import InputError
 from fp4deploy.packed import PackedNetwork, read_packed
 from fp4deploy.packed.capture import CapturedNetwork, Replay, graphs_enabled
-from fp4deploy.packed.graph import ConvTranspose2d, Layer, Linear, Node, named, tensors_of
+from fp4deploy.packed.graph import ConvTranspose2d, Form, Layer, Linear, tensors_of
 from fp4deploy.packed.memory import feature_map_bytes, input_shapes
-from fp4deploy.packed.shapes import Shapes, fitting, weight_shape
+from fp4deploy.packed.producers import Step, label, nodes_of, operation
+from fp4deploy.packed.shapes import Shapes, weight_shape
 
-REPEATS = {"cuda": 10, "cpu": 1}  # of a node's kernels in one timed run
+REPEATS = {"cuda": 10, "cpu": 1}  # of a step's kernels in one timed run
 COLUMNS = ("layer", "op", "precision", "ms", "of total", "MB", "GFLOP", "share", "bound by")
 TEXTS = frozenset({"layer", "op", "precision", "bound by"})
 
@@ -47,7 +49,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class LayerTime:
-    """One node. ms: median; bytes, operations: see above; share: of the nearer limit; bound_by: which one that is."""
+    """One step. ms: median; bytes, operations: see above; share: of the nearer limit; bound_by: which one that is."""
 
     layer: str
     op: str
@@ -62,7 +64,7 @@ class LayerTime:
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """All nodes of a network; whole_ms: the network as it runs, in one CUDA graph on a GPU."""
+    """All steps of a network; whole_ms: the network as it runs, in one CUDA graph on a GPU."""
 
     path: str
     device: str
@@ -77,7 +79,7 @@ class LayerTimes:
 
 
 def layer_times(path: Path, batch: int = 1, iterations: int = 20) -> LayerTimes:
-    """Time every node of a packed network on random images of its own size.
+    """Time every step of a packed network on random images of its own size.
 
     Raises:
         InputError: no packed network, or one whose inputs are no images.
@@ -96,35 +98,42 @@ def layer_times(path: Path, batch: int = 1, iterations: int = 20) -> LayerTimes:
     whole = _median_ms(run, device, iterations)
     found = measured_limits(device)
     with torch.inference_mode():
-        rows = _nodes(network, inputs, fitting(graph, shapes), found, iterations)
+        rows = _steps(network, inputs, found, iterations)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return LayerTimes(str(path), name, batch, found, whole, tuple(rows))
 
 
-def _nodes(
-    network: PackedNetwork, inputs: list[torch.Tensor], shapes: Shapes, limits: Limits, iterations: int
-) -> list[LayerTime]:
-    graph, device = network.graph, network.device
+def _steps(network: PackedNetwork, inputs: list[torch.Tensor], limits: Limits, iterations: int) -> list[LayerTime]:
+    device, sizes = network.device, network.sizes(inputs)
     live: dict[str, Any] = {}
     moments: dict[str, Any] = {}
-    sizes = {f"{each.name}.{axis}": size for each, x in zip(graph.inputs, inputs, strict=True)
-             for axis, size in enumerate(x.shape)}  # fmt: skip
-    for each, x in zip(graph.inputs, inputs, strict=True):
-        live.update(zip([form.name for form in each.outputs], network.read_input(each, x, network.pack), strict=True))
+    shapes: Shapes = {}
+
+    def keep(forms: list[Form], results: list[Any]) -> None:
+        for form, x in zip(forms, results, strict=True):
+            live[form.name], shapes[form.name] = x, _shape(form, x)
+
+    for each, x in zip(network.inputs, inputs, strict=True):
+        keep(each.outputs, network.read_input(each, x, network.pack))
     rows = []
-    for node in graph.nodes:
-        read = [live[name] for name in node.inputs]
-        given = {name: moments[name] for name in node.inputs if name in moments}
-        once = partial(_run, network, node, read, sizes, given)
+    for step in network.steps:
+        read = [live[name] for name in step.inputs]
+        given = {name: moments[name] for name in step.inputs if name in moments}
+        once = partial(_run, network, step, read, sizes, given)
         ms = _median_ms(_repeated(once, device), device, iterations) / REPEATS[device.type]
-        rows.append(_row(network, node, shapes, limits, ms))
-        results = network.run_node(node, read, sizes, moments, network.pack)
-        live.update(zip([form.name for form in node.outputs], results, strict=True))
+        keep(step.outputs, network.run_step(step, read, sizes, moments))
+        rows.append(_row(network, step, shapes, limits, ms))
     return rows
 
 
-def _run(network: PackedNetwork, node: Node, read: list[Any], sizes: dict[str, int], moments: dict[str, Any]) -> object:
-    return network.run_node(node, read, sizes, dict(moments), network.pack)
+def _shape(form: Form, x: Any) -> tuple[int, ...]:
+    """With torch's axes; what is packed along the channels has them last."""
+    shape = tuple(x.shape)
+    return (shape[0], shape[-1], *shape[1:-1]) if form.amax and form.axis == "channels" else shape
+
+
+def _run(network: PackedNetwork, step: Step, read: list[Any], sizes: dict[str, int], moments: dict[str, Any]) -> object:
+    return network.run_step(step, read, sizes, dict(moments))
 
 
 def _repeated(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
@@ -169,15 +178,15 @@ def _fastest_ms(run: Callable[[], object], device: torch.device) -> float:
     return min(time_cuda(run, torch.cuda.current_stream(device), 2, 10, 2.0))
 
 
-def _row(network: PackedNetwork, node: Node, shapes: Shapes, limits: Limits, ms: float) -> LayerTime:
-    moved, operations = node_bytes(network, node, shapes), node_operations(network, node, shapes)
+def _row(network: PackedNetwork, step: Step, shapes: Shapes, limits: Limits, ms: float) -> LayerTime:
+    moved, operations = step_bytes(network, step, shapes), step_operations(network, step, shapes)
     by_bytes, by_operations = moved / limits.bandwidth, operations / limits.rate
     nearer = max(by_bytes, by_operations)
     return LayerTime(
-        layer=named(node),
-        op=node.op,
-        precision=network.precision_of(node),
-        writes=tuple("packed" if form.amax else "plain" for form in node.outputs),
+        layer=label(step),
+        op=operation(step),
+        precision=network.precision_of(step),
+        writes=tuple("packed" if form.amax else "plain" for form in step.outputs),
         ms=ms,
         bytes=moved,
         operations=operations,
@@ -186,20 +195,23 @@ def _row(network: PackedNetwork, node: Node, shapes: Shapes, limits: Limits, ms:
     )
 
 
-def node_bytes(network: PackedNetwork, node: Node, shapes: Shapes) -> int:
-    """Bytes of what a node reads and writes, each once; plain activations in the type that the device computes in."""
-    forms, wide = network.graph.forms(), network.dtype.itemsize
-    total = 0
-    for name in [*node.inputs, *(form.name for form in node.outputs)]:
+def step_bytes(network: PackedNetwork, step: Step, shapes: Shapes) -> int:
+    """Bytes of what a step reads and writes, each once; plain activations in the type that the device computes in."""
+    forms = {form.name: form for each in (*network.inputs, *network.steps) for form in each.outputs}
+    total, wide = 0, network.dtype.itemsize
+    for name in [*step.inputs, *(form.name for form in step.outputs)]:
         form = forms[name]
         total += feature_map_bytes(form, shapes[name]) if form.amax else wide * math.prod(shapes[name])
-    weights = network.weight_bytes(node) if isinstance(node, Layer) else 0
-    vectors = tensors_of(node) if not isinstance(node, Layer) else [node.bias] if node.bias else []
-    return total + weights + sum(network.file.tensors[name].nbytes for name in vectors)
+    if isinstance(step, Layer):
+        vectors = [step.bias] if step.bias else []
+        total += network.weight_bytes(step)
+    else:
+        vectors = [name for node in nodes_of(step) for name in tensors_of(node)]
+    return total + sum(network.file.tensors[name].nbytes for name in vectors)
 
 
-def node_operations(network: PackedNetwork, node: Node, shapes: Shapes) -> int:
-    """Two for each multiply-accumulate of a layer; other nodes are counted by their bytes alone."""
+def step_operations(network: PackedNetwork, node: Step, shapes: Shapes) -> int:
+    """Two for each multiply-accumulate of a layer; other steps are counted by their bytes alone."""
     if not isinstance(node, Layer):
         return 0
     axis = -1 if isinstance(node, Linear) else 1
@@ -226,14 +238,14 @@ def summary(found: LayerTimes) -> str:
     total = sum(row.ms for row in found.layers)
     floor = sum(row.share * row.ms for row in found.layers)
     return (
-        f"{found.path}, batch {found.batch} on {found.device}: {total:.3f} ms in its nodes, {found.whole_ms:.3f} ms as "
+        f"{found.path}, batch {found.batch} on {found.device}: {total:.3f} ms in its steps, {found.whole_ms:.3f} ms as "
         f"a whole, {floor:.3f} ms at the limits of {found.limits.bandwidth / 1e9:.0f} GB/s and "
         f"{found.limits.rate / 1e12:.3g} TFLOP/s."
     )
 
 
 def chrome_trace(found: LayerTimes) -> str:
-    """The nodes one after the other in the trace event format, for chrome://tracing and Perfetto."""
+    """The steps one after the other in the trace event format, for chrome://tracing and Perfetto."""
     events: list[dict[str, Any]] = []
     start = 0.0
     for row in found.layers:

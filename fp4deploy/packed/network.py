@@ -246,8 +246,8 @@ class PackedNetwork:
         weight = self._packed[node.layer]
         return weight.codes.nbytes + weight.scales.nbytes
 
-    def precision_of(self, node: Node) -> str:
-        """What a node computes with on this device, for a table: "FP4, weight decoded at load"."""
+    def precision_of(self, node: Step) -> str:
+        """What a node or step computes with on this device, for a table: "FP4, weight decoded at load"."""
         plain = "FP16" if self.dtype == torch.float16 else "FP32"
         if not isinstance(node, Layer) or node.precision == "fp16":
             return plain

@@ -112,6 +112,22 @@ def label(step: Step) -> str:
     return named(step.node if isinstance(step, (Produce, Move)) else step)
 
 
+def operation(step: Step) -> str:
+    """What a step computes, for a table: "conv2d", "affine+add+relu"."""
+    if not isinstance(step, Produce):
+        return step.node.op if isinstance(step, Move) else step.op
+    parts = (step.first.op if step.first else "", "add" if len(step.inputs) == 2 else "", step.activation)
+    return "+".join(filter(None, parts))
+
+
+def nodes_of(step: Step) -> list[Node]:
+    """The nodes whose tensors a step reads."""
+    if not isinstance(step, Produce):
+        return [step.node if isinstance(step, Move) else step]
+    found = {id(node): node for node in (step.first, step.second, step.node) if node is not None}
+    return list(found.values())
+
+
 def _without_copies(writers: Sequence[Any], kept: set[str]) -> list[Any]:
     """Without paddings of no pixels: what writes their source writes it in their forms as well."""
     found = list(writers)

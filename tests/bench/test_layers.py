@@ -7,13 +7,19 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
 from fp4deploy.bench import layers
 from fp4deploy.errors import InputError
-from fp4deploy.packed import PackedNetwork, read_packed
+from fp4deploy.export.to_packed import pack_model
+from fp4deploy.packed import PackedFile, PackedNetwork, packed_file, read_packed, write_packed
+from fp4deploy.packed.graph import Layer
+from fp4deploy.packed.network import packed_form
+from fp4deploy.packed.producers import Produce, label, plan
 from fp4deploy.packed.shapes import fitting
 from fp4deploy.runs import Run
 from tests.contract.invoke import fp4deploy
+from tests.export.packable_networks import NETWORKS, deployed
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +41,45 @@ def test_bytes_and_operations_by_hand(untrained: Run) -> None:
     shapes = fitting(network.graph, {network.graph.inputs[0].name: (2, 3, 32, 32)})
     node = next(node for node in network.graph.nodes if getattr(node, "layer", "") == "encoder.0.conv2")
     outputs, channels = shapes[node.outputs[0].name][1], shapes[node.inputs[0]][1]
-    assert layers.node_operations(network, node, shapes) == 2 * 2 * 32 * 32 * outputs * channels * 9
+    assert layers.step_operations(network, node, shapes) == 2 * 2 * 32 * 32 * outputs * channels * 9
     codes = -(-channels // 16)  # blocks of 16: eight bytes of codes and one of scale
     read, written = 2 * 32 * 32 * codes * 9, 2 * 32 * 32 * outputs * 4
-    assert layers.node_bytes(network, node, shapes) == read + written + outputs * 9 * codes * 9
+    assert layers.step_bytes(network, node, shapes) == read + written + outputs * 9 * codes * 9
+
+
+class Planned(PackedNetwork):
+    """On the CPU, the steps of a GPU, by the reference of its kernels."""
+
+    def __init__(self, file: PackedFile, *_: object) -> None:
+        super().__init__(file)
+        self.schedule(*plan(self.graph))
+        self.pack = packed_form
+
+
+def test_the_steps_that_run_are_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Not the nodes: a step of several has one row, whose bytes are those of its inputs and forms alone."""
+    torch.manual_seed(0)
+    factory, size = NETWORKS["ResNet encoder"]
+    x = torch.randn(1, 3, *size)
+    file = packed_file(tmp_path / "own.fp4", None, *pack_model(deployed(factory(), x), x))
+    write_packed(file)
+    monkeypatch.setattr(layers, "PackedNetwork", Planned)
+    found = layers.layer_times(file.path, iterations=1).layers
+    network = Planned(file)
+    assert len(found) == len(network.steps) < len(file.graph.nodes)
+    assert [row.layer for row in found] == [label(step) for step in network.steps]
+    ops = {row.op for row in found}
+    assert {"conv2d", "affine+relu", "affine+add+relu"} <= ops
+    assert "add" not in ops
+    convolutions = {node.layer for node in file.graph.nodes if isinstance(node, Layer)}
+    assert {row.layer for row in found if row.operations} == convolutions  # which a search reads by their names
+    at, step = next((at, each) for at, each in enumerate(network.steps) if isinstance(each, Produce) and each.second)
+    shapes = fitting(file.graph, {file.graph.inputs[0].name: tuple(x.shape)})
+    _, channels, height, width = shapes[step.inputs[0]]
+    written = {"plain": 4 * channels, "packed": channels // 16 * 9}
+    pixels = sum(written[form] for form in found[at].writes) + 2 * 4 * channels
+    vectors = 2 * 2 * channels + 1  # scale and shift of both branches, and the amax
+    assert found[at].bytes == height * width * pixels + 4 * vectors
 
 
 def test_the_trace_has_the_nodes_one_after_the_other(times: layers.LayerTimes) -> None:

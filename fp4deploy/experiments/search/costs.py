@@ -5,8 +5,9 @@ FP4 (`lowering.forecast`): in TensorRT-RTX's default form a 3x3 convolution of F
 saves bytes in the file alone.
 
 **Layers measured** by `bench --layers` in packed networks (`measured_layers`): the model packed in FP16, and quantised
-and packed in FP4. A layer that was not timed in FP4 stays FP16, and no layer is FP8, which packed networks do not
-hold. Norms and poolings, which also write the packed activations, are the same in every placement and not counted.
+and packed in FP4, each layer as the step that runs. A layer that was not timed in FP4 stays FP16, and no layer is FP8,
+which packed networks do not hold. Norms and poolings, which also write the packed activations, are the same in every
+placement and not counted.
 """
 
 from __future__ import annotations
