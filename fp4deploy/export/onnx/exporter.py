@@ -1,8 +1,7 @@
 """torch's ONNX exporter without the work that repeats itself, two thirds of the time of a small export.
 
 * `torch.onnx.export` parses the source of all 500 functions of its table for ATen operators in every call, and takes no
-  table from its caller. Nothing of the table depends on the model, and an export without functions of its own only
-  reads it: one table serves a process.
+  table from its caller. Nothing of the table depends on the model: copies of one serve a process.
 * It then decomposes what torch.export captured by its table, which traces the whole graph again. Here the calls that
   are not in the table, in place, or the short form of a view are replaced one by one (`graph.retraced`), and the graph
   is traced again only where that cannot be done.
