@@ -92,12 +92,11 @@ class Predictor:
         self.tile, self.batch = tile, batch
         self.overlap = min(card.height, card.width) // 4 if overlap is None else overlap
         self.min_score = min_score
-        self.background = card.background or card.head is not None
-        self._transform = task_of(card).transform(card.height, card.width, card.mean, card.std)
-        if tile and isinstance(card.head, InstanceHead) and card.head.method == "set":
-            raise InputError("The masks of this instance model have no meaning across tiles. Leave out --tile.")
-        if tile and isinstance(card.head, DetectionHead):
-            raise InputError("Boxes are not joined across tiles. Leave out --tile.")
+        task = task_of(card)
+        self.background = card.background or task.counts_objects
+        self._transform = task.transform(card.height, card.width, card.mean, card.std)
+        if tile and (untiled := task.untiled(card)):
+            raise InputError(f"{untiled} Leave out --tile.")
 
     @property
     def class_names(self) -> tuple[str, ...]:
