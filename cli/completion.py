@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fp4deploy.runs import MODELS, RUNS
+from fp4deploy.errors import InputError
+from fp4deploy.runs import MODELS, RUNS, latest_run
 
 MOST_ANNOTATIONS = 64 << 20  # bytes of a COCO file that is worth reading for its classes
 _SHELL = re.compile(r"[\x00-\x1f\x7f\"'$`\\;&|<>(){}*?!#~]")
@@ -68,10 +70,9 @@ def _runs(ctx: Any) -> Iterable[str]:
 
 def _artifacts(ctx: Any) -> Iterable[str]:
     """File names in the latest run, then files below the current folder's name."""
-    configs = sorted(RUNS.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime_ns)
     found = []
-    if configs:
-        run = configs[-1].parent
+    with suppress(InputError):
+        run = latest_run().path
         found = [path.parent.name for path in run.glob("*/best.safetensors")]
         patterns = ("export/*.onnx", "export/*.fp4", "engines/*.plan")
         found += [path.name for pattern in patterns for path in run.glob(pattern) if not path.name.startswith(".")]

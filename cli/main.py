@@ -219,13 +219,12 @@ app.add_typer(telemetry.app, name="telemetry")
 
 def main() -> None:
     """Entry point of the `fp4deploy` command."""
-    stop_on_signals()
     keep_absolute(os.environ)  # Triton and torch.compile start the host compiler by name, too
     keep_python_safe(os.environ)
     ignore_local_settings()
     status: Any = 0
     try:
-        with lasting_output():
+        with stop_on_signals(), lasting_output():
             try:
                 app(prog_name="fp4deploy")
             except SystemExit as ended:

@@ -41,12 +41,18 @@ REFUSALS = tuple(
 LONGEST_NAME = 200  # characters of a path in a message
 
 
-def stop_on_signals() -> None:
-    """Let SIGTERM and SIGHUP raise `Interrupted`, where they would end the process."""
-    for name in ("SIGTERM", "SIGHUP"):
-        number = getattr(signal, name, None)
-        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+@contextmanager
+def stop_on_signals() -> Iterator[None]:
+    """Inside, SIGTERM and SIGHUP raise `Interrupted` where they would end the process."""
+    named = (getattr(signal, name, None) for name in ("SIGTERM", "SIGHUP"))
+    ending = [number for number in named if number is not None and signal.getsignal(number) is signal.SIG_DFL]
+    try:
+        for number in ending:
             signal.signal(number, _raise)
+        yield
+    finally:
+        for number in ending:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _raise(number: int, frame: FrameType | None) -> None:

@@ -285,11 +285,14 @@ def latest_run(root: Path = RUNS) -> Run:
     Raises:
         InputError: there is no run under `root`.
     """
-    configs = [path for path in root.glob("*/config.yaml") if path.is_file()]  # not a link to nothing
-    configs.sort(key=lambda path: path.stat().st_mtime_ns)
-    if not configs:
+    written: dict[Path, int] = {}
+    for config in root.glob("*/config.yaml"):
+        with suppress(FileNotFoundError):  # removed since it was listed
+            if config.is_file():  # not a link to nothing
+                written[config] = config.stat().st_mtime_ns
+    if not written:
         raise InputError(f"There is no run under {root}/ yet. Train one with: fp4deploy train")
-    return Run(configs[-1].parent)
+    return Run(sorted(written, key=written.__getitem__)[-1].parent)
 
 
 def _host() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -149,3 +150,20 @@ def test_a_link_to_nothing_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "a" / "config.yaml").touch()
     (tmp_path / "b" / "config.yaml").symlink_to(tmp_path / "nowhere")
     assert latest_run(tmp_path).path == tmp_path / "a"
+
+
+def test_a_run_that_is_removed_meanwhile_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for age, name in enumerate(("gone", "last")):
+        config = create_run(tmp_path / name).config_path
+        config.touch()
+        os.utime(config, (age, age))
+    is_file = Path.is_file
+
+    def removing(path: Path) -> bool:
+        found = is_file(path)
+        if path.parent.name == "gone":
+            shutil.rmtree(path.parent)
+        return found
+
+    monkeypatch.setattr(Path, "is_file", removing)
+    assert latest_run(tmp_path).path == tmp_path / "last"

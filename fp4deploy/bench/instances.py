@@ -80,10 +80,7 @@ def evaluate_objects(
         seen += len(images)
         if progress:
             progress(seen, len(dataset))
-    scores = evaluation.compute()
-    more: dict[str, Any] = {}
-    if isinstance(evaluation, DetectionEvaluation):
-        more = {"errors": evaluation.errors(), "confusion": evaluation.confusion()}
+    scores, more = evaluation.compute(), evaluation.details()
     if finish:
         finish({**scores.to_json(), "per_class": scores.per_class, **more})
     assert scores.matches is not None

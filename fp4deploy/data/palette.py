@@ -6,7 +6,7 @@ import colorsys
 
 import numpy as np
 
-from fp4deploy.data.sample import IGNORE, Pixels
+from fp4deploy.data.sample import IGNORE, MAX_CLASSES, ClassIds, Pixels
 
 TINT = 0.6
 BAND = 2**20  # pixels that are blended at once: they are FP32 meanwhile
@@ -32,11 +32,14 @@ def colours(count: int, background: bool) -> Palette:
     return found
 
 
-def tinted(image: Pixels, mask: Pixels, palette: Palette) -> Pixels:
-    """Draw class colours over the image in grey, so that they stand out; `mask` [H, W] holds class ids or 255."""
-    table = np.zeros((256, 3), np.float32)
-    weight = np.zeros(256, np.float32)
-    for number, colour in [*enumerate(palette), (IGNORE, VOID)]:
+def tinted(image: Pixels, mask: ClassIds, palette: Palette) -> Pixels:
+    """Draw class colours over the image in grey, so that they stand out; `mask` [H, W] holds class ids or, of at most
+    255 classes, 255.
+    """
+    table = np.zeros((max(256, len(palette)), 3), np.float32)
+    weight = np.zeros(len(table), np.float32)
+    void: list[tuple[int, tuple[int, int, int] | None]] = [(IGNORE, VOID)] if len(palette) <= MAX_CLASSES else []
+    for number, colour in [*enumerate(palette), *void]:
         if colour is not None:
             table[number], weight[number] = colour, TINT
     blended = np.empty_like(image)
@@ -50,7 +53,12 @@ def tinted(image: Pixels, mask: Pixels, palette: Palette) -> Pixels:
 
 
 def png_palette(palette: Palette) -> list[int]:
-    """The palette of an indexed PNG, 256 times R, G, B; a class without a colour is black, 255 is grey."""
+    """The palette of an indexed PNG, 256 times R, G, B; a class without a colour is black, 255 is grey.
+
+    Empty for more than 255 classes, whose masks have 16 bits and no palette.
+    """
+    if len(palette) > MAX_CLASSES:
+        return []
     table = [colour or BLACK for colour in palette] + [BLACK] * (256 - len(palette))
     table[IGNORE] = VOID
     return [value for colour in table for value in colour]

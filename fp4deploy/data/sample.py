@@ -29,6 +29,7 @@ IMAGE_MEAN = (0.485, 0.456, 0.406)  # ImageNet, RGB in [0, 1]
 IMAGE_STD = (0.229, 0.224, 0.225)
 
 Pixels = NDArray[np.uint8]
+ClassIds = NDArray[np.unsignedinteger]  # [H, W], of `class_type`
 InstanceIds = NDArray[np.int32]
 Boxes = NDArray[
     np.floating
@@ -68,6 +69,15 @@ class SegmentationDataset(Protocol):
     def load(self, index: int) -> Sample:
         """Read one sample; raises InputError, naming the file, when it cannot be read."""
         ...
+
+
+def class_type(classes: int) -> type[np.unsignedinteger]:
+    """The type of a map of so many classes: uint8 where they and `IGNORE` fit.
+
+    >>> class_type(255), class_type(256)
+    (<class 'numpy.uint8'>, <class 'numpy.uint16'>)
+    """
+    return np.uint8 if classes <= MAX_CLASSES else np.uint16
 
 
 def data_error(root: Path, cause: str) -> InputError:

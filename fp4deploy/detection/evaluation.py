@@ -69,6 +69,10 @@ class DetectionEvaluation:
         """What objects were detected as, by `detection.errors`."""
         return confusion(self.ground_truth, self.results(), self.head.max_detections)
 
+    def details(self) -> dict[str, Any]:
+        """Kinds of errors, and the confusion."""
+        return {"errors": self.errors(), "confusion": self.confusion()}
+
     def compute(self) -> InstanceScores:
         """Score everything seen so far against the whole split."""
         with torch.inference_mode(False):

@@ -10,26 +10,31 @@ there as well, and is the network's to refuse.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
+
+from fp4deploy.graph.replaced import replaced
 
 
 @contextmanager
 def watched() -> Iterator[list[str]]:
-    """Inside, `fixed_axis` of each program that torch.export makes, for exporters that keep none of its conditions."""
+    """Inside, `fixed_axis` of each program that torch.export makes in this thread, for exporters that keep none of its
+    conditions.
+    """
     found = [""]
-    export = torch.export.export
 
-    def watching(*arguments: Any, **options: Any) -> torch.export.ExportedProgram:
-        program = export(*arguments, **options)
-        found.append(fixed_axis(program))
-        return program
+    def watching(export: Callable[..., torch.export.ExportedProgram]) -> Callable[..., torch.export.ExportedProgram]:
+        def watched_export(*arguments: Any, **options: Any) -> torch.export.ExportedProgram:
+            program = export(*arguments, **options)
+            found.append(fixed_axis(program))
+            return program
 
-    with mock.patch.object(torch.export, "export", watching):
+        return watched_export
+
+    with replaced(torch.export, "export", watching):
         yield found
 
 

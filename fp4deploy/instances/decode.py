@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fp4deploy.data.sample import ClassIds, class_type
 from fp4deploy.models.heads import OFFSET_UNIT, InstanceHead
 
 PAIRS = 2**24  # votes times centres whose distances are held at once
@@ -42,13 +43,14 @@ class Instances:
 
     ids: int32 [H, W], 0 where there is none, else a number from 1 to len(scores).
     classes: int64 [K], class of each; scores: float32 [K], 0 to 1, descending.
-    semantic: uint8 [H, W], the most likely class of every pixel; zeros where the model has no semantic channels.
+    semantic: [H, W] of `class_type`, the most likely class of every pixel; zeros where the model has no semantic
+        channels.
     """
 
     ids: NDArray[np.int32]
     classes: NDArray[np.int64]
     scores: NDArray[np.float32]
-    semantic: NDArray[np.uint8]
+    semantic: ClassIds
 
     def __len__(self) -> int:
         return len(self.scores)
@@ -150,7 +152,7 @@ def _finish(ids: Tensor, scores: Tensor, probability: Tensor | None, head: Insta
         ids=renumbered[ids].to(torch.int32).cpu().numpy(),
         classes=classes[kept].cpu().numpy(),
         scores=scores[kept].float().cpu().numpy(),
-        semantic=semantic.to(torch.uint8).cpu().numpy(),
+        semantic=semantic.cpu().numpy().astype(class_type(head.classes)),
     )
 
 

@@ -57,6 +57,10 @@ class InstanceEvaluation:
         with torch.inference_mode(False):
             return average_precision(self.ground_truth, self.results(), self.head.max_detections, matches=self.matches)
 
+    def details(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
 
 def gathered(found: dict[int, list[Result]]) -> list[Result]:
     """Results of all images by their index, of every process where there are several."""

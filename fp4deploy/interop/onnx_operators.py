@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp4deploy.errors import InputError
 
@@ -102,7 +103,16 @@ def _divide(x: Tensor, y: Tensor) -> Tensor:
 
 def _divide_host(x: Host, y: Host) -> Host:
     whole = not any(isinstance(each, float) for each in (*x.reshape(-1), *y.reshape(-1)))
-    return x // y if whole else x / y
+    return np.frompyfunc(_truncated, 2, 1)(x, y) if whole else x / y
+
+
+def _truncated(x: Any, y: Any) -> Any:
+    """The quotient of two whole numbers, rounded towards zero; no condition on a size is added to the traced graph."""
+    if y < 0:
+        x, y = -x, -y
+    if statically_known_true(x >= 0):
+        return x // y
+    return torch.sym_max(x, 0) // y - torch.sym_max(-x, 0) // y
 
 
 def _unary(function: Callable[[Tensor], Tensor]) -> Callable[[Call], Any]:

@@ -10,7 +10,7 @@ from PIL import Image
 
 from fp4deploy.data.coco.regions import box, encode_ids, pixel_count
 from fp4deploy.data.palette import Palette, png_palette, tinted
-from fp4deploy.data.sample import Pixels
+from fp4deploy.data.sample import ClassIds, Pixels
 from fp4deploy.detection import Detections
 from fp4deploy.detection.draw import draw_boxes
 from fp4deploy.instances.decode import Instances
@@ -24,11 +24,12 @@ MOST_TEXTS = 20  # objects of an image, the surest ones, that carry class and sc
 class Prediction:
     """Classes of all pixels and, of an instance model or a detector, the objects.
 
-    mask: uint8 [H, W] of class ids. palette: a colour of each class, None for background.
+    mask: [H, W] of class ids, uint8, or uint16 of more than 255 classes. palette: a colour of each class, None for
+        background.
     instances: of an instance model. detections: of a detector, whose mask is empty.
     """
 
-    mask: Pixels
+    mask: ClassIds
     class_names: tuple[str, ...]
     palette: Palette
     instances: Instances | None = None
@@ -51,9 +52,9 @@ class Prediction:
                 {"id": int(numbers[at]), "name": self.class_names[numbers[at]], "objects": int(counts[at])}
                 for at in order
             ]
-        pixels = np.zeros(256, np.int64)
+        pixels = np.zeros(max(256, len(self.class_names)), np.int64)
         for row in self.mask:  # numpy widens what it counts
-            pixels += np.bincount(row, minlength=256)
+            pixels += np.bincount(row, minlength=len(pixels))
         found = sorted(np.flatnonzero(pixels).tolist(), key=lambda number: -pixels[number])
         return [
             {
@@ -103,9 +104,13 @@ class Prediction:
         ]
 
     def mask_image(self) -> Image.Image:
-        """The mask as an indexed image: pixel values are class ids, the palette shows them in colour."""
+        """The mask as an indexed image: pixel values are class ids, the palette shows them in colour.
+
+        Of more than 255 classes a greyscale image of 16 bits.
+        """
         image = Image.fromarray(self.mask, mode=None)
-        image.putpalette(png_palette(self.palette))
+        if palette := png_palette(self.palette):
+            image.putpalette(palette)
         return image
 
     def overlay(self, image: Pixels) -> Pixels:

@@ -24,7 +24,7 @@ from fp4deploy.bench.runtimes.protocol import Runtime
 from fp4deploy.data.augmentation.transforms import expand
 from fp4deploy.data.images import upright_image
 from fp4deploy.data.palette import colours
-from fp4deploy.data.sample import Pixels, Sample
+from fp4deploy.data.sample import ClassIds, Pixels, Sample, class_type
 from fp4deploy.detection import Detections, decode_boxes
 from fp4deploy.errors import InputError
 from fp4deploy.instances.decode import Instances, decode
@@ -92,12 +92,11 @@ class Predictor:
         self.tile, self.batch = tile, batch
         self.overlap = min(card.height, card.width) // 4 if overlap is None else overlap
         self.min_score = min_score
-        self.background = card.background or card.head is not None
-        self._transform = task_of(card).transform(card.height, card.width, card.mean, card.std)
-        if tile and isinstance(card.head, InstanceHead) and card.head.method == "set":
-            raise InputError("The masks of this instance model have no meaning across tiles. Leave out --tile.")
-        if tile and isinstance(card.head, DetectionHead):
-            raise InputError("Boxes are not joined across tiles. Leave out --tile.")
+        task = task_of(card)
+        self.background = card.background or task.counts_objects
+        self._transform = task.transform(card.height, card.width, card.mean, card.std)
+        if tile and (untiled := task.untiled(card)):
+            raise InputError(f"{untiled} Leave out --tile.")
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -165,11 +164,8 @@ class Predictor:
         channels = self.card.channels
         bands = self._bands(pixels)
         if self.card.head is None:
-            mask = np.zeros(size, np.uint8)
-            for row, band in bands:
-                mask[row : row + band.shape[1]] = band.argmax(0)
-                channels = len(band)
-            return self._semantic(mask, channels)
+            parts = [(len(band), band.argmax(0).astype(class_type(len(band)))) for _, band in bands]
+            return self._semantic(np.concatenate([part for _, part in parts]), parts[0][0])
         if channels * size[0] * size[1] > LARGEST_INSTANCES:
             raise TooLarge(
                 f"An image of {size[1]}x{size[0]} pixels is too large to find objects in. Cut it into parts first."
@@ -185,7 +181,7 @@ class Predictor:
             yield row, band
             self.progress("rows of pixels", row + band.shape[1], height)
 
-    def _semantic(self, mask: Pixels, channels: int) -> Prediction:
+    def _semantic(self, mask: ClassIds, channels: int) -> Prediction:
         names = self.class_names or tuple(f"class {number}" for number in range(channels))
         return Prediction(mask, names, colours(len(names), self.background))
 
@@ -198,23 +194,23 @@ class Predictor:
         kept = int((found.scores >= self.min_score).sum())  # scores descend
         ids = np.where(found.ids <= kept, found.ids, 0)
         shown = Instances(ids, found.classes[:kept], found.scores[:kept], found.semantic)
-        classes = np.concatenate([[0], shown.classes]).astype(np.uint8)
+        classes = np.concatenate([[0], shown.classes]).astype(found.semantic.dtype)
         mask = found.semantic.copy()
         if isinstance(self.card.head, InstanceHead):
             things = ~np.isin(mask, (0, *self.card.head.stuff))
             mask[things] = 0
-        mask = np.where(ids > 0, classes[ids], mask).astype(np.uint8)
+        mask = np.where(ids > 0, classes[ids], mask)
         return Prediction(mask, self.class_names, colours(len(self.class_names), self.background), shown)
 
 
-def class_map(logits: torch.Tensor, size: tuple[int, int]) -> Pixels:
-    """Most likely class of each pixel, uint8 [H, W], of logits [classes, h, w] enlarged bilinearly to H x W.
+def class_map(logits: torch.Tensor, size: tuple[int, int]) -> ClassIds:
+    """Most likely class of each pixel, [H, W] of `class_type`, of logits [classes, h, w] enlarged bilinearly to H x W.
 
     As `F.interpolate(logits, size, mode="bilinear", align_corners=False).argmax(0)`, a band of rows at a time.
     """
     classes, rows, columns = logits.shape
     height, width = size
-    mask = np.empty(size, np.uint8)
+    mask: ClassIds = np.empty(size, class_type(classes))
     each = max(1, BAND // (classes * width))
     for top in range(0, height, each):
         place = torch.arange(top, min(top + each, height), dtype=torch.float32)

@@ -14,13 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fp4deploy.data.sample import Pixels
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.files import atomic_write
-from fp4deploy.models.boxes import DetectionHead
-from fp4deploy.predict.prediction import Prediction
 from fp4deploy.predict.predictor import Predictor
 from fp4deploy.predict.sources import CAMERA
 from fp4deploy.requirements import LIBRARIES
@@ -92,7 +89,7 @@ def predict_frames(
     import cv2
 
     rate = stated_rate(capture.get(cv2.CAP_PROP_FPS))
-    found = np.zeros(256)
+    found: dict[int, dict[str, Any]] = {}
     frames, size = 0, (0, 0)
     writer = None
     try:
@@ -108,7 +105,7 @@ def predict_frames(
                         )
                 for pixels, prediction in zip(chosen, predictor.predict_batch(chosen), strict=True):
                     writer.write(np.ascontiguousarray(prediction.overlay(pixels)[..., ::-1]))
-                    found += _of_classes(prediction)
+                    _add(found, prediction.classes())
                 frames += len(chosen)
                 if progress:
                     progress(frames)
@@ -123,24 +120,24 @@ def predict_frames(
         "frames_per_s": float(rate),
         "height": size[0],
         "width": size[1],
-        "classes": _classes(predictor, found, frames),
+        "classes": _classes(found, frames),
     }
 
 
-def _of_classes(prediction: Prediction) -> NDArray[np.float64]:
-    """Share of each class in a frame; of a detector the number of its boxes."""
-    if prediction.detections is not None:
-        return np.bincount(prediction.detections.classes, minlength=256).astype(np.float64)
-    return np.bincount(prediction.mask.reshape(-1), minlength=256) / prediction.mask.size
+def _add(found: dict[int, dict[str, Any]], classes: list[dict[str, Any]]) -> None:
+    """Add what a frame has of each class to what those before it had: shares, or boxes of a detector."""
+    for each in classes:
+        entry = found.setdefault(each["id"], {"id": each["id"], "name": each["name"]})
+        key = "objects" if "objects" in each else "share"
+        entry[key] = entry.get(key, 0) + each[key]
 
 
-def _classes(predictor: Predictor, found: NDArray[np.float64], frames: int) -> list[dict[str, Any]]:
-    """What a video has of each class, the most first."""
-    names = predictor.class_names or tuple(f"class {number}" for number in range(256))
-    order = sorted(np.flatnonzero(found).tolist(), key=lambda number: -found[number])
-    if isinstance(predictor.card.head, DetectionHead):
-        return [{"id": each, "name": names[each], "objects": int(found[each])} for each in order]
-    return [{"id": each, "name": names[each], "share": float(found[each] / frames)} for each in order]
+def _classes(found: dict[int, dict[str, Any]], frames: int) -> list[dict[str, Any]]:
+    """What a video has of each class, the most first: the mean share, or all boxes."""
+    for entry in found.values():
+        if "share" in entry:
+            entry["share"] /= frames
+    return sorted(found.values(), key=lambda entry: (-entry.get("objects", entry.get("share", 0)), entry["id"]))
 
 
 def stated_rate(rate: float) -> float:

@@ -30,6 +30,7 @@ from fp4deploy.predict.prediction import Prediction
 from fp4deploy.predict.predictor import Predictor, TooLarge
 from fp4deploy.predict.sources import Source
 from fp4deploy.predict.video import predict_video
+from fp4deploy.tasks import task_of
 
 SCHEMA = "fp4deploy.predictions/1"
 
@@ -75,7 +76,7 @@ def predict_files(
     finally:  # also after Ctrl-C: what is there is described
         document = {**describe(predictor, model), "images": written.entries}
         _write_json(document, out / "predictions.json")
-        if predictor.card.head is not None:
+        if task_of(predictor.card).counts_objects:
             _write_json(_coco(predictor, written), out / "instances.json")
     return document, written.failures
 

@@ -324,8 +324,12 @@ def cannot(runs: Sequence[RunData]) -> list[str]:
         listed = ", ".join(f"{run.label}: {run.data}" for run in runs)
         found.append(f"The runs name different data ({listed}); if the validation images differ, so do their scores.")
     pixels = {(run.config.get("data.height"), run.config.get("data.width")) for run in runs}
-    if len(pixels) > 1 and {run.task for run in runs} == {"semantic"}:
-        found.append("Input sizes differ, and mIoU is computed at the size of the input: on other pixels in each run.")
+    scored = {TASKS[run.task] for run in runs}
+    if len(pixels) > 1 and len(scored) == 1 and all(task.at_input_size for task in scored):
+        metric = scored.pop().metric
+        found.append(
+            f"Input sizes differ, and {metric} is computed at the size of the input: on other pixels in each run."
+        )
     return found
 
 

@@ -1,7 +1,8 @@
 """Logits to masks, inside Triton Inference Server's Python backend.
 
 Each channel is enlarged bilinearly to the size of the original image, and each pixel takes the class with the largest
-value. The mask is an indexed PNG: pixel values are class ids, the palette in config.pbtxt shows them in colour.
+value. The mask is an indexed PNG: pixel values are class ids, the palette in config.pbtxt shows them in colour. Where
+there are more classes than a palette holds, it is empty, and the mask a greyscale PNG of 16 bits.
 """
 
 import io
@@ -36,8 +37,10 @@ class TritonPythonModel:
 
     def _encoded(self, output: np.ndarray, height: int, width: int) -> bytes:
         channels = [Image.fromarray(channel).resize((width, height), Image.Resampling.BILINEAR) for channel in output]
-        image = Image.fromarray(np.argmax([np.asarray(channel) for channel in channels], axis=0).astype(np.uint8))
-        image.putpalette(self.palette)
+        classes = np.argmax([np.asarray(channel) for channel in channels], axis=0)
+        image = Image.fromarray(classes.astype(np.uint8 if self.palette else np.uint16))
+        if self.palette:
+            image.putpalette(self.palette)
         target = io.BytesIO()
         image.save(target, format="PNG")
         return target.getvalue()

@@ -27,6 +27,7 @@ from fp4deploy.export.onnx.canonical import read_onnx
 from fp4deploy.export.onnx.decomposed import to_portable
 from fp4deploy.files import atomic_write
 from fp4deploy.models.card import CARD_KEY, ModelCard
+from fp4deploy.tasks import task_of
 
 HERE = Path(__file__).parent
 BACKENDS = {".onnx": "onnxruntime", ".plan": "tensorrt"}
@@ -71,7 +72,7 @@ def write_repository(path: Path, out: Path, name: str | None = None, most: int =
         raise InputError(f"'{name}' is no name of a model: letters, digits, - and _ are.")
     served = _served(path, most)
     folders = {name: _network(name, served)}
-    if served.card.head is None:
+    if not task_of(served.card).counts_objects:
         folders |= {
             f"{name}_preprocess": _preprocess(name, served),
             f"{name}_postprocess": _postprocess(name, served),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,12 +19,18 @@ from fp4deploy.detection import DetectionEvaluation
 from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.card import ModelCard
 
+OVER_PIXELS = "it is of losses over pixels; task=detection has detection.alpha and .gamma"
+
 
 class DetectionTask:
     """`Task` of object detection."""
 
     name, key, metric, per_class = "detection", "ap", "AP", "AP"
-    counts_objects = True
+    counts_objects, at_input_size, boxes = True, False, True
+    unused: Mapping[str, str] = {
+        "augment.rotate": "the box around a rotated box is larger than its object; leave it 0 for task=detection",
+        **dict.fromkeys(("train.class_weights", "train.class_balance", "train.label_smoothing"), OVER_PIXELS),
+    }
     transform = LetterboxTransform
     augmentation = BoxTrainTransform
 
@@ -38,6 +44,10 @@ class DetectionTask:
     def for_card(self, card: ModelCard, data: Path, split: str = VAL, labelled: bool = False) -> SegmentationDataset:
         """A split with the classes of a model."""
         return box_set(card, data, split)
+
+    def untiled(self, card: ModelCard) -> str:
+        """An object that two tiles share has a box in each."""
+        return "Boxes are not joined across tiles."
 
     def evaluation(
         self, dataset: SegmentationDataset, card: ModelCard, ground_truth: dict[str, Any] | None = None

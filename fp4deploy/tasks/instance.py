@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,13 +18,20 @@ from fp4deploy.data import (
 from fp4deploy.instances import InstanceEvaluation
 from fp4deploy.models.card import ModelCard
 from fp4deploy.models.heads import InstanceHead
+from fp4deploy.tasks.semantic import MOSAIC
+
+SOFTMAX = (
+    "distillation compares the softmax over classes, and the outputs of an instance model are not all of classes; "
+    "leave it 0, or train with task=semantic"
+)
 
 
 class InstanceTask:
     """`Task` of instance segmentation."""
 
     name, key, metric, per_class = "instance", "ap", "AP", "AP"
-    counts_objects = True
+    counts_objects, at_input_size, boxes = True, False, False
+    unused: Mapping[str, str] = {"augment.mosaic": MOSAIC, "distill.weight": SOFTMAX}
     transform = NumberedEvalTransform
     augmentation = TrainTransform
 
@@ -38,6 +45,11 @@ class InstanceTask:
     def for_card(self, card: ModelCard, data: Path, split: str = VAL, labelled: bool = False) -> SegmentationDataset:
         """A split with the classes and the stuff of a model."""
         return instance_set(card, data, labelled, split)
+
+    def untiled(self, card: ModelCard) -> str | None:
+        """Masks of the set method are numbered anew in each tile."""
+        joined = isinstance(card.head, InstanceHead) and card.head.method != "set"
+        return None if joined else "The masks of this instance model have no meaning across tiles."
 
     def evaluation(
         self, dataset: SegmentationDataset, card: ModelCard, ground_truth: dict[str, Any] | None = None

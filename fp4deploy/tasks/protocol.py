@@ -2,15 +2,20 @@
 
 | stage | asks for |
 |---|---|
-| train | `open`: the splits; `evaluation`: the score that selects the best checkpoint; losses are in `train.tasks` |
+| train | `unused`: settings of other tasks; `open`: the splits; `evaluation`: what selects the best checkpoint |
 | export | `head.agreeing` of the model card (`models.heads`): when two outputs mean the same |
-| bench, sweep | `for_card`, `transform`, `evaluation` |
-| report | `key`, `metric`, `per_class`: names of the scores |
+| bench, search, sweep | `for_card`, `transform`, `evaluation`, `counts_objects` |
+| predict, serving | `counts_objects`; `untiled`: why an image cannot be cut |
+| report | `key`, `metric`, `per_class`: names of the scores; `at_input_size` |
+| data check | `boxes`: labels that are enough |
+
+What a stage has of its own for each task is a table by its name there: losses and heads in `train.tasks`, pictures in
+`report.write`, `report.figures.predictions` and `report.figures.lost`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -67,13 +72,19 @@ class Evaluation(Protocol):
         """Scores of everything seen so far."""
         ...
 
+    def details(self) -> dict[str, Any]:
+        """What bench keeps beside the scores of everything seen so far."""
+        ...
+
 
 class Task(Protocol):
     """One task.
 
     name: in settings and model cards. key: of its score in files. metric, per_class: titles of its score and of a
-    class's. counts_objects: its output is a list of objects, scored by COCO's AP. transform: sample -> input of a
-    validation; augmentation: sample -> input and labels of a training.
+    class's. counts_objects: its output is a list of objects, scored by COCO's AP. at_input_size: scores are of pixels
+    at the size of the network's input. boxes: annotations need no masks. unused: settings that it has no use for, as
+    "section.name", and why. transform: sample -> input of a validation; augmentation: sample -> input and labels of a
+    training.
     """
 
     @property
@@ -86,6 +97,12 @@ class Task(Protocol):
     def per_class(self) -> str: ...
     @property
     def counts_objects(self) -> bool: ...
+    @property
+    def at_input_size(self) -> bool: ...
+    @property
+    def boxes(self) -> bool: ...
+    @property
+    def unused(self) -> Mapping[str, str]: ...
     @property
     def transform(self) -> type[EvalTransform]: ...
     @property
@@ -107,6 +124,10 @@ class Task(Protocol):
         Raises:
             InputError: the data lacks one of them, or does not serve the task.
         """
+        ...
+
+    def untiled(self, card: ModelCard) -> str | None:
+        """Why the outputs of an image's tiles cannot be joined, as a sentence; None where they can be."""
         ...
 
     def evaluation(

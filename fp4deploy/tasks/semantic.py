@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,15 @@ from fp4deploy.metrics import Scores, SegmentationScore
 from fp4deploy.models.card import ModelCard
 from fp4deploy.tasks.protocol import Gather
 
+MOSAIC = "it joins images with boxes, and this task has masks; leave it 0, or train with task=detection"
+
 
 class SemanticTask:
     """`Task` of semantic segmentation."""
 
     name, key, metric, per_class = "semantic", "miou", "mIoU", "IoU"
-    counts_objects = False
+    counts_objects, at_input_size, boxes = False, True, False
+    unused: Mapping[str, str] = {"augment.mosaic": MOSAIC}
     transform = EvalTransform
     augmentation = TrainTransform
 
@@ -32,6 +35,10 @@ class SemanticTask:
     def for_card(self, card: ModelCard, data: Path, split: str = VAL, labelled: bool = False) -> SegmentationDataset:
         """A split with the classes of a model."""
         return validation_set(card, data, split)
+
+    def untiled(self, card: ModelCard) -> None:
+        """None: logits of neighbouring tiles are averaged."""
+        return
 
     def evaluation(
         self, dataset: SegmentationDataset, card: ModelCard, ground_truth: dict[str, Any] | None = None
@@ -62,3 +69,7 @@ class SemanticEvaluation:
     def compute(self) -> Scores:
         """mIoU, IoU of each class, pixel accuracy."""
         return self._score.compute()
+
+    def details(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}

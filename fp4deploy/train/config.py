@@ -25,6 +25,7 @@ from fp4deploy.models.unet import STRIDE
 from fp4deploy.qat import find_recipe
 from fp4deploy.qat.fp4_gemms.requirements import require_packed
 from fp4deploy.schema import briefly, parse_yaml, read_yaml
+from fp4deploy.tasks import TASKS
 from fp4deploy.train.sections import (
     AugmentSection,
     DataSection,
@@ -70,37 +71,16 @@ class Config(Section):
         )
 
     @model_validator(mode="after")
-    def _can_be_distilled(self) -> Config:
-        if self.task == "instance" and self.distill.weight:
-            raise ValueError(
-                f"distill.weight = {self.distill.weight:g}: distillation compares the softmax over classes, and the "
-                "outputs of an instance model are not all of classes; leave it 0, or train with task=semantic"
-            )
+    def _serves_the_task(self) -> Config:
+        for key, why in TASKS[self.task].unused.items():
+            section, _, name = key.partition(".")
+            value = getattr(getattr(self, section), name)
+            if value:
+                raise ValueError(f"{key} = {briefly(value)}: {why}")
         return self
 
     @model_validator(mode="after")
-    def _serves_boxes(self) -> Config:
-        if self.task != "detection":
-            if self.augment.mosaic:
-                raise ValueError(
-                    f"augment.mosaic = {self.augment.mosaic:g} joins images with boxes, and task={self.task} has "
-                    "masks; leave it 0, or train with task=detection"
-                )
-            return self
-        if self.augment.rotate:
-            raise ValueError(
-                f"augment.rotate = {self.augment.rotate:g}: the box around a rotated box is larger than its object; "
-                "leave it 0 for task=detection"
-            )
-        given = [
-            name
-            for name in ("class_weights", "class_balance", "label_smoothing")
-            if getattr(self.train, name) not in (None, 0.0)
-        ]
-        if given:
-            raise ValueError(
-                f"train.{given[0]} is of losses over pixels; task=detection has detection.alpha and .gamma"
-            )
+    def _has_the_head_of_its_network(self) -> Config:
         own, usual = own_layout(parse_spec(self.model.spec)), DetectionSection()
         fixed = ["width", "depth"] if own else []
         fixed += ["centre_loss"] if own.get("method") == "retinanet" else []

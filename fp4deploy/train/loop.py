@@ -97,7 +97,9 @@ class Trainer:
             fuse_unet(model, recompute=settings.recompute is True)
         if settings.checkpointing:
             checkpoint_blocks(model)
-        self.fuses = fused and not isinstance(model, FusedUNet) and self._compiling_pays()
+        compilable = settings.fused == "auto" and available(self.device) and not isinstance(model, FusedUNet)
+        self.unfused = self._unfused() if compilable and self.layers else None
+        self.fuses = compilable and bool(self.layers) and self.unfused is None
         self.compiled = self.fuses or (settings.compile and not isinstance(model, FusedUNet))
         channels_last = settings.channels_last or isinstance(model, FusedUNet) or self.fuses
         self.layout = torch.channels_last if channels_last else torch.contiguous_format
@@ -148,11 +150,21 @@ class Trainer:
         self.interrupt = Interrupt()
         self.pace = SavingPace(settings.save_minutes)
 
-    def _compiling_pays(self) -> bool:
-        """With train.fused=auto: the steps are many enough for what `fuse` needs to compile."""
-        fusible = bool(self.layers) and all(layer.recipe.straight_through for layer in self.layers)
-        asked = self.settings.fused == "auto" and fusible
-        return asked and self._alone and self.steps >= STEPS_WORTH_COMPILING
+    def _unfused(self) -> str | None:
+        """Why train.fused=auto does not compile a quantised network; None where it does."""
+        few = (
+            f"it compiles from {STEPS_WORTH_COMPILING:,} steps on and this training has {self.steps:,}: more epochs, "
+            "or train.compile=true for torch.compile without this project's passes, change that"
+        )
+        reasons = {
+            "train.checkpointing is true": self.settings.checkpointing,
+            "several processes train": not self._alone,
+            "the gradients of the recipe are not straight-through": not all(
+                layer.recipe.straight_through for layer in self.layers
+            ),
+            few: self.steps < STEPS_WORTH_COMPILING,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
 
     def _no_graph(self) -> str | None:
         """Why no step of this training is captured; None where one may be."""
@@ -191,6 +203,8 @@ class Trainer:
             self.interrupt,
             Display(job.model, job.epochs, self.steps, start.step, start.epoch + 1, quiet) as display,
         ):
+            if self.unfused is not None:
+                display.say(f"{job.model}: train.fused=auto does not fuse, since {self.unfused}")
             try:
                 while self.progress.epoch < job.epochs:
                     self._epoch(display)

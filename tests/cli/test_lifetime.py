@@ -105,7 +105,7 @@ def test_an_ignored_hangup_stays_ignored(tiny_data: Path, tmp_path: Path) -> Non
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         done = subprocess.run(
-            [sys.executable, "-c", f"import {PACKAGE}.process as p, os, signal; p.stop_on_signals(); "
+            [sys.executable, "-c", f"import {PACKAGE}.process as p, os, signal\nwith p.stop_on_signals(): "
              "os.kill(os.getpid(), signal.SIGHUP); print('alive')"],
             capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2],
         )  # fmt: skip

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -177,3 +179,20 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     assert result.stdout.startswith("layer")
     assert "Traceback" not in result.stderr
     assert "Error" not in result.stderr
+
+
+def test_signals_do_after_a_command_what_they_did_before(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    numbers = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+    before = [signal.signal(number, signal.SIG_DFL) for number in numbers[1:]]
+    monkeypatch.setattr(sys, "argv", ["fp4deploy", "--version"])
+    try:
+        handlers = [signal.getsignal(number) for number in numbers]
+        with pytest.raises(SystemExit) as ended:
+            importlib.import_module(f"{PACKAGE}.main").main()
+        assert not ended.value.code
+        assert [signal.getsignal(number) for number in numbers] == handlers
+    finally:
+        for number, handler in zip(numbers[1:], before, strict=True):
+            signal.signal(number, handler)

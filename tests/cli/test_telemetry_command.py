@@ -53,7 +53,8 @@ def test_the_report_shows_them(run: Path, invoke: Invoke, tmp_path: Path) -> Non
     assert "<h2>Telemetry</h2>" in (tmp_path / "page.html").read_text()
 
 
-def test_heatmaps_are_redrawn_from_the_files(run: Path, invoke: Invoke) -> None:
+def test_heatmaps_are_redrawn_from_the_files(run: Path, invoke: Invoke, tmp_path: Path) -> None:
+    run = shutil.copytree(run, tmp_path / "copy")
     target = run / "plots" / "heatmaps" / "fp16" / "weights" / "prequantize" / "semantic_std.json"
     before = target.read_bytes()
     shutil.rmtree(run / "plots")

@@ -111,6 +111,20 @@ def test_operators_with_constants_and_shapes() -> None:
     equal_to_onnx_runtime(net.model(*shapes(net, net.conv("conv", "image", 3, 8))))
 
 
+@pytest.mark.parametrize(("before", "by"), [(-1, 3), (1, -3), (-1, -3)])
+def test_sizes_are_divided_towards_zero(before: int, by: int) -> None:
+    net = Onnx(size=("N", 3, "H", "W"))
+    x, whole = net.conv("conv", "image", 3, 8), net.integers
+    side = net.node("Slice", net.node("Shape", x), whole("from", 2), whole("to", 3))  # 16
+    quotient = net.node("Div", net.node("Mul", side, whole("sign", before)), whole("by", by))
+    end = net.node("Add", quotient, whole("rows", 8))
+    network = equal_to_onnx_runtime(net.model(net.node("Slice", x, whole("first", 0), end, whole("axis", 2))))
+    free = {0: torch.export.Dim("N"), 2: torch.export.Dim.DYNAMIC}
+    program = torch.export.export(network, (IMAGE.repeat(2, 1, 1, 1),), dynamic_shapes=(free,))
+    for size in (16, 17, 19):
+        assert program.module()(torch.ones(3, 3, size, 16)).shape[2] == 8 + int(size * before / by)
+
+
 def test_every_operator_is_compared_with_onnx_runtime() -> None:
     net = Onnx()
     shapes(net, "image")

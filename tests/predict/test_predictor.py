@@ -22,7 +22,7 @@ from fp4deploy.data.palette import colours, png_palette, tinted
 from fp4deploy.data.sample import Sample
 from fp4deploy.detection import Detections
 from fp4deploy.errors import InputError
-from fp4deploy.instances.decode import Instances
+from fp4deploy.instances.decode import Instances, decode
 from fp4deploy.instances.draw import draw_instances
 from fp4deploy.models import InstanceHead
 from fp4deploy.models.boxes import DetectionHead
@@ -238,6 +238,52 @@ def test_outputs_that_are_not_what_the_card_says(shape: tuple[int, ...], dtype: 
         with pytest.raises(InputError, match=r"model.onnx answers .* where its card promises float \[2, "):
             checked(np.zeros(shape, dtype), images, each, "model.onnx")
     assert checked(np.zeros((2, 3, 4, 4), np.float16), images, named, "model.onnx").dtype == np.float32
+
+
+SHADES = 300
+
+
+class Shades(Pointwise):
+    """The class of a pixel is the number that its red and green have, 16 * red + green."""
+
+    def infer(self, images: Array) -> Array:
+        """Logits [N, 300, H, W]."""
+        numbers = np.round(images[:, 0] * 255) * 16 + np.round(images[:, 1] * 255)
+        return -np.abs(numbers[:, None] - np.arange(SHADES, dtype=np.float32)[:, None, None])
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("tile", [True, False])
+def test_more_classes_than_a_byte_has(named: bool, tile: bool, tmp_path: Path) -> None:
+    names = tuple(f"shade {number}" for number in range(SHADES)) if named else ()
+    predictor = Predictor(Shades(dataclasses.replace(card(), class_names=names, background=False)), tile=tile)
+    numbers = np.zeros((64 if tile else 32, 48), np.uint16)
+    numbers[8:] = 299
+    numbers[20:] = 255
+    image = np.stack([numbers // 16, numbers % 16, numbers * 0], axis=-1).astype(np.uint8)
+    found = predictor.predict(image)
+    assert (found.mask == numbers).all()
+    assert {each["id"] for each in found.classes()} == {0, 255, 299}
+    overlay = found.overlay(image)
+    assert len({tuple(overlay[row, 0]) for row in (0, 10, 25)}) == 3
+    Image.fromarray(image).save(tmp_path / "a.png")
+    predict_files(predictor, Path("m.onnx"), find_sources([str(tmp_path / "a.png")]), tmp_path / "out")
+    with Image.open(tmp_path / "out" / "a.mask.png") as written:
+        assert (np.asarray(written) == numbers).all()
+
+
+def test_classes_of_objects_beyond_a_byte() -> None:
+    head = InstanceHead("centres", classes=SHADES, stuff=(299,))
+    outputs = torch.zeros(head.channels, 8, 8)
+    outputs[298, :4], outputs[299, 4:] = 9.0, 9.0
+    outputs[SHADES, 2, 4] = 9.0
+    found = decode(outputs, head, (8, 8))
+    assert found.classes.tolist() == [298]
+    assert set(np.unique(found.semantic)) == {298, 299}
+    predictor = Predictor(Pointwise(dataclasses.replace(
+        card(head=head), class_names=tuple(f"shade {number}" for number in range(SHADES))
+    )))  # fmt: skip
+    assert set(np.unique(predictor.decoded(outputs.numpy(), (8, 8)).mask)) <= {0, 298, 299}
 
 
 @pytest.mark.parametrize("stated", [0.0, -1.0, 1e9, float("nan"), float("inf")])

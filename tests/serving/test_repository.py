@@ -27,7 +27,7 @@ from fp4deploy.export.ledger.ledger import Ledger
 from fp4deploy.models import InstanceHead
 from fp4deploy.predict.predictor import load
 from fp4deploy.runs import Run
-from fp4deploy.serving.repository import Served, _network, write_repository
+from fp4deploy.serving.repository import Served, _network, _postprocess, write_repository
 from tests.predict.pointwise import card, photo
 
 
@@ -157,6 +157,22 @@ def test_the_backends_give_the_masks_of_predict(
         assert mask.mode == "P"
         assert (np.asarray(mask) == expected.mask).mean() > 0.98  # pillow and torch enlarge edges differently
         assert mask.getpalette() == expected.mask_image().getpalette()
+
+
+def test_more_classes_than_a_palette_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = tuple(f"class {number}" for number in range(300))
+    files = _postprocess(
+        "many", Served(Path("m.onnx"), dataclasses.replace(card(), class_names=names), 300, False, 8, b"")
+    )
+    for name, content in files.items():
+        path = tmp_path / "many_postprocess" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    after = _backend(tmp_path, "many_postprocess", monkeypatch)
+    logits = np.zeros((1, 300, 4, 4), np.float32)
+    logits[0, 299] = 1
+    (answer,) = after.execute([{"logits": logits, "SIZE": np.array([[4, 4]])}])
+    assert (np.asarray(Image.open(io.BytesIO(answer.outputs["MASK"][0, 0]))) == 299).all()
 
 
 def test_a_broken_image_is_an_error_of_its_own_request(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,7 +128,7 @@ def test_detectors_of_torchvision_have_learning_rates_of_their_own(
 @pytest.mark.parametrize("task", ["semantic", "instance"])
 def test_a_mosaic_is_of_boxes(task: str) -> None:
     assert load_config(None, ["task=detection", "augment.mosaic=0.5"]).augment.mosaic == 0.5
-    with pytest.raises(InputError, match=f"augment.mosaic = 0.5 joins images with boxes, and task={task} has masks"):
+    with pytest.raises(InputError, match="augment.mosaic = 0.5: it joins images with boxes, and this task has masks"):
         load_config(None, [f"task={task}", "augment.mosaic=0.5"])
 
 

@@ -23,6 +23,7 @@ from fp4deploy.train import Config, SegmentationLoss, load_config, train_models,
 from fp4deploy.train.loop import MAX_CONSECUTIVE_SKIPPED, Trainer
 from fp4deploy.train.schedule import learning_rate
 from tests.train.launch import copy_of
+from tests.train.small_network import SPEC
 
 SMALL = [
     "model.scale=0.125",
@@ -348,3 +349,18 @@ def test_learning_rate_rises_then_falls_to_nothing() -> None:
     assert rates[10:] == sorted(rates[10:], reverse=True)
     assert rates[-1] < 1e-3
     assert learning_rate(0, 1, 1.0, 0.0) == 1.0
+
+
+def test_a_short_training_says_that_it_is_not_fused(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("fp4deploy.train.loop.available", lambda device: True)  # as on a GPU
+    shorter = with_settings(config, [f"model.spec={SPEC}", "train.fused=auto", "train.epochs=2"])
+    train_models(shorter, create_run(tmp_path / "auto"), ("fp16", "nvfp4"))
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "fused" in line)
+    assert line.startswith("nvfp4: train.fused=auto does not fuse, since it compiles from 10,000 steps on and ")
+    assert "has 4: more epochs, or train.compile=true" in line
+    train_models(
+        with_settings(shorter, ["train.fused=true"]), create_run(tmp_path / "true"), ("nvfp4",), from_scratch=True
+    )
+    assert "fuse" not in capsys.readouterr().err

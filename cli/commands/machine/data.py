@@ -58,6 +58,7 @@ def check(
     from fp4deploy.data import check_dataset, parse_splits, summarise
     from fp4deploy.data.inspection.check import has_boxes_alone
     from fp4deploy.progress import progress
+    from fp4deploy.tasks import TASKS
 
     if sheet is not None and sheet.suffix.lower() != ".png":
         raise InputError(f"--sheet takes the PNG file to write, such as sheet.png, not {sheet}.")
@@ -66,7 +67,8 @@ def check(
         bar.phase("sizes of images")
         splits = summarise(folder, parsed, bar.phase)
         boxes_alone = has_boxes_alone(parsed)
-        defects = check_dataset(folder, parsed, bar.phase, boxes=task == "detection")
+        boxes = TASKS[task].boxes
+        defects = check_dataset(folder, parsed, bar.phase, boxes=boxes)
     if as_json:
         print_json(
             {
@@ -79,18 +81,18 @@ def check(
         _print(splits)
         for defect in defects:
             done(f"{defect.file}: {defect.message} [{defect.kind}]")
-    if boxes_alone and task != "detection":
+    if boxes_alone and not boxes:
         note("Its annotations are boxes without segmentations: train on it with --task detection.")
     if sheet is not None and splits:
         from fp4deploy.report.figures.contact_sheet import draw_contact_sheet
 
-        count = draw_contact_sheet(folder, splits[0].split, sheet, boxes_alone or task == "detection")
+        count = draw_contact_sheet(folder, splits[0].split, sheet, boxes_alone or boxes)
         note(f"Drew {count} images of {splits[0].split} to {shown(sheet)}.")
     if defects:
-        boxes = all(defect.kind == "no-segmentation" for defect in defects)
+        masks = any(defect.kind != "no-segmentation" for defect in defects)
         raise GateError(
             f"{folder} has {len(defects)} defect{'s' if len(defects) > 1 else ''}; each is listed on stdout."
-            f"{' None is one for detection, which takes boxes: --task detection' if boxes else ''}"
+            f"{'' if masks else ' None is one for detection, which takes boxes: --task detection'}"
         )
     note(f"{folder} has no defect.")
 

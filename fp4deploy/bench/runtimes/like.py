@@ -29,6 +29,7 @@ from fp4deploy.models import read_card
 from fp4deploy.models.card import Channel, ModelCard, Pixels, Spread
 from fp4deploy.models.heads import MOST_CLASSES
 from fp4deploy.schema import Bool, Name, read_yaml, validated
+from fp4deploy.tasks import task_of
 
 YAML = (".yaml", ".yml")
 ADVICE = "The fields are in: docs/your-model.md."
@@ -100,7 +101,7 @@ def read_like(path: Path) -> Like:
             raise InputError(f"{path}: class_names: a name is given twice. {ADVICE}")
         return found
     card = read_card(path) if suffix == ".safetensors" else _onnx_card(path)
-    if card.task != "semantic":
+    if task_of(card).counts_objects:
         raise InputError(f"--like {path} is of the {card.task} task; networks of other tools are scored by mIoU alone.")
     return Like(card.class_names, card.background, card.height, card.width, card.mean, card.std)
 

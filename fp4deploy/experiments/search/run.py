@@ -31,6 +31,7 @@ from fp4deploy.peaks import find_gpu
 from fp4deploy.ptq.checkpoint import calibration_images
 from fp4deploy.qat import layer_plan, load_model
 from fp4deploy.runs import hold
+from fp4deploy.tasks import task_of
 
 if TYPE_CHECKING:
     from fp4deploy.progress import Phase
@@ -135,7 +136,7 @@ def search(
     gpu = find_gpu(arch)
     times, timed_on = measured_layers(measured) if measured is not None else (None, gpu.name)
     card = read_card(checkpoint)
-    if card.precision != "fp16" or card.head is not None:
+    if card.precision != "fp16" or task_of(card).counts_objects:
         raise InputError(f"search takes the FP16 checkpoint of a semantic model, and {checkpoint} is another one.")
     with hold(out):
         model, _ = load_model(checkpoint, device)

@@ -1,8 +1,7 @@
 """torch's ONNX exporter without the work that repeats itself, two thirds of the time of a small export.
 
 * `torch.onnx.export` parses the source of all 500 functions of its table for ATen operators in every call, and takes no
-  table from its caller. Nothing of the table depends on the model, and an export without functions of its own only
-  reads it: one table serves a process.
+  table from its caller. Nothing of the table depends on the model: copies of one serve a process.
 * It then decomposes what torch.export captured by its table, which traces the whole graph again. Here the calls that
   are not in the table, in place, or the short form of a view are replaced one by one (`graph.retraced`), and the graph
   is traced again only where that cannot be done.
@@ -17,11 +16,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from typing import Any
-from unittest import mock
 
 import torch
 
 from fp4deploy.graph.folded import fold_parameters
+from fp4deploy.graph.replaced import replaced
 from fp4deploy.graph.retraced import decomposed, inline_regions, made_functional
 
 aten = torch.ops.aten
@@ -30,16 +29,16 @@ ASSERTIONS = {aten._assert_scalar.default, aten._assert_tensor_metadata.default}
 
 @contextmanager
 def short_export() -> Iterator[None]:
-    """Inside, torch's ONNX exporter reads a copy of one table for each opset and runs a graph again only if it must."""
-    with ExitStack() as patches:
+    """Inside, torch's ONNX exporter reads a copy of one table for each opset and runs a graph again only if it must; in
+    this thread.
+    """
+    with ExitStack() as stack:
         with suppress(ImportError, AttributeError):
             from torch.onnx._internal.exporter import _fx_passes
             from torch.onnx._internal.exporter._registration import ONNXRegistry
 
-            one_table = _from_one_table(ONNXRegistry.from_torchlib)
-            where_needed = _decompose_where_needed(_fx_passes.decompose_with_registry)
-            patches.enter_context(mock.patch.object(ONNXRegistry, "from_torchlib", staticmethod(one_table)))
-            patches.enter_context(mock.patch.object(_fx_passes, "decompose_with_registry", where_needed))
+            stack.enter_context(replaced(ONNXRegistry, "from_torchlib", _from_one_table))
+            stack.enter_context(replaced(_fx_passes, "decompose_with_registry", _decompose_where_needed))
         yield
 
 

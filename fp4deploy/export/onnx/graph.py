@@ -37,6 +37,7 @@ from torch.overrides import TorchFunctionMode
 from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.canonical import IR_VERSION, LAYERS_KEY, OPSET
 from fp4deploy.export.onnx.exporter import short_export
+from fp4deploy.export.onnx.floor import TRANSLATIONS
 from fp4deploy.export.onnx.layer_constants import CONVOLUTIONS, Fp8Constants, LayerConstants, layer_constants
 from fp4deploy.export.onnx.mixed_types import MixedTypes
 from fp4deploy.export.onnx.naming import ForgetTracing, NameAfterModules
@@ -183,6 +184,7 @@ def _trace(model: nn.Module, examples: Examples, dynamic_size: bool) -> ir.Model
             dynamo=True,
             opset_version=OPSET,
             input_names=_input_names(model, positional, named),
+            custom_translation_table=TRANSLATIONS,
             dynamic_shapes=shapes,
             verbose=False,
             optimize=False,

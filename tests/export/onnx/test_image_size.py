@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
@@ -21,6 +22,7 @@ from fp4deploy.models import build_unet
 from tests.export.exported_models import images, prepared
 from tests.export.own_networks import DilatedBranches
 
+Sizes = Callable[[int, int], int]
 SIZES = ((32, 48), (16, 16), (64, 32))
 
 
@@ -42,6 +44,36 @@ def test_an_open_file_computes_what_torch_computes_at_every_size(name: str) -> N
         agreement = verify(model, canonical, images(2, (3, *size)))
         assert agreement.passed, (size, agreement)
         assert agreement.pixels == 2 * size[0] * size[1]
+
+
+class Cut(nn.Module):
+    """A convolution, and so many of its rows and columns."""
+
+    def __init__(self, rows: Sizes, columns: Sizes) -> None:
+        super().__init__()
+        self.conv, self.rows, self.columns = nn.Conv2d(3, 16, 1), rows, columns
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, w = x.shape[2:]
+        return self.conv(x)[:, :, : self.rows(h, w), : self.columns(h, w)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "one_node"),
+    [
+        (lambda h, w: h // 2, lambda h, w: (w // 2 + 3) * h // h // 2, True),
+        (lambda h, w: -(-h // 2), lambda h, w: -(w // -3), False),
+        (lambda h, w: (w - h) // 4 + 4, lambda h, w: w + (-3 - h) // 8, False),
+    ],
+)
+def test_sizes_are_divided_as_in_python_at_every_size(rows: Sizes, columns: Sizes, one_node: bool) -> None:
+    model = Cut(rows, columns).eval()
+    canonical = export_graph(model, (3, 16, 16), dynamic_size=True)
+    assert one_node is not any(node.op_type == "Mod" for node in canonical.graph.node)
+    session = portable_session(to_portable(canonical))
+    for h, w in ((16, 16), (17, 16), (16, 17), (23, 20), (20, 23), (21, 11)):
+        image = torch.ones(2, 3, h, w)
+        assert session.run(None, {"image": image.numpy()})[0].shape == model(image).shape, (h, w)
 
 
 def test_a_fixed_size_gives_the_same_numbers_and_can_be_lowered() -> None:

@@ -1,0 +1,60 @@
+"""Division of sizes as Python means it: rounded down.
+
+    h // 2          Div(h, 2)                               sizes are not negative
+    -(-h // 2)      Neg(Div(Sub(-h, Mod(-h, 2)), 2))        without its remainder the division is exact
+
+ONNX's Div of integers rounds towards zero; its Mod has the sign of the divisor, as Python's. torch's exporter writes
+Div alone, which is one too much for a negative dividend that leaves a remainder.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import onnx_ir as ir
+
+OF_THE_FIRST = ("Cast", "Gather", "Reshape", "Squeeze", "Unsqueeze")  # whose other inputs are no sizes
+OF_ALL = ("Add", "Div", "Max", "Min", "Mul")  # of values that are not negative: not negative
+
+
+def floor_divide(dividend: Any, divisor: Any) -> Any:
+    """`dividend // divisor` of two sizes, for torch's exporter: ONNX values or numbers."""
+    from onnxscript import opset18 as op
+
+    if _is_count(dividend) and _is_count(divisor):
+        return op.Div(dividend, divisor)
+    return op.Div(op.Sub(dividend, op.Mod(dividend, divisor)), divisor)
+
+
+TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {operator.floordiv: floor_divide}
+
+
+def _is_count(size: ir.Value | int) -> bool:
+    """Whether a size cannot be negative: axes of tensors and numbers, without differences."""
+    waiting, seen = [size], set()
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, int):
+            if value < 0:
+                return False
+            continue
+        node = value.producer()
+        if node is None:
+            return False
+        if node in seen or node.op_type == "Shape":
+            continue
+        seen.add(node)
+        if node.op_type == "Constant":
+            waiting += _numbers(node)
+        elif node.op_type in OF_THE_FIRST or node.op_type in OF_ALL:
+            waiting += [each for each in node.inputs[: 1 if node.op_type in OF_THE_FIRST else None] if each is not None]
+        else:
+            return False
+    return True
+
+
+def _numbers(constant: ir.Node) -> list[int]:
+    tensor = constant.attributes.get_tensor("value") if "value" in constant.attributes else None
+    return [-1] if tensor is None else [int(each) for each in tensor.numpy().reshape(-1)]
