@@ -1,0 +1,1 @@
+"""What lies between two GEMMs, in elementary operators that a compiler fuses with their neighbours."""

@@ -1,0 +1,90 @@
+"""NVFP4 values of an activation whose amax is known, in elementary operators that a compiler fuses.
+
+    q = values(y, scale_of(amax), axis=1)        the numbers that codes and block scales stand for, without the codes
+
+A GPU before Blackwell multiplies decoded operands. Where a library's GEMM is the fastest kernel of a layer, nobody reads
+the codes: what computes y writes the decoded values in FP16, 2 bytes an element as without quantisation.
+
+**Exact in FP16.** An element times its block scale has at most 6 significant bits and is a multiple of 2^-10 up to 2688:
+exact in FP16 times any power of two from 2^-14 to 2^4. The global scale A / 6E is not: `Scale.exponent` holds the power of
+two next to it, and the GEMM's result is multiplied with what is left (`fp4deploy.packed.program`).
+
+**Few instructions.** The block amax, the limit of 6 and the binade of an element are found in the bits of its magnitude,
+where NaN is above Inf and that above every number: no comparison has to look for NaN. e and d8 are the contract's
+(`formats.scales`), bit for bit; a block with a NaN or an Inf gets the scale NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from fp4deploy.formats.constants import E2M1_MAX, E4M3_MAX, NVFP4_BLOCK
+from fp4deploy.formats.scales import FLT_MAX, block_step, constant, encoding_scale
+
+MAGNITUDE, EXPONENT = 0x7FFFFFFF, 0x7F800000  # bits of float32
+ONE, SIX, INF = 0x3F800000, 0x40C00000, 0x7F800000
+ROUNDER = 1.5 * 2**22  # times the binade of u: leaves one mantissa bit
+E4M3_ROUNDER = 1.5 * 2**20  # leaves three
+SMALLEST_NORMAL = 2.0**-6  # of E4M3
+EXPONENTS = (-14, 4)  # of two: times an element and its block scale still exact in FP16
+
+
+@dataclass(frozen=True, eq=False)
+class Scale:
+    """What quantises with one amax A, float32 [] each on its device.
+
+    sixth: S fp32(1/6), times a block's amax the unrounded block scale; decode: 1 / S; amax: A.
+    exponent: k of the values' unit 2^k times the block scale; None: values have the contract's unit, the block scale times
+        A / 6E.
+    """
+
+    sixth: torch.Tensor
+    decode: torch.Tensor
+    amax: torch.Tensor
+    exponent: int | None
+
+
+def scale_of(amax: torch.Tensor, exponent: int | None = None) -> Scale:
+    """The scale of an amax, float32 []."""
+    encode = encoding_scale(amax)
+    one = constant(1.0, amax)
+    sixth = torch.where(amax > 0, encode * constant(1 / E2M1_MAX, amax), torch.zeros_like(amax))
+    return Scale(sixth, one / encode, amax, exponent)
+
+
+def values(y: torch.Tensor, scale: Scale, axis: int, dtype: torch.dtype) -> torch.Tensor:
+    """`y` quantised in blocks of 16 along `axis`, decoded, in `dtype`; its shape, `axis` last in memory."""
+    last = y.to(dtype).movedim(axis, -1)
+    size = last.shape[-1]
+    padding = -size % NVFP4_BLOCK
+    # One run of blocks, whatever the axes: so intermediate results have one order in memory.
+    rows = (F.pad(last, (0, padding)) if padding else last).reshape(-1, (size + padding) // NVFP4_BLOCK, NVFP4_BLOCK)
+    blocks = rows.to(torch.float32)
+    largest = blocks.view(torch.int32).bitwise_and(MAGNITUDE).amax(-1, keepdim=True)
+    d8, encode = _block_scale(largest, scale)
+    scaled = blocks * encode
+    magnitude = scaled.view(torch.int32).bitwise_and(MAGNITUDE).clamp(max=SIX)
+    binade = magnitude.clamp(min=ONE).bitwise_and(EXPONENT).view(torch.float32)
+    rounder = binade * ROUNDER
+    rounded = (magnitude.view(torch.float32) + rounder) - rounder
+    sign = scaled.view(torch.int32).bitwise_and(~MAGNITUDE)
+    units = rounded.view(torch.int32).bitwise_or(sign).view(torch.float32)
+    step = block_step(d8, scale.amax) if scale.exponent is None else d8 * 2.0**scale.exponent
+    decoded = (units * step).to(dtype).reshape(*last.shape[:-1], size + padding)
+    return (decoded[..., :size] if padding else decoded).movedim(-1, axis)
+
+
+def _block_scale(largest: torch.Tensor, scale: Scale) -> tuple[torch.Tensor, torch.Tensor]:
+    """(d8, e) of blocks, from the bits of their largest magnitude; d8 is NaN where that is no number."""
+    finite = largest < INF
+    unrounded = (largest.clamp(max=INF - 1).view(torch.float32) * scale.sixth).clamp(max=float(E4M3_MAX))
+    rounder = unrounded.clamp(min=SMALLEST_NORMAL).view(torch.int32).bitwise_and(EXPONENT).view(torch.float32)
+    rounder = rounder * E4M3_ROUNDER
+    d8 = (unrounded + rounder) - rounder
+    # In double precision, because a compiler may write a float32 quotient that is not rounded to the nearest; rounding
+    # the quotient of two floats twice gives the same float (53 >= 2 x 24 + 2 bits).
+    encode = (1.0 / (d8 * scale.decode).double()).float().clamp(max=FLT_MAX)
+    return torch.where(finite, d8, torch.nan), torch.where(d8 > 0, encode, 0.0)
