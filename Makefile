@@ -54,8 +54,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(INSTALL) --editable '.[rtx]'
 	touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
-	$(INSTALL) --editable '.[rtx,dev,docs,examples]'
+$(VENV)/.installed-dev: $(VENV)/.installed tools/emulator/pyproject.toml
+	$(INSTALL) --editable '.[rtx,dev,docs,examples]' --editable ./tools/emulator
 	touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed
@@ -63,4 +63,4 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site *.egg-info tools/*/build tools/*/*.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -28,10 +28,10 @@ from pathlib import Path
 
 import pytest
 
-from fp4deploy.emulator import instructions  # noqa: F401  registers what `machine` executes
-from fp4deploy.emulator.machine import compiled
-from fp4deploy.emulator.ptx import parse
 from fp4deploy.plugins.runtime import nvcc
+from fp4deploy_emulator import instructions  # noqa: F401  registers what `machine` executes
+from fp4deploy_emulator.machine import compiled
+from fp4deploy_emulator.ptx import parse
 from tests.plugins.runtime.launch_variants import BESIDES, Variant, capability, launched
 
 # nvcc 13.0 is the first for sm_110, 13.4 for sm_107.
