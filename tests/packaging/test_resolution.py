@@ -7,7 +7,8 @@ a mirror that stands in for the public index (pip's `index-url`) is kept.
 
 Each supported Python is resolved with all extras at once: if that has a solution, so has every smaller set of
 requirements, because leaving requirements out takes none of them away. Where it has none, each extra is resolved alone,
-so that the failure names the extra and the pin."""
+so that the failure names the extra and the pin. That asks the network for a minute: `make nightly` does. `make test`
+compares ranges with pins."""
 
 from __future__ import annotations
 
@@ -102,6 +103,7 @@ def resolutions(environment: dict[str, str]) -> dict[str, Resolution]:
         return dict(zip(work, answers, strict=True))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("version", PYTHONS)
 def test_every_extra_resolves(version: str, resolutions: dict[str, Resolution], environment: dict[str, str]) -> None:
     together = resolutions[version]
@@ -115,6 +117,7 @@ def test_every_extra_resolves(version: str, resolutions: dict[str, Resolution], 
     pytest.fail(f"Python {version}, {PLATFORM}\n{why}")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("version", PYTHONS)
 def test_what_is_pinned_is_what_is_chosen(version: str, resolutions: dict[str, Resolution]) -> None:
     """A pin whose marker leaves this Python out, or whose name is misspelt, would be ignored without a word."""
@@ -125,6 +128,7 @@ def test_what_is_pinned_is_what_is_chosen(version: str, resolutions: dict[str, R
     assert {canonicalize_name(Requirement(line).name) for line in required(*REQUIREMENTS).splitlines()} <= chosen
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("platform", "extras"),
     [
@@ -144,6 +148,7 @@ def test_other_platforms_have_wheels(
     assert answer.ok, answer.text
 
 
+@pytest.mark.nightly
 def test_an_impossible_pin_is_noticed(resolutions: dict[str, Resolution]) -> None:
     """torch's Linux build requires one version of triton; another one has no solution."""
     answer = resolutions[IMPOSSIBLE]
