@@ -1,7 +1,7 @@
 # make demo   train, export, build and measure an FP16 and an NVFP4 UNet on generated data, and print the table
 # make test   formatting, lint, types, layers (make check) and, beside them, tests: of long lists of kernels a sample
 # make emulate   the whole lists: kernels in the PTX emulator, with planted faults, and compiled for every architecture
-# make nightly   what checks compilers and package indexes rather than the code: pins, every macro, samples of machine code
+# make nightly   compilers and package indexes rather than the code: pins, macros, machine code, engines, torch.compile
 # make fuzz   every reader of files on tens of thousands of mutated files, and a table of the outcomes
 # make mutants   faults in the code that decides bytes and verdicts: does a test notice? half an hour of CPU
 # make docs   the documentation site, in site/

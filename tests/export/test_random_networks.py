@@ -10,7 +10,7 @@ from tests.export.random_networks import outcome
 
 # Of the first 400 those that have most kinds of blocks, layers, axes, inputs and outputs between them: 57 of 82.
 MANY_KINDS = (84, 0, 30, 102, 136, 193)
-SHORT = 2  # of them in `make test`, the others in `make nightly`
+SHORT = 1  # of them in `make test`, the others in `make nightly`
 
 
 @pytest.mark.timeout(600)
