@@ -1,6 +1,7 @@
 # make demo   train, export, build and measure an FP16 and an NVFP4 UNet on generated data, and print the table
 # make test   formatting, lint, types, layers (make check) and, beside them, tests: of long lists of kernels a sample
 # make emulate   the whole lists: kernels in the PTX emulator, with planted faults, and compiled for every architecture
+# make nightly   compilers and package indexes rather than the code: pins, macros, machine code, engines, torch.compile
 # make fuzz   every reader of files on tens of thousands of mutated files, and a table of the outcomes
 # make mutants   faults in the code that decides bytes and verdicts: does a test notice? half an hour of CPU
 # make docs   the documentation site, in site/
@@ -11,7 +12,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test check pytest fuzz mutants emulate docs install install-dev install-docs clean
+.PHONY: demo test check pytest emulate nightly fuzz mutants docs install install-dev install-docs clean
 
 demo: install
 	$(BIN)/fp4deploy run --demo
@@ -26,10 +27,13 @@ check: install-dev
 	$(BIN)/mypy
 
 pytest: install-dev
-	MAKEFLAGS= PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not emulate and not variants"
+	MAKEFLAGS= PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not (emulate or variants or nightly)"
 
 emulate: install-dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "emulate or variants"
+
+nightly: install-dev
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m nightly
 
 fuzz: install-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --jobs 2
@@ -54,8 +58,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(INSTALL) --editable '.[rtx]'
 	touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
-	$(INSTALL) --editable '.[rtx,dev,docs,examples]'
+$(VENV)/.installed-dev: $(VENV)/.installed tools/emulator/pyproject.toml
+	$(INSTALL) --editable '.[rtx,dev,docs,examples]' --editable ./tools/emulator
 	touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed
@@ -63,4 +67,4 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site *.egg-info tools/*/build tools/*/*.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -2,7 +2,7 @@
 
     python benchmarks/accumulator.py --json benchmarks/results/accumulator_cpu.json
 
-Both models (`fp4deploy.emulator.accumulate`) multiply the same codes and scales, 64 elements of K an instruction,
+Both models (`fp4deploy_emulator.accumulate`) multiply the same codes and scales, 64 elements of K an instruction,
 taps one after the other, with the epilogue of the kernels: global scales, bias, ReLU, rounding to FP16. Nothing here
 ran on a GPU: the hardware's accumulator is a published model of it.
 
@@ -24,7 +24,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fp4deploy.emulator.accumulate import DEPTH, block_scaled
 from fp4deploy.export.to_packed import pack_unet
 from fp4deploy.formats import Nvfp4Tensor, quantize_nvfp4
 from fp4deploy.models import ModelCard, build_unet
@@ -32,6 +31,7 @@ from fp4deploy.packed import PackedNetwork, packed_file
 from fp4deploy.plugins.gemm import dispatch
 from fp4deploy.plugins.gemm.reference import output_size
 from fp4deploy.qat import prepare
+from fp4deploy_emulator.accumulate import DEPTH, block_scaled
 
 ROWS = 512  # of a GEMM that are computed at a time
 

@@ -30,9 +30,9 @@ from typing import Any
 import torch
 
 from fp4deploy.architecture import Architecture
-from fp4deploy.emulator.cases import cases
-from fp4deploy.emulator.cases.case import Setting
 from fp4deploy.plugins.aot.compile import triton_version
+from fp4deploy_emulator.cases import cases
+from fp4deploy_emulator.cases.case import Setting
 
 GEMMS = ("linear", "conv", "several taps", "two sources", "transposed", "packed output", "W4A16", "GEMV")
 GEMMS += ("decoded weights", "split-K", "dgrad", "wgrad")

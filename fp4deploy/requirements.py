@@ -113,6 +113,11 @@ FASTER_COCO_EVAL = Library("faster_coco_eval", "counts COCO's AP sooner", "pip i
 MODELOPT = Library(
     "modelopt", "its quantisers, for to_modelopt", "pip install 'fp4deploy[modelopt]'", "modelopt.torch.quantization"
 )
+EMULATOR = Library(
+    "fp4deploy_emulator",
+    "executes the kernels' PTX on a CPU (kernels --emulate)",
+    "pip install ./tools/emulator (in a checkout of fp4deploy)",
+)
 RAY = Library("ray", "runs sweeps on a cluster", "pip install 'fp4deploy[distributed]'")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,14 @@ def test_emulated_cases_are_listed(invoke: Invoke) -> None:
     found = [row[key] for key in ("arch", "family", "bit_equal", "different", "hazard")]
     assert found == ["sm_100", "linear", True, 0, ""]
     assert "1 of 1 cases are bit-equal" in result.stderr
+
+
+def test_emulation_without_the_emulator_exits_3(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fp4deploy_emulator", None)
+    result = invoke("kernels", "--emulate")
+    assert result.exit_code == UnavailableError.exit_code
+    assert "kernels --emulate needs fp4deploy_emulator, which is missing" in result.stderr
+    assert "Add it with: pip install ./tools/emulator (in a checkout of fp4deploy)" in result.stderr
 
 
 def test_emulation_without_a_compiler_exits_3(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:

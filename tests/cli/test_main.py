@@ -17,6 +17,7 @@ from fp4deploy.errors import GateError, InputError, UnavailableError
 from tests.cli.command_line import ENVIRONMENT, PACKAGE, Invoke
 
 HEAVY = ("torch", "onnx", "onnxruntime", "onnx_ir", "numpy", "yaml", "matplotlib", "accelerate", "PIL")
+HEAVY += ("fp4deploy_emulator",)
 COMMANDS = (
     "run",
     "train",

@@ -10,9 +10,12 @@ from tests.export.random_networks import outcome
 
 # Of the first 400 those that have most kinds of blocks, layers, axes, inputs and outputs between them: 57 of 82.
 MANY_KINDS = (84, 0, 30, 102, 136, 193)
+SHORT = 1  # of them in `make test`, the others in `make nightly`
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("seed", MANY_KINDS)
+@pytest.mark.parametrize(
+    "seed", [*MANY_KINDS[:SHORT], *(pytest.param(seed, marks=pytest.mark.nightly) for seed in MANY_KINDS[SHORT:])]
+)
 def test_random_networks(seed: int, tmp_path: Path) -> None:
     assert outcome(seed, tmp_path) == "agrees"

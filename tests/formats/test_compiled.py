@@ -27,6 +27,7 @@ COMPILED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler of torch.compile on a CPU, g++, is missing")
 @pytest.mark.parametrize("name", COMPILED)

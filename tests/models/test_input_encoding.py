@@ -193,6 +193,7 @@ def test_layout_autocast_and_half_precision_keep_the_digits(layout: torch.memory
     assert torch.equal(encode_input(x.half()).float(), written)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler of torch.compile on a CPU, g++, is missing")
 def test_a_compiler_leaves_no_rounding_out() -> None:

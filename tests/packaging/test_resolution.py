@@ -1,4 +1,5 @@
-"""The pins of constraints.txt resolve from the public package index, on every supported Python, with every extra.
+"""The pins of constraints.txt resolve from the public package index, on every supported Python, with every extra, and
+those of the emulator.
 
 A development machine may have indexes, wheels or builds of its own, on which a pin works that nobody else can install.
 So uv resolves here with all local configuration off: no configuration file, no further index, no folder of wheels. Only
@@ -6,7 +7,8 @@ a mirror that stands in for the public index (pip's `index-url`) is kept.
 
 Each supported Python is resolved with all extras at once: if that has a solution, so has every smaller set of
 requirements, because leaving requirements out takes none of them away. Where it has none, each extra is resolved alone,
-so that the failure names the extra and the pin."""
+so that the failure names the extra and the pin. That asks the network for a minute: `make nightly` does. `make test`
+compares ranges with pins."""
 
 from __future__ import annotations
 
@@ -33,6 +35,9 @@ else:
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+EMULATOR: dict[str, Any] = tomllib.loads((ROOT / "tools" / "emulator" / "pyproject.toml").read_text())["project"]
+REQUIREMENTS = {**EXTRAS, EMULATOR["name"]: [line for line in EMULATOR["dependencies"] if line != PROJECT["name"]]}
+"""Of each extra, and of the other distribution in this repository."""
 PYTHONS = re.findall(r"Python :: (3\.\d+)\b", "\n".join(PROJECT["classifiers"]))
 PLATFORM = "x86_64-manylinux_2_28"
 UNREACHABLE = re.compile(
@@ -77,8 +82,8 @@ def resolve(requirements: str, environment: dict[str, str], *options: str) -> Re
     return Resolution(answer.returncode == 0, answer.stdout if answer.returncode == 0 else answer.stderr)
 
 
-def required(*extras: str) -> str:
-    return "\n".join([*PROJECT["dependencies"], *itertools.chain.from_iterable(EXTRAS[name] for name in extras)])
+def required(*names: str) -> str:
+    return "\n".join([*PROJECT["dependencies"], *itertools.chain.from_iterable(REQUIREMENTS[name] for name in names)])
 
 
 def for_python(version: str) -> tuple[str, ...]:
@@ -91,19 +96,20 @@ def resolutions(environment: dict[str, str]) -> dict[str, Resolution]:
     probe = resolve("packaging", environment)
     if not probe.ok and UNREACHABLE.search(probe.text):
         pytest.skip(f"no package index can be reached: {probe.text.strip()[:300]}")
-    work = {version: (required(*EXTRAS), *for_python(version)) for version in PYTHONS}
+    work = {version: (required(*REQUIREMENTS), *for_python(version)) for version in PYTHONS}
     work[IMPOSSIBLE] = (f"torch=={pins('3.12')['torch']}\ntriton==3.9.0", *for_python("3.12")[:4])
     with ThreadPoolExecutor(len(work)) as pool:
         answers = pool.map(lambda each: resolve(each[0], environment, *each[1:]), work.values())
         return dict(zip(work, answers, strict=True))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("version", PYTHONS)
 def test_every_extra_resolves(version: str, resolutions: dict[str, Resolution], environment: dict[str, str]) -> None:
     together = resolutions[version]
     if together.ok:
         return
-    work = {name or "no extra": required(*([name] if name else [])) for name in ("", *EXTRAS)}
+    work = {name or "no extra": required(*([name] if name else [])) for name in ("", *REQUIREMENTS)}
     with ThreadPoolExecutor(4) as pool:
         answers = pool.map(lambda text: resolve(text, environment, *for_python(version)), work.values())
         failed = [f"{name}: {answer.text}" for name, answer in zip(work, answers, strict=True) if not answer.ok]
@@ -111,6 +117,7 @@ def test_every_extra_resolves(version: str, resolutions: dict[str, Resolution], 
     pytest.fail(f"Python {version}, {PLATFORM}\n{why}")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("version", PYTHONS)
 def test_what_is_pinned_is_what_is_chosen(version: str, resolutions: dict[str, Resolution]) -> None:
     """A pin whose marker leaves this Python out, or whose name is misspelt, would be ignored without a word."""
@@ -118,14 +125,15 @@ def test_what_is_pinned_is_what_is_chosen(version: str, resolutions: dict[str, R
         pytest.skip("there is no resolution; test_every_extra_resolves says why")
     chosen = {canonicalize_name(name) for name in re.findall(r"^([\w.-]+)==", resolutions[version].text, re.MULTILINE)}
     assert set(pins(version)) <= chosen
-    assert {canonicalize_name(Requirement(line).name) for line in required(*EXTRAS).splitlines()} <= chosen
+    assert {canonicalize_name(Requirement(line).name) for line in required(*REQUIREMENTS).splitlines()} <= chosen
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("platform", "extras"),
     [
-        ("aarch64-manylinux_2_35", ("triton", "video", "coco", "mlflow", "emulate", "modelopt")),
-        ("x86_64-pc-windows-msvc", ("ort-rtx", "video", "coco", "mlflow", "emulate", "modelopt")),
+        ("aarch64-manylinux_2_35", ("triton", "video", "coco", "mlflow", EMULATOR["name"], "modelopt")),
+        ("x86_64-pc-windows-msvc", ("ort-rtx", "video", "coco", "mlflow", EMULATOR["name"], "modelopt")),
     ],
 )
 def test_other_platforms_have_wheels(
@@ -140,6 +148,7 @@ def test_other_platforms_have_wheels(
     assert answer.ok, answer.text
 
 
+@pytest.mark.nightly
 def test_an_impossible_pin_is_noticed(resolutions: dict[str, Resolution]) -> None:
     """torch's Linux build requires one version of triton; another one has no solution."""
     answer = resolutions[IMPOSSIBLE]
@@ -167,7 +176,7 @@ def pins(version: str) -> dict[str, str]:
 @pytest.mark.parametrize("version", PYTHONS)
 def test_every_direct_dependency_has_one_pin_inside_its_range(version: str) -> None:
     pinned = pins(version)
-    for line in required(*EXTRAS).splitlines():
+    for line in required(*REQUIREMENTS).splitlines():
         requirement = Requirement(line)
         name = canonicalize_name(requirement.name)
         if name not in NOT_PINNED:

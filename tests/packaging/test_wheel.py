@@ -21,14 +21,14 @@ from fp4deploy import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
-TOGETHER = ("tests", "configs", "docs", "examples", "benchmarks")  # of the sdist, not of the wheel
-NOT_SHIPPED = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info", ".*")
+TOGETHER = ("tests", "configs", "docs", "examples", "benchmarks", "tools")  # of the sdist, not of the wheel
+NOT_SHIPPED = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info", "build", ".*")
 
 
-def sources() -> set[str]:
-    """Every file under fp4deploy/ and cli/, by the name it has when installed."""
+def sources(*folders: tuple[str, str]) -> set[str]:
+    """Every file under the folders (by default fp4deploy/ and cli/), by the name it has when installed."""
     found = set()
-    for folder, package in (("fp4deploy", "fp4deploy"), ("cli", "fp4deploy/cli")):
+    for folder, package in folders or (("fp4deploy", "fp4deploy"), ("cli", "fp4deploy/cli")):
         for file in (ROOT / folder).rglob("*"):
             name = file.relative_to(ROOT / folder)
             if file.is_file() and file.suffix != ".pyc" and not any(part.startswith(".") for part in name.parts):
@@ -115,8 +115,22 @@ def test_the_sdist_can_be_tested(sdist: Path) -> None:
 
 def files_of(folder: str) -> set[str]:
     """Every file below a folder of the checkout, without caches."""
-    found = (path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-    return {path.relative_to(ROOT).as_posix() for path in found if path.suffix != ".pyc" and path.name != ".DS_Store"}
+    found = (path.relative_to(ROOT) for path in (ROOT / folder).rglob("*") if path.is_file())
+    made = {"__pycache__", "build", ".DS_Store"}  # by Python, by pip, by a file browser
+    return {
+        path.as_posix()
+        for path in found
+        if made.isdisjoint(path.parts) and not any(part.endswith((".pyc", ".egg-info")) for part in path.parts)
+    }
+
+
+def test_the_wheel_of_the_emulator(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "tools" / "emulator", tmp_path / "emulator", ignore=NOT_SHIPPED)
+    wheel = build("build_wheel", tmp_path / "emulator", tmp_path)
+    with zipfile.ZipFile(wheel) as archive:
+        shipped = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert shipped == sources(("tools/emulator/fp4deploy_emulator", "fp4deploy_emulator"))
+    assert wheel.name == f"fp4deploy_emulator-{__version__}-py3-none-any.whl", "both have the same version"
 
 
 def test_the_version_has_one_home(wheel: Path) -> None:

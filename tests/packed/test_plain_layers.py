@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from fp4deploy.emulator.cases.case import Outcome, Setting
-from fp4deploy.emulator.cases.cuda import emulated
 from fp4deploy.errors import UnavailableError
 from fp4deploy.export.to_packed import pack_model
 from fp4deploy.formats import Nvfp4Tensor
@@ -25,6 +23,8 @@ from fp4deploy.plugins.gemm.convolution import small_k
 from fp4deploy.plugins.quantize import norm_pack, pointwise_pack
 from fp4deploy.plugins.runtime.fallback import Fallback
 from fp4deploy.plugins.runtime.nvcc import find_nvcc
+from fp4deploy_emulator.cases.case import Outcome, Setting
+from fp4deploy_emulator.cases.cuda import emulated
 from tests.export.packable_networks import NETWORKS, deployed
 from tests.packed.small_networks import images, packed
 

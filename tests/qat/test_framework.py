@@ -154,6 +154,7 @@ def test_compiled_in_one_graph_with_the_same_bits(recipe: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler of torch.compile on a CPU, g++, is missing")
 def test_compiled_to_machine_code() -> None:

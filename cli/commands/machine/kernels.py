@@ -1,7 +1,8 @@
 """`fp4deploy kernels`: compile the Triton kernels ahead of time (AOT), for GPUs that need not be present.
 
 With --for, only those that one packed network launches, with its launch plans, as a file for the C library (`bundle`).
-With --emulate the PTX of all kernels, Triton's and CUDA's, is executed on the CPU instead (`fp4deploy.emulator`).
+With --emulate the PTX of all kernels, Triton's and CUDA's, is executed on the CPU instead, by a distribution of its own
+(`fp4deploy_emulator`, in tools/emulator).
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from ... import completion
 from ...console import note, notes, print_json, results, shown
 
 if TYPE_CHECKING:
-    from fp4deploy.emulator.cases.case import Case, Outcome, Setting
     from fp4deploy.plugins.aot.build import BuildResult
     from fp4deploy.plugins.aot.spec import Launch
+    from fp4deploy_emulator.cases.case import Case, Outcome, Setting
 
 SHOWN = 10  # kernels that the error message names; the table has all
 
@@ -89,7 +90,10 @@ def kernels(
 ) -> None:
     """Compile every Triton kernel; exits 1 if one falls back to other instructions or spills registers."""
     if emulate:
-        from fp4deploy.emulator.cases.case import Setting
+        from fp4deploy.requirements import EMULATOR
+
+        EMULATOR.require("kernels --emulate")
+        from fp4deploy_emulator.cases.case import Setting
 
         _emulate(names or [], _emulated(arch, gpu), Setting(model=model, seed=seed, gpu=0 if gpu else None), as_json)
         return
@@ -206,7 +210,7 @@ def _emulated(names: list[str] | None, gpu: bool) -> list[str]:
     if not gpu:
         return _targets(names or ["sm120"])
     from fp4deploy.architecture import Architecture
-    from fp4deploy.emulator.device import why_not
+    from fp4deploy_emulator.device import why_not
 
     present = _present()
     targets = _targets(names) if names else [present or ""]
@@ -218,8 +222,8 @@ def _emulated(names: list[str] | None, gpu: bool) -> list[str]:
 
 
 def _emulate(names: list[str], targets: list[str], common: Setting, as_json: bool) -> None:
-    from fp4deploy.emulator.accumulate import MODELS
-    from fp4deploy.emulator.cases import cases
+    from fp4deploy_emulator.accumulate import MODELS
+    from fp4deploy_emulator.cases import cases
 
     if common.model not in MODELS:
         raise InputError(f"There is no accumulator '{common.model}'. Valid: {', '.join(MODELS)}.")

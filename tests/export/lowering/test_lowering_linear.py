@@ -150,6 +150,7 @@ def test_a_layer_of_four_axes_is_multiplied_as_it_is_quantised() -> None:
             assert producers[node.input[0]].op_type == "Cast"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["queries, keys, values", "by head", "gated, four axes", "unequal", "1x1 convolution"])
 def test_an_engine_keeps_them_in_fp4(name: str, tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx")

@@ -101,6 +101,7 @@ def test_all_gemms_and_tensorrt_keep_every_scalar(conv: str, backend: str) -> No
 
 
 @pytest.mark.rtx
+@pytest.mark.nightly
 class TestRtx:
     """What it does to plans of TensorRT-RTX."""
 

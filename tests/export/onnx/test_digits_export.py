@@ -149,6 +149,7 @@ def test_as_plugins_the_first_layer_is_one_of_them() -> None:
 
 
 @pytest.mark.rtx
+@pytest.mark.nightly
 @pytest.mark.parametrize(("conv", "realised"), [("auto", "FP8"), ("qdq", "FP16"), ("gemm", "FP4")])
 def test_tensorrt_rtx_builds_it(tmp_path: Path, conv: str, realised: str) -> None:
     pytest.importorskip("tensorrt_rtx")

@@ -319,6 +319,7 @@ def test_outputs_of_nested_tuples_have_names_and_a_missing_input_is_named() -> N
 
 
 @pytest.mark.rtx
+@pytest.mark.nightly
 @pytest.mark.parametrize("make", [unet, shapes])
 def test_tensorrt_rtx_builds_the_graph_and_its_own_quantiser_wins(make) -> None:
     trt = pytest.importorskip("tensorrt_rtx")

@@ -1,4 +1,4 @@
-"""FP16 convolutions in one order of the sum, against torch; `fp4deploy.emulator.cases.plain` has the kernels."""
+"""FP16 convolutions in one order of the sum, against torch; `fp4deploy_emulator.cases.plain` has the kernels."""
 
 from __future__ import annotations
 

@@ -5,11 +5,11 @@ spills.
 
 The sources tell architectures apart by 8.6, 8.9 and 10.0 alone (a test reads them), so that three architectures have
 all the code there is, and SM100 to SM121 compile the same lines. A second of nvcc for each variant and architecture is
-minutes in all, so that `make test` takes variants in which every value of every macro of a source occurs: one of each
-source for a Blackwell GPU and for SM80 or SM90 in turn, the others for one of these. Most of that second goes into
-CUDA's headers: the variants of an architecture are one source there (`joined`), each in a namespace. `make emulate`
-compiles files as they are, every variant for SM90, SM100 and SM120, those of `make test` for SM80, and one of each
-source for the other architectures.
+minutes in all, so that `make nightly` takes variants in which every value of every macro of a source occurs: one of
+each source for a Blackwell GPU and for SM80 or SM90 in turn, the others for one of these. Most of that second goes
+into CUDA's headers: the variants of an architecture are one source there (`joined`), each in a namespace.
+`make emulate` compiles files as they are, every variant for SM90, SM100 and SM120, those of `make nightly` for SM80,
+and one of each source for the other architectures. `make test` compiles what the emulator executes.
 One of each source shows that the PTX for SM100 to SM103, SM120 and SM121 differs in the name of the target alone, so
 that of the other variants the PTX for SM100 is assembled for SM120.
 
@@ -28,10 +28,10 @@ from pathlib import Path
 
 import pytest
 
-from fp4deploy.emulator import instructions  # noqa: F401  registers what `machine` executes
-from fp4deploy.emulator.machine import compiled
-from fp4deploy.emulator.ptx import parse
 from fp4deploy.plugins.runtime import nvcc
+from fp4deploy_emulator import instructions  # noqa: F401  registers what `machine` executes
+from fp4deploy_emulator.machine import compiled
+from fp4deploy_emulator.ptx import parse
 from tests.plugins.runtime.launch_variants import BESIDES, Variant, capability, launched
 
 # nvcc 13.0 is the first for sm_110, 13.4 for sm_107.
@@ -124,6 +124,7 @@ def joined_code(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Cod
     return compiled_for
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("variant", CHOSEN, ids=str)
 def test_every_value_of_a_macro_compiles(variant: Variant, joined_code: Callable[[str], Code]) -> None:
     if not sample(variant):

@@ -1,0 +1,65 @@
+"""The cases: kernels, tensors, and the bytes that must come out.
+
+| module | kernels |
+|---|---|
+| `gemms` | Triton's: implicit GEMMs, W4A16 |
+| `decoded` | Triton's: convolutions with decoded weights, split-K, moments |
+| `direct` | convolutions of few channels, decoded once into shared memory |
+| `warpgroup` | convolutions by wgmma, for SM90 |
+| `small_k` | FP16 convolutions of small K on tensor cores |
+| `training` | the GEMMs of a training step, and what packs their operands |
+| `plugins` | the entry points of the TensorRT plugins |
+| `cuda` | quantisers, weights, GEMV |
+| `plain` | FP16 convolutions and copies |
+| `channels_last` | feature maps in channels_last: GroupNorm, pooling, concatenation, gradients, packing |
+| `losses` | sums over the pixels of a segmentation, and their gradient |
+
+`case` says what a case is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fp4deploy.errors import InputError, suggest
+from fp4deploy_emulator.cases import (
+    channels_last,
+    cuda,
+    decoded,
+    direct,
+    gemms,
+    losses,
+    plain,
+    plugins,
+    small_k,
+    training,
+    warpgroup,
+)
+from fp4deploy_emulator.cases.case import Case
+
+TRITON = (*gemms.CASES, *decoded.CASES, *training.GEMMS, *plugins.CASES)
+CUDA = (
+    *cuda.CASES,
+    *channels_last.CASES,
+    *losses.CASES,
+    *plain.CASES,
+    *small_k.CASES,
+    *direct.CASES,
+    *warpgroup.CASES,
+    *training.PACKING,
+)
+
+
+def cases(names: Sequence[str] = (), capability: int = 120) -> list[Case]:
+    """Every case of an architecture, or those whose name or family is among `names`.
+
+    Raises:
+        InputError: a name that is none.
+    """
+    known = [case for case in (*TRITON, *CUDA) if case.supports(capability)]
+    valid = {case.family for case in known} | {case.name for case in known}
+    for name in names:
+        if name not in valid:
+            families = ", ".join(dict.fromkeys(case.family for case in known))
+            raise InputError(f"There is no kernel '{name}'.{suggest(name, valid)} Families: {families}.")
+    return [case for case in known if not names or {case.name, case.family} & {*names}]

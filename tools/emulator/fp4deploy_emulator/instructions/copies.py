@@ -1,0 +1,107 @@
+"""cp.async: threads copy from global to shared memory and go on (PTX ISA, "Non-bulk copy: cp.async").
+
+What was copied is visible to the thread after it waited for the group that the copy was committed to, and to other
+threads after a barrier that follows. Here the bytes are read from global memory when the copy is issued and appear in
+shared memory when it is waited for. Bytes beyond the source size are zeros and are not read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fp4deploy_emulator.faults import UnknownInstruction
+from fp4deploy_emulator.instructions.control import constant
+from fp4deploy_emulator.machine import WARP, Active, Machine, Step, implements
+from fp4deploy_emulator.operands import address, reader
+from fp4deploy_emulator.ptx import Entry, Instruction
+
+Array = NDArray[Any]
+
+
+@dataclass
+class Batch:
+    """Copies of one instruction: by which threads, to which positions, and the commit group of each."""
+
+    threads: Array
+    at: Array
+    values: Array
+    group: Array
+
+
+class Copies:
+    """What is under way; `group`: how many groups each thread has committed."""
+
+    def __init__(self, count: int) -> None:
+        self.batches: list[Batch] = []
+        self.group = np.zeros(count, np.int64)
+
+    def wait(self, m: Machine, active: Active, left: int) -> None:
+        """Finish all groups of the active threads but the newest `left`."""
+        for batch in self.batches:
+            done = active.mask[batch.threads] & (batch.group < self.group[batch.threads] - left)
+            if done.any():
+                threads = batch.threads[done]
+                m.shared.arrived(batch.at[done], batch.values[done], m.row[threads], threads % WARP, generic=True)
+                rest = ~done
+                batch.threads, batch.group = batch.threads[rest], batch.group[rest]
+                batch.at, batch.values = batch.at[rest], batch.values[rest]
+        self.batches = [batch for batch in self.batches if batch.threads.size]
+
+
+def _copies(m: Machine) -> Copies:
+    copies: Copies = m.units.setdefault("cp.async", None) or Copies(m.count)
+    m.units["cp.async"] = copies
+    return copies
+
+
+@implements("cp.async.ca", "cp.async.cg")
+def copy(entry: Entry, instruction: Instruction) -> Step:
+    """4, 8 or 16 bytes of a thread."""
+    if "mbarrier" in instruction.parts:
+        raise UnknownInstruction("cp.async with an mbarrier is not implemented")
+    target, source = (address(entry, each) for each in instruction.operands[:2])
+    size = constant(instruction.operands[2])
+    filled = reader(entry, instruction.operands[3], "u32") if len(instruction.operands) > 3 else None
+
+    def run(m: Machine, active: Active) -> None:
+        index = active.index
+        at = m.position(target(m, active)[index], size, m.block[index])
+        taken = np.full(m.count, size) if filled is None else np.broadcast_to(filled(m, active), (m.count,))
+        taken = taken[index]
+        values = np.zeros((index.size, size), np.uint8)
+        where = source(m, active)[index]
+        for amount in np.unique(taken[taken > 0]):
+            chosen = np.flatnonzero(taken == amount)
+            loaded = m.memory.read(where[chosen], size) if amount == size else m.memory.read(where[chosen], int(amount))
+            values[chosen, : int(amount)] = loaded
+        m.shared.expect(at, m.row[index], index % WARP)
+        copies = _copies(m)
+        copies.batches.append(Batch(index, at, values, copies.group[index]))
+
+    return run
+
+
+@implements("cp.async.commit_group")
+def commit(entry: Entry, instruction: Instruction) -> Step:
+    """Closes a thread's group."""
+
+    def run(m: Machine, active: Active) -> None:
+        _copies(m).group[active.mask] += 1
+
+    return run
+
+
+@implements("cp.async.wait_group", "cp.async.wait_all")
+def wait(entry: Entry, instruction: Instruction) -> Step:
+    """Until at most so many groups of the thread are under way."""
+    everything = instruction.parts[-1] == "wait_all"
+    left = -1 if everything else constant(instruction.operands[0])
+
+    def run(m: Machine, active: Active) -> None:
+        _copies(m).wait(m, active, left)
+
+    return run

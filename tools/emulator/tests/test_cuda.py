@@ -1,0 +1,253 @@
+"""The CUDA kernels' PTX, executed: bit-equal to the reference, and planted faults are found."""
+
+from __future__ import annotations
+
+import pytest
+
+from fp4deploy.plugins.runtime.nvcc import find_nvcc
+from fp4deploy_emulator.cases import CUDA
+from fp4deploy_emulator.cases.case import Case, Setting
+from fp4deploy_emulator.cases.warpgroup import FAMILY as WARPGROUP
+from tools.emulator.tests import planted
+
+pytestmark = pytest.mark.skipif(find_nvcc() is None, reason="there is no nvcc")
+
+FIRST = ("pack rows", "amax", "GroupNorm and pack", "packing unfolded, stochastic, RHT")  # in every run of the tests
+FIRST += ("FP16 convolution, 3x2, stride 1x2", "images, planes and classes")
+
+
+CONVERTING = ("quantisers", "training operands", "norm and pack", "GEMV")  # before SM100 by other instructions
+
+
+def _listed() -> list[object]:
+    """SM120, and SM90 where its code is another, or the only one.
+
+    The PTX for SM100 is that for SM120 (`test_compile`), but GEMV has other macros there.
+    """
+    found = []
+    for case in CUDA:
+        others = ("sm_90",) * (case.family in CONVERTING) + ("sm_100",) * (case.family == "GEMV")
+        for arch in ("sm_90",) if case.family == WARPGROUP else ("sm_120", *others):
+            marks = () if case.name in FIRST and arch == "sm_120" else pytest.mark.emulate
+            found.append(pytest.param(case, arch, marks=marks, id=f"{arch}-{case.name}"))
+    return found
+
+
+@pytest.mark.parametrize(("case", "arch"), _listed())
+def test_bit_equal_to_the_reference(case: Case, arch: str) -> None:
+    outcome = case.outcome(Setting(arch=arch))
+    assert outcome.good, outcome
+
+
+FAULTS = {
+    "pack rows": {
+        "a barrier is missing": planted.without_barrier(0),
+        "a product is not rounded as it should": planted.replaced(
+            r"mul\.rn\.f32(\s+%f\d+, %f\d+, )%f\d+;", r"mul.rn.f32\g<1>0f3F800001;", 3
+        ),
+        "the loop does not end": planted.replaced(r"setp\.(ge|lt)\.s64", "setp.ne.s64", 0),
+        "stores are shifted": planted.replaced(r"(st\.global\.u8\s+\[%rd\d+)\]", r"\1+8]", None),
+        "stores are misaligned": planted.replaced(r"(st\.global\.v\d\.u32\s+\[%rd\d+)\]", r"\1+4]", None),
+    },
+    "GroupNorm, ReLU, fake quantisation": {
+        "a barrier is missing": planted.without_barrier(1),
+        "another barrier is missing": planted.without_barrier(4),
+        "a shuffle reads another lane": planted.replaced(r"(shfl\.sync\.bfly\.b32\s+\S+\s+\S+\s+)\d+", r"\g<1>3", 2),
+        "a wrong atomic": planted.replaced(r"atom\.global\.max\.s32", "atom.global.min.s32", 0),
+        "a misaligned load": planted.replaced(r"(ld\.global\.v4\.u32\s+[^\[]*\[%rd\d+)\]", r"\1+4]", 0),
+    },
+    "segmentation loss": {
+        "a barrier is missing behind the logits": planted.without_barrier(0),
+        "a barrier is missing before classes are added": planted.without_barrier(1),
+        "a barrier is missing behind them": planted.without_barrier(2),
+        "an exponential is scaled wrongly": planted.replaced(r"shl\.b32(\s+%r\d+, %r\d+, )23;", r"shl.b32\g<1>22;", 0),
+        "a logit is of another class": planted.replaced(r"(ld\.global\.u16\s+\S+\s+\[%rd\d+)\]", r"\1+2]", 0),
+        "gradients are shifted": planted.replaced(r"(st\.global\.u16\s+\[%rd\d+)\]", r"\1+2]", None),
+    },
+    "concatenate and separate, with a bias": {
+        "a barrier is missing before the sums": planted.without_barrier(-1),
+        "a bias is read from another place": planted.replaced(
+            r"(ld\.global\.v4\.f32\s+[^\[]*\[%rd\d+)\]", r"\1+16]", None
+        ),
+        "sums are written to another place": planted.replaced(r"(st\.global\.f32\s+\[%rd\d+)\]", r"\1+4]", None),
+    },
+    "GEMV, 16 rows, K = 4352": {
+        "a stage is read before its bytes arrived": planted.replaced(r"@!done bra AGAIN;", "", -1),
+        "a stage is filled before it was read": planted.replaced(r"@!done bra AGAIN;", "", 0),
+        "more bytes are announced than come": planted.replaced(
+            r"(mbarrier\.arrive\.expect_tx\S+ _, \[%r\d+\], )(%r\d+);",
+            r"{ .reg .b32 more; add.s32 more, \2, 16; \1more; }",
+            None,
+        ),
+        "a named barrier is missing": planted.replaced(r"barrier\.sync 1, \d+;", "", -1),
+        "a named barrier waits for too few": planted.replaced(r"barrier\.sync 1, \d+;", "barrier.sync 1, 64;", 0),
+        "an mbarrier expects another arrival": planted.replaced(
+            r"(mbarrier\.init\S+ \[%r\d+\], )(%r\d+);", r"{ .reg .b32 more; add.s32 more, \2, 1; \1more; }", 1
+        ),
+        "a tensor copy reads another column": planted.replaced(
+            r"(cp\.async\.bulk\.tensor\.2d\S+ \[%r\d+\], \[%rd\d+, \{)%r\d+(, %r\d+\}\])", r"\g<1>0\g<2>", None
+        ),
+        "rows are copied to an unaligned address": planted.replaced(
+            r"(cp\.async\.bulk\.shared\S+ \[%r\d+)\]", r"\1 + 4]", None
+        ),
+    },
+    "all weights": {
+        "rows end one element later": planted.replaced(r"setp\.ge\.s64", "setp.gt.s64", None),
+        "shuffles read another lane": planted.replaced(r"(shfl\.sync\.bfly\.b32\s+\S+\s+\S+\s+)16,", r"\g<1>8,", None),
+        "a wrong atomic": planted.replaced(r"atom\.global\.max\.s32", "atom.global.min.s32", 0),
+        "another entry of the table": planted.replaced(r"(ld\.global\.u64\s+%rd\d+, \[%rd\d+)\+16\]", r"\1+8]", 0),
+        "stores are shifted": planted.replaced(r"(st\.global\.u16\s+\[%rd\d+)\]", r"\1+2]", None),
+        "a misaligned load": planted.replaced(r"(ld\.f32\s+%f\d+, \[%rd\d+)\]", r"\1+2]", 0),
+    },
+    "packing unfolded": {
+        "pixels left of and above the feature map are read": planted.replaced(
+            r"(setp\.gt\.s32\s+%p\d+, %r\d+, )-1;", r"\g<1>-2;", None
+        ),
+        "pixels right of and below it are read": planted.replaced(
+            r"setp\.lt\.s32(\s+%p\d+, %r\d+, %r\d+;)", r"setp.le.s32\1", None
+        ),
+        "rows end one element later": planted.replaced(r"setp\.lt\.u32", "setp.le.u32", None),
+        "images end one element later": planted.replaced(
+            r"(setp\.gt\.s32\s+%p\d+, )(%r\d+)(, (?:[2-9]|1\d);)", r"\g<1>16\g<3>", None
+        ),
+        "the tap is the channel": planted.replaced(r"div\.u32(\s+%r\d+, %r\d+, %r\d+;)", r"rem.u32\1", -1),
+        "stores are shifted": planted.replaced(r"(st\.global\.u8\s+\[%rd\d+)\]", r"\1+1]", None),
+        "stores are misaligned": planted.replaced(r"(st\.global\.(?:v2\.u32|u64)\s+\[%rd\d+)\]", r"\1+4]", None),
+    },
+    "packing unfolded, stochastic, RHT": {
+        "a wrong atomic": planted.replaced(r"atom\.global\.max\.s32", "atom.global.min.s32", 0),
+    },
+    "quantising unfolded": {
+        "an image has another number of rows": planted.replaced(r"mul\.lo\.s64", "add.s64", -1),
+        "stores are shifted": planted.replaced(r"(st\.global\.v4\.u32\s+\[%rd\d+)\]", r"\1+16]", 0),
+    },
+    "FP16 convolution, 16 channels": {
+        "a barrier is missing before the weights of a step": planted.without_barrier(0),
+        "a barrier is missing after them": planted.without_barrier(1),
+        "the products are not added": planted.replaced(
+            r"fma\.rn\.f32(\s+%f\d+, %f\d+, %f\d+), %f\d+;", r"fma.rn.f32\1, 0f00000000;", 5
+        ),
+        "the mask of the padding is inverted": planted.replaced(r"setp\.gt\.s32", "setp.le.s32", 0),
+        "weights are read from another place": planted.replaced(
+            r"(ld\.shared\.v4\.f32\s+[^\[]*\[%r\d+)\]", r"\1+16]", 0
+        ),
+        "stores are shifted": planted.replaced(r"(st\.global\.u16\s+\[%rd\d+)\]", r"\1+2]", None),
+    },
+    "GroupNorm and pack": {
+        "a register is not written": planted.replaced(r"^\s*mov\.u32\s+%r\d+, %tid\.x;", "", 0),
+        "fused multiply-adds are subtractions": planted.replaced(
+            r"fma\.rn\.f32(\s+)(%f\d+), (%f\d+), (%f\d+), (%f\d+);",
+            r"mul.rn.f32 \2, \3, \4; sub.rn.f32 \2, \2, \5;",
+            None,
+        ),
+        "scales are shifted": planted.replaced(r"(st\.global\.u8\s+\[%rd\d+)\]", r"\1+1]", None),
+        "a mask is inverted": planted.replaced(r"setp\.ge\.u32", "setp.lt.u32", 0),
+        "shuffles read another lane": planted.replaced(r"(shfl\.sync\.bfly\.b32\s+\S+\s+\S+\s+)1,", r"\g<1>2,", None),
+    },
+    "direct convolution, two sources of 32": {
+        "a barrier is missing before the second source is decoded": planted.without_barrier(2),
+        "a barrier is missing behind the first one": planted.without_barrier(1),
+        "registers of an operand change places": planted.swapped_operands(0),
+        "pixels are read from another place": planted.replaced(r"(ldmatrix[^;]*\[%r\d+)\]", r"\1+16]", 0),
+        "an accumulator is not the one before": planted.replaced(
+            r"(mma\.sync[^;]*\{%f\d+, %f\d+, %f\d+, )%f\d+(\};)", r"\g<1>0f00000000\2", 3
+        ),
+        "shuffles read another lane": planted.replaced(r"(shfl\.sync\.bfly\.b32\s+\S+\s+\S+\s+)4,", r"\g<1>8,", None),
+        "stores are shifted": planted.replaced(r"(st\.global\.v2\.(?:u|b)32\s+\[%rd\d+)\]", r"\1+8]", None),
+    },
+    "small K, 3 to 64 channels, moments": {
+        "a barrier is missing before the first tile is read": planted.without_barrier(0),
+        "a barrier is missing behind a tile": planted.without_barrier(1),
+        "registers of an operand change places": planted.swapped_operands(0),
+        "elements behind the last one of K are not zero": planted.replaced(
+            r"selp\.b32(\s+%r\d+), 0, (%r\d+), %p\d+;", r"mov.b32\1, \2;", None
+        ),
+        "pixels are read from another place": planted.replaced(
+            r"(ld\.shared\.v2\.(?:u|b)32\s+[^\[]*\[%r\d+[^\]]*)\]", r"\1+8]", 1
+        ),
+        "pixels left of and above the image are read": planted.replaced(
+            r"(setp\.gt\.s32\s+%p\d+, %r\d+, )-1;", r"\g<1>-2;", None
+        ),
+        "an accumulator is not the one before": planted.replaced(
+            r"(mma\.sync[^;]*\{%f\d+, %f\d+, %f\d+, )%f\d+(\};)", r"\g<1>0f00000000\2", 5
+        ),
+        "shuffles read another lane": planted.replaced(r"(shfl\.sync\.bfly\.b32\s+\S+\s+\S+\s+)4,", r"\g<1>8,", None),
+        "a mean has another count": planted.replaced(r"(div\.rn\.f32\s+%f\d+, %f\d+, )%f\d+;", r"\g<1>0f42000000;", 0),
+        "stores are shifted": planted.replaced(r"(st\.global\.v4\.(?:u|b)32\s+\[%rd\d+)\]", r"\1+16]", None),
+    },
+    "small K, 7x7, stride 2": {
+        "weights are another step's": planted.replaced(
+            r"(ld\.shared\.v4\.(?:u|b)32\s+[^\[]*\[%r\d+)(?:\+\d+)?\]", r"\1+1024]", 0
+        ),
+    },
+    "small K, 48 to 21 channels, 1x1": {
+        "rows are read before they are complete": planted.replaced(r"^\s*bar\.warp\.sync\s+-1;", "", 1),
+        "rows are overwritten before they are read": planted.replaced(r"^\s*bar\.warp\.sync\s+-1;", "", 2),
+        "pixels past the end are read": planted.replaced(
+            r"min\.s32(\s+%r\d+), (%r\d+), %r\d+;", r"mov.b32\1, \2;", None
+        ),
+        "rows are copied to an unaligned address": planted.replaced(
+            r"(st\.global\.v4\.(?:u|b)32\s+\[%rd\d+)\]", r"\1+2]", 0
+        ),
+    },
+    "warpgroup convolution, two sources": {
+        "decoded pixels are not visible to wgmma": planted.replaced(r"^\s*fence\.proxy\.async\.shared::cta;", "", None),
+        "weights are freed while they are read": planted.replaced(
+            r"(wgmma\.wait_group\.sync\.aligned\s+)1;", r"\g<1>7;", 0
+        ),
+        "sums are read while they are written": planted.replaced(
+            r"(wgmma\.wait_group\.sync\.aligned\s+)0;", r"\g<1>1;", -1
+        ),
+        "sums of the first source are not waited for": planted.replaced(
+            r"(wgmma\.wait_group\.sync\.aligned\s+)0;", r"\g<1>1;", 0
+        ),
+        "wgmma has no fence": planted.replaced(r"wgmma\.fence\.sync\.aligned;", "", 0),
+        "a plane has the weights of another": planted.replaced(
+            r"(cp\.async\.bulk\.tensor[^;]*\{%r\d+, )(%r\d+), (%r\d+)(\})", r"\1\2, \2\4", -1
+        ),
+        "fewer bytes are waited for": planted.replaced(
+            r"(mbarrier\.arrive\.expect_tx[^;]*, )[^,;]+;", r"\g<1>4096;", None
+        ),
+        "stores are shifted": planted.replaced(r"(st\.global\.v4\.u32\s+\[%rd\d+)\]", r"\1+16]", None),
+    },
+    "warpgroup convolution, joint, moments": {
+        "a tile is not transposed": planted.replaced(r"(stmatrix\.sync\.aligned\.m8n8\.x4)\.trans", r"\1", None),
+        "shuffles read another lane": planted.replaced(r"shfl\.sync\.bfly", "shfl.sync.up", None),
+    },
+    "statistics of GroupNorm, 6 channels a group": {
+        "a barrier is missing in the moments of a chunk": planted.without_barrier(0),
+        "a barrier is missing before lanes are added": planted.without_barrier(1),
+        "a barrier is missing in a sum over the block": planted.without_barrier(-1),
+        "the variance has another count": planted.replaced(
+            r"(div\.rn\.f32\s+%f\d+, %f\d+, )%f\d+;", r"\g<1>0f42000000;", -1
+        ),
+        "shuffles read another lane": planted.replaced(r"(shfl\.sync\.bfly\.b32\s+\S+\s+\S+\s+)16,", r"\g<1>8,", None),
+        "the root of something else": planted.replaced(r"sqrt\.rn\.f32", "rcp.rn.f32", 0),
+        "a store is shifted": planted.replaced(r"(st\.global\.f32\s+\[%rd\d+)\]", r"\1+4]", -1),
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        pytest.param(name, fault, marks=() if name == "pack rows" else pytest.mark.emulate)
+        for name, faults in FAULTS.items()
+        for fault in faults
+    ],
+)
+def test_a_planted_fault_is_found(name: str, fault: str) -> None:
+    (case,) = [case for case in CUDA if case.name == name]
+    edited = []
+
+    def edit(ptx: str) -> str:
+        try:
+            changed = FAULTS[name][fault](ptx)
+        except IndexError:  # another kernel of the case
+            return ptx
+        edited.append(changed)
+        return changed
+
+    outcome = case.outcome(Setting(arch="sm_90" if case.family == WARPGROUP else "sm_120", edit=edit))
+    assert edited
+    assert not outcome.good

@@ -1,0 +1,44 @@
+"""Faults planted into the MXFP4 instructions of training GEMMs: scales of 32 elements, half a register or word each."""
+
+from __future__ import annotations
+
+import pytest
+
+from fp4deploy_emulator.cases import cases
+from fp4deploy_emulator.cases.case import Setting
+from tools.emulator.tests import planted
+
+pytest.importorskip("triton")
+
+REGISTERS = r"(mma\.sync[^;]*\}, %r\d+, )\{ 0, 0 \}(, %r\d+, )\{ 0, 0 \};"
+FAULTS = {
+    ("sm_120", "dgrad 3x3, MXFP4"): {
+        "the scales of A and B change places": planted.swapped_scales(0),
+        "the scales of A are the upper half": planted.replaced(REGISTERS, r"\1{ 2, 0 }\2{ 0, 0 };", 0),
+        "registers of a fragment are swapped": planted.swapped_operands(0),
+        "the scales of B are the upper half": planted.replaced(REGISTERS, r"\1{ 0, 0 }\2{ 2, 0 };", 0),
+        "barriers are missing in the loop": planted.without_first_barriers(),
+    },
+    ("sm_100", "wgrad, MXFP4"): {
+        "the scales of A are those of B": planted.replaced(
+            r"(tcgen05\.mma[^;]*\[ )(%r\d+)( \+ 0 \], \[ )(%r\d+)( \+ 0 \], %p)", r"\1\4\3\2\5", 0
+        ),
+        "the second half has the scales of the first": planted.replaced(r"1218446496;", "144704640;", 0),
+        "the first half has the scales of the second": planted.replaced(r"144704640;", "1218446496;", 0),
+        "the scales of A are read from other columns": planted.replaced(
+            r"(tcgen05\.mma[^;]*\[ %r\d+ \+ )0( \], \[ %r\d+ \+ 0 \], %p)", r"\g<1>8\2", 0
+        ),
+        "stores of scales are not waited for": planted.replaced(r"tcgen05\.wait::st\.sync\.aligned;", "", None),
+    },
+}
+
+
+@pytest.mark.emulate
+@pytest.mark.parametrize(
+    ("arch", "name", "fault"), [(*key, fault) for key, faults in FAULTS.items() for fault in faults]
+)
+def test_a_planted_fault_is_found(arch: str, name: str, fault: str) -> None:
+    (case,) = cases([name])
+    outcome = case.outcome(Setting(arch=arch, edit=FAULTS[arch, name][fault]))
+    assert not outcome.good
+    assert outcome.wrong or outcome.fault
