@@ -8,6 +8,7 @@
     fd.quantize(model, images, method="gptq")                  # NVFP4 without training
     fd.export_onnx(checkpoint, "unet.onnx", data="data/coco")  # ONNX with FP4 Q/DQ nodes, compared with torch
     fd.pack(checkpoint, "unet.fp4", data="data/coco")          # NVFP4 codes and scales for this project's kernels
+    fd.compile(model, image)(image)                            # the same in this process, compiled on a GPU
     fd.build_engine("unet.onnx", "unet.plan")                  # TensorRT-RTX engine and precision ledger
     fd.open_runtime("unet.onnx").infer(images)                 # any artefact: normalised images in, logits out
     fd.load("unet.fp4").predict("photo.jpg").mask              # any artefact: a photo in, class ids out

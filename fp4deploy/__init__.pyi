@@ -3,7 +3,7 @@ from .errors import Fp4DeployError, GateError, InputError, UnavailableError
 from .export.engine.build import build_engine
 from .export.onnx.graph import export_graph
 from .export.to_onnx import export_onnx
-from .export.to_packed import pack
+from .export.to_packed import compile, pack
 from .export.verify.exported import verify
 from .formats.four_over_six import FourOverSix
 from .formats.mxfp4 import quantize_mxfp4
@@ -32,6 +32,7 @@ __all__ = [
     "UnavailableError",
     "build_engine",
     "calibrate",
+    "compile",
     "export_graph",
     "export_onnx",
     "fp4_cached_linear",

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from fp4deploy import provenance
 from fp4deploy.about import about
@@ -26,8 +27,10 @@ from fp4deploy.graph import UnsettledSizes, capture
 from fp4deploy.graph.capture import Inputs
 from fp4deploy.graph.copied import copied
 from fp4deploy.models.input_encoding import ENCODED_CHANNELS
-from fp4deploy.packed import Graph, PackedFile, packed_file, write_packed
+from fp4deploy.packed import Graph, PackedFile, PackedNetwork, packed_file, write_packed
+from fp4deploy.packed.capture import CapturedNetwork, graphs_enabled
 from fp4deploy.packed.file import SUFFIX
+from fp4deploy.packed.program import compile_mode
 from fp4deploy.qat import load_model, restore, round_to_deployed
 from fp4deploy.qat.layers import QuantizedLayer
 
@@ -88,6 +91,38 @@ def pack(
     return PackedResult(file, verification)
 
 
+def compile(model: nn.Module, example_inputs: Inputs) -> CapturedNetwork:
+    """A module as the network that `pack` would write, ready to run where its parameters are: for use in a program.
+
+    On a GPU it runs as a CUDA graph, by kernels of this package or compiled, whichever is faster (FP4DEPLOY_COMPILE);
+    the first call for each shape of the inputs prepares it. On a CPU it computes in FP32.
+
+    Args:
+        model: prepared and calibrated, or plain; it is not changed, and later changes of it have no effect.
+        example_inputs: a tensor, several, or a dict of tensors. Height and width stay free where the module allows it.
+
+    Returns:
+        what takes the inputs in the order of the module's arguments and gives what the module gives, in FP16 on a GPU.
+
+    Raises:
+        InputError: as of `pack`.
+
+    >>> network = fd.compile(nn.Sequential(nn.Conv2d(3, 8, 3)), torch.zeros(1, 3, 16, 16))
+    >>> network(torch.zeros(2, 3, 16, 16)).shape
+    torch.Size([2, 8, 14, 14])
+    """
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    file = _deployed_file(model, Path("compiled.fp4"), tree_map(torch.Tensor.cpu, example_inputs))[1]
+    return CapturedNetwork(PackedNetwork(file, device), graphs_enabled(), compile_mode())
+
+
+def _deployed_file(model: nn.Module, out: Path, example_inputs: Inputs) -> tuple[nn.Module, PackedFile]:
+    """A module as it is deployed, on the CPU, and its packed network."""
+    deployed = copied(model).cpu().eval()
+    round_to_deployed(deployed)
+    return deployed, packed_file(out, None, *pack_model(deployed, example_inputs), about=json.dumps(about(None, None)))
+
+
 def pack_model(model: nn.Module, example_inputs: Inputs, dynamic_size: bool = True) -> tuple[Graph, Tensors]:
     """Graph and tensors of a module, prepared or plain, with its parameters as deployed.
 
@@ -138,9 +173,7 @@ def _pack_module(model: nn.Module, out: Path, example_inputs: Inputs | None, ver
         )
     if out.suffix != SUFFIX:
         raise InputError(f"The name of a packed network should end in {SUFFIX}, and {out.name} does not.")
-    deployed = copied(model).cpu().eval()
-    round_to_deployed(deployed)
-    file = packed_file(out, None, *pack_model(deployed, example_inputs), about=json.dumps(about(None, None)))
+    deployed, file = _deployed_file(model, out, example_inputs)
     verification = None
     if verify:
         verification = verify_packed(deployed, file, [example_inputs])

@@ -2,16 +2,18 @@
 
     q = values(y, scale_of(amax), axis=1)        the numbers that codes and block scales stand for, without the codes
 
-A GPU before Blackwell multiplies decoded operands. Where a library's GEMM is the fastest kernel of a layer, nobody reads
-the codes: what computes y writes the decoded values in FP16, 2 bytes an element as without quantisation.
+A GPU before Blackwell multiplies decoded operands. Where a library's GEMM is the fastest kernel of a layer, nobody
+reads the codes: what computes y writes the decoded values in FP16, 2 bytes an element as without quantisation. Fused
+into a copy it takes the time of the copy (43.0 us against 42.3 for [168960, 256], one H200, torch 2.11, 2026-11-28).
 
-**Exact in FP16.** An element times its block scale has at most 6 significant bits and is a multiple of 2^-10 up to 2688:
-exact in FP16 times any power of two from 2^-14 to 2^4. The global scale A / 6E is not: `Scale.exponent` holds the power of
-two next to it, and the GEMM's result is multiplied with what is left (`fp4deploy.packed.program`).
+**Exact in FP16.** An element times its block scale has at most 6 significant bits and is a multiple of 2^-10 up to
+2688: exact in FP16 times any power of two from 2^-14 to 2^4. The global scale A / 6E is not: values get the unit
+2^`Scale.exponent` instead, and the result of the GEMM is multiplied with the quotient (`fp4deploy.packed.writer`).
 
-**Few instructions.** The block amax, the limit of 6 and the binade of an element are found in the bits of its magnitude,
-where NaN is above Inf and that above every number: no comparison has to look for NaN. e and d8 are the contract's
-(`formats.scales`), bit for bit; a block with a NaN or an Inf gets the scale NaN.
+**Few instructions.** The block amax, the limit of 6 and the binade of an element are found in the bits of its
+magnitude, where NaN is above Inf and that above every number: no comparison has to look for NaN. e and d8 are the
+contract's (`formats.scales`), bit for bit; a block with a NaN or an Inf gets the scale NaN. The sign of a zero is that
+of the element, where codes have none for what underflows: no sum sees it.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ class Scale:
     """What quantises with one amax A, float32 [] each on its device.
 
     sixth: S fp32(1/6), times a block's amax the unrounded block scale; decode: 1 / S; amax: A.
-    exponent: k of the values' unit 2^k times the block scale; None: values have the contract's unit, the block scale times
-        A / 6E.
+    exponent: k, where one unit of E2M1 stands for 2^k times the block scale; None: for the block scale times A / 6E, as
+        in the contract.
     """
 
     sixth: torch.Tensor

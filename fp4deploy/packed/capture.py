@@ -1,10 +1,14 @@
-"""A packed network as a CUDA graph: one launch for all its nodes.
+"""A packed network as a CUDA graph: one launch for all its nodes, compiled where that is faster.
 
 A UNet is a hundred small kernels, and at batch 1 launching them one by one is bound by the host. The first call with a
 shape runs the network a few times (kernels are compiled and tuned, which must not happen during capture), then captures
 it with static input and output buffers. Later calls copy their images in and replay.
 
-`FP4DEPLOY_GRAPHS=off` switches it off. Where capture fails, a warning says why and the kernels are launched one by one.
+For a network whose steps are not all kernels of this package, the first call with a shape compiles it as well
+(`program`), and keeps the faster one.
+
+`FP4DEPLOY_GRAPHS=off` switches graphs off. Where capture fails, a warning says why and the kernels are launched one by
+one.
 """
 
 from __future__ import annotations
@@ -19,10 +23,12 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from fp4deploy.errors import Fp4DeployError, InputError
+from fp4deploy.errors import Fp4DeployError, InputError, UnavailableError
 from fp4deploy.packed.network import PackedNetwork, Result
+from fp4deploy.packed.program import Program, choice_key, compile_program, left_to_torch, remember, remembered
+from fp4deploy.progress import progress
 
-WARMUP = 3
+WARMUP, MEASURED = 3, 21  # runs before a capture; of which a choice takes the median
 Shapes = tuple[tuple[int, ...], ...]
 SHAPES = 4  # graphs kept; each holds the memory of its activations
 
@@ -56,11 +62,17 @@ class Replay:
 
 
 class CapturedNetwork:
-    """A network on a GPU, captured once for each shape of its inputs."""
+    """A network on a GPU, captured once for each shape of its inputs.
 
-    def __init__(self, network: PackedNetwork, enabled: bool = True) -> None:
+    enabled: as a CUDA graph; else it is launched kernel by kernel.
+    compiled: "auto", "on" or "off", as `program` describes them.
+    """
+
+    def __init__(self, network: PackedNetwork, enabled: bool = True, compiled: str = "off") -> None:
         self.network = network
-        self.enabled = enabled and network.device.type == "cuda"
+        on_gpu = network.device.type == "cuda"
+        self.enabled, self.compiled = enabled and on_gpu, compiled if on_gpu else "off"
+        self.programs: list[Program] = []  # those that were chosen
         self._runs: dict[Shapes, tuple[tuple[torch.Tensor, ...], Callable[[], Result]]] = {}  # static inputs, run
 
     def __call__(self, *inputs: torch.Tensor) -> Result:
@@ -73,7 +85,7 @@ class CapturedNetwork:
         It owns all that it reads: it can be called after this object has dropped the shape, or is gone itself.
         """
         device, dtype = self.network.device, self.network.dtype
-        if not self.enabled:
+        if not self.enabled and self.compiled == "off":
             on_device = [x.to(device) for x in inputs]
             return lambda: self.network(*on_device)
         shapes = tuple(tuple(x.shape) for x in inputs)
@@ -82,36 +94,81 @@ class CapturedNetwork:
             if len(self._runs) >= SHAPES:
                 del self._runs[next(iter(self._runs))]
             static = tuple(x.to(device, dtype).clone() for x in inputs)
-            self._runs[shapes] = static, self._record(static)
+            self._runs[shapes] = static, self._run(static)
         static, run = self._runs[shapes]
         for held, x in zip(static, inputs, strict=True):
             held.copy_(x)
         return run
+
+    def _run(self, inputs: tuple[torch.Tensor, ...]) -> Callable[[], Result]:
+        """By the program or by the network's own steps, as was chosen."""
+        wanted = self.compiled if self.compiled != "auto" or left_to_torch(self.network.steps) else "off"
+        if wanted == "off":
+            return self._record(self.network, inputs)
+        name = choice_key(self.network.file, inputs)
+        choice = "program" if wanted == "on" else remembered(name)
+        if choice == "kernels":
+            return self._record(self.network, inputs)
+        try:
+            with progress("compiling the packed network for these sizes, once"):
+                program = compile_program(self.network.file, inputs)
+                run = self._record(lambda *inputs: self.network.named(program(*inputs)), inputs)
+        except UnavailableError as error:
+            warnings.warn(f"{error} Its nodes are run by kernels of this package and by torch.", stacklevel=2)
+            return self._record(self.network, inputs)
+        if choice is None:
+            steps = self._record(self.network, inputs)
+            choice = "program" if _milliseconds(run) <= _milliseconds(steps) else "kernels"
+            remember(name, choice)
+            if choice == "kernels":
+                return steps
+        self.programs.append(program)
+        return run
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes on the device: of the network and of its programs, which have weights of their own."""
+        return self.network.weights_bytes + sum(program.weights_bytes for program in self.programs)
 
     @property
     def replays(self) -> bool:
         """Whether a call replays one graph: capture is switched on, and failed for none of the shapes."""
         return self.enabled and all(isinstance(run, Replay) for _, run in self._runs.values())
 
-    def _record(self, inputs: tuple[torch.Tensor, ...]) -> Callable[[], Result]:
+    def _record(self, compute: Callable[..., Result], inputs: tuple[torch.Tensor, ...]) -> Callable[[], Result]:
+        if not self.enabled:
+            return lambda: compute(*inputs)
         stream = torch.cuda.Stream(self.network.device)
         stream.wait_stream(torch.cuda.current_stream(self.network.device))
         with torch.cuda.device(self.network.device), torch.cuda.stream(stream):
             for _ in range(WARMUP):
-                self.network(*inputs)
+                compute(*inputs)
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.device(self.network.device), torch.cuda.graph(graph, stream=stream):
-                outputs = self.network(*inputs)
+                outputs = compute(*inputs)
         except (RuntimeError, Fp4DeployError) as error:
             warnings.warn(
                 f"Capturing the packed network as a CUDA graph failed ({error}); its kernels are launched one by one.",
                 stacklevel=2,
             )
             _end_recording(self.network.device)
-            return lambda: self.network(*inputs)
-        return Replay(graph, (self.network, inputs), outputs)
+            return lambda: compute(*inputs)
+        return Replay(graph, (compute, inputs), outputs)
+
+
+def _milliseconds(run: Callable[[], Any]) -> float:
+    """Median of a run, by CUDA events."""
+    times = []
+    for _ in range(MEASURED):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return sorted(times)[MEASURED // 2]
 
 
 def _end_recording(device: torch.device) -> None:

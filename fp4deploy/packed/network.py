@@ -54,11 +54,10 @@ from fp4deploy.packed.graph import (
     Linear,
     Node,
     Norm,
-    Take,
     weight_names,
 )
 from fp4deploy.packed.on_cpu import convolution
-from fp4deploy.packed.operators import Context, channels_last, compute, convolve
+from fp4deploy.packed.operators import Context, channels_last, compute, convolve, positions_of
 from fp4deploy.packed.plain_layers import convolve_small_k, plain_geometry, plain_kernel, read_as_given, small_k_kernel
 from fp4deploy.packed.producers import Move, Produce, Step, label, moved, normalized, plan
 from fp4deploy.packed.shapes import Shape, expected, fitting, shapes_of, weight_order, weight_shape
@@ -128,8 +127,7 @@ class PackedNetwork:
         self._as_given = set[str]() if self._own else read_as_given(self.graph, inputs, steps, small_k)
         others = {name: tensor for name, tensor in file.tensors.items() if name not in names}
         self._vectors = {name: tensor.to(self.device, torch.float32) for name, tensor in others.items()}
-        takes = {tuple(node.indices) for node in self.graph.nodes if isinstance(node, Take)}
-        self._positions = {indices: torch.tensor(indices, device=self.device) for indices in takes}
+        self._positions = positions_of(self.graph, self.device)
 
     def __call__(self, *inputs: torch.Tensor) -> Result:
         """The outputs for inputs in the order of the graph: of one RGB input [N, 3, H, W] usually [N, classes, H, W].

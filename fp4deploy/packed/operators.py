@@ -31,6 +31,7 @@ from fp4deploy.packed.graph import (
     CumulativeSum,
     Flip,
     Fold,
+    Graph,
     GroupNormReLU,
     Layer,
     Linear,
@@ -78,6 +79,12 @@ class Context:
     def sizes_of(self, sizes: list[Any]) -> list[int]:
         """The values of several."""
         return [self.size(size) for size in sizes]
+
+
+def positions_of(graph: Graph, device: torch.device) -> dict[tuple[int, ...], torch.Tensor]:
+    """What the nodes `take` of a graph read as `Context.positions`."""
+    takes = {tuple(node.indices) for node in graph.nodes if isinstance(node, Take)}
+    return {indices: torch.tensor(indices, device=device) for indices in takes}
 
 
 FUNCTIONS: dict[str, tuple[int, Callable[..., torch.Tensor]]] = {  # name -> how many numbers, function

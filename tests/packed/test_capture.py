@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from fp4deploy.bench import layers
-from fp4deploy.errors import InputError
+from fp4deploy.errors import InputError, UnavailableError
+from fp4deploy.packed import capture
 from fp4deploy.packed.capture import SHAPES, CapturedNetwork
 
 
@@ -134,3 +135,83 @@ def test_a_layer_that_is_timed_keeps_what_it_reads() -> None:
     gc.collect()
     assert held() is not None
     run()
+
+
+class Layered(Network):
+    """A network of the kind that is compiled; its program computes x + 2."""
+
+    steps, file = (object(),), None
+
+    def named(self, outputs: list[torch.Tensor]) -> torch.Tensor:
+        return outputs[0]
+
+
+class Compiled:
+    weights_bytes = 7
+
+    def __call__(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [x + 2]
+
+
+@pytest.fixture
+def choices(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Choices instead of the cache, and a compiler that is at hand."""
+    kept: dict[str, str] = {}
+    monkeypatch.setattr(capture, "compile_program", lambda file, inputs: Compiled())
+    monkeypatch.setattr(capture, "choice_key", lambda file, inputs: str(inputs[0].shape))
+    monkeypatch.setattr(capture, "remembered", kept.get)
+    monkeypatch.setattr(capture, "remember", kept.__setitem__)
+    return kept
+
+
+def times(monkeypatch: pytest.MonkeyPatch, program: float, steps: float) -> None:
+    """What the compiled program and the network's own steps take, in this order."""
+    given = iter((program, steps))
+    monkeypatch.setattr(capture, "_milliseconds", lambda run: next(given))
+
+
+@pytest.mark.parametrize(("program", "steps", "adds"), [(1.0, 2.0, 2), (2.0, 1.0, 1)])
+def test_the_faster_form_is_kept_and_remembered(
+    program: float, steps: float, adds: int, choices: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times(monkeypatch, program, steps)
+    network: Any = Layered()
+    for _ in range(2):  # the second time nothing is measured
+        own = CapturedNetwork(network, compiled="auto")
+        assert torch.equal(own.prepared(image())(), image() + adds)  # type: ignore[arg-type]
+        assert len(own.programs) == (adds == 2)
+    assert choices == {str(image().shape): "program" if adds == 2 else "kernels"}
+
+
+@pytest.mark.parametrize(("mode", "adds"), [("on", 2), ("off", 1)])
+def test_a_form_that_is_asked_for_is_not_measured(mode: str, adds: int, choices: dict[str, str]) -> None:
+    network: Any = Layered()
+    own = CapturedNetwork(network, compiled=mode)
+    assert torch.equal(own.prepared(image())(), image() + adds)  # type: ignore[arg-type]
+    assert not choices
+
+
+def test_a_network_of_kernels_is_not_compiled(choices: dict[str, str]) -> None:
+    network: Any = Layered()
+    network.steps = ()
+    assert torch.equal(CapturedNetwork(network, compiled="auto").prepared(image())(), image() + 1)  # type: ignore[arg-type]
+    assert not choices
+
+
+def test_what_does_not_compile_is_run_by_kernels(choices: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise UnavailableError("The packed network was not compiled (no compiler).")
+
+    monkeypatch.setattr(capture, "compile_program", fail)
+    network: Any = Layered()
+    with pytest.warns(UserWarning, match="not compiled .no compiler.. Its nodes are run by kernels"):
+        run = CapturedNetwork(network, compiled="auto").prepared(image())
+    assert torch.equal(run(), image() + 1)  # type: ignore[arg-type]
+    assert not choices
+
+
+def test_compiled_without_graphs(choices: dict[str, str]) -> None:
+    network: Any = Layered()
+    own = CapturedNetwork(network, enabled=False, compiled="on")
+    assert torch.equal(own(image()), image() + 2)  # type: ignore[arg-type]
+    assert not own.replays

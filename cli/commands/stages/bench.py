@@ -14,7 +14,7 @@ from fp4deploy.errors import InputError, UnavailableError, counted
 from ... import completion
 from ...console import note, notes, print_json, results, shown
 from ...numbers import MOST_SECONDS, finite
-from ...settings import NamedModelOption, expect
+from ...settings import CompileOption, NamedModelOption, expect
 
 if TYPE_CHECKING:
     from fp4deploy.bench.gate.baseline import Baseline
@@ -147,6 +147,7 @@ def bench(
         str | None,
         typer.Option("--json", help="Write the results as JSON; alone or with - on stdout.", show_default="no JSON"),
     ] = None,
+    compiled: CompileOption = True,
     model: NamedModelOption = None,
 ) -> None:
     """Measure mIoU or AP and latency; a drop below the baseline exits 1, a named engine that cannot run here 3."""

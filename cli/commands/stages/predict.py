@@ -14,7 +14,7 @@ from fp4deploy.errors import InputError
 from ... import completion
 from ...console import done, note, print_json, results, shown
 from ...numbers import finite
-from ...settings import NetworkOption, expect
+from ...settings import CompileOption, NetworkOption, expect
 
 if TYPE_CHECKING:
     from fp4deploy.predict.predictor import Predictor
@@ -68,6 +68,7 @@ def predict(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print predictions.json on stdout instead of a table.")
     ] = False,
+    compiled: CompileOption = True,
     network: NetworkOption = None,
 ) -> None:
     """Predict images: an indexed PNG mask and an overlay of each, at its own size. With - the mask goes to stdout."""

@@ -27,6 +27,7 @@ from fp4deploy.packed import PackedFile, PackedNetwork, activation_bytes, full_p
 from fp4deploy.packed.capture import CapturedNetwork, graphs_enabled
 from fp4deploy.packed.graph import Input, Layer
 from fp4deploy.packed.network import Result
+from fp4deploy.packed.program import compile_mode
 from fp4deploy.plugins import why_unavailable
 from fp4deploy.plugins.runtime.fallback import in_torch
 
@@ -43,11 +44,16 @@ class PackedRuntime:
         self.card = file.card or card_of(file)
         self.cuda = self._device.type == "cuda"
         network = PackedNetwork(file, self._device, os.environ.get("FP4DEPLOY_PACKED_WEIGHTS") or None)
-        self._network = CapturedNetwork(network, graphs_enabled())
+        self._network = CapturedNetwork(network, graphs_enabled(), compile_mode())
         self._missed = in_torch(self._device).missed
         self.device = torch.cuda.get_device_name(self._device) if self.cuda else cpu_name()
         self.precision = _precision(self.card.precision, self.cuda)
-        self.memory = memory(file) | ({"weight_bytes": network.weights_bytes} if self.cuda else {})
+        self._memory = memory(file)
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes of weights and activations (`memory`); on a GPU of the weights that it holds by now."""
+        return self._memory | ({"weight_bytes": self._network.weights_bytes} if self.cuda else {})
 
     @property
     def name(self) -> str:
@@ -57,6 +63,7 @@ class PackedRuntime:
         refused, missed = in_torch(self._device)
         some = " and torch" if refused or missed > self._missed else ""
         kernels = "torch" if why_unavailable(self._device) else f"kernels{some}"
+        kernels = "compiled" if self._network.programs else kernels
         graph = ", one graph" if self._network.replays else ""
         return f"fp4deploy {__version__} packed (CUDA, {kernels}{graph})"
 

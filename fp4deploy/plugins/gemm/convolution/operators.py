@@ -1,10 +1,10 @@
 """Convolutions in FP16 as one torch operator, for graphs that a compiler generates code for.
 
-    y = torch.ops.fp4deploy.convolution(x, weight, bias, stride, padding, dilation, output_padding, groups, transposed, relu)
+    y = torch.ops.fp4deploy.convolution(x, weight, bias, stride, padding, dilation, output_padding, groups, False, relu)
 
-On a GPU `small_k` computes what it takes, cuDNN the rest, always in channels_last. A compiler may give an axis of one element
-any stride, by which torch then does not see that a feature map is in channels_last, and copies it to NCHW (66 of 914 us of
-a SegFormer, one image, one H200, torch 2.11, 2026-11-28): strides are put right before the call.
+On a GPU `small_k` computes what it takes, cuDNN the rest, always in channels_last. A compiler may give an axis of one
+element any stride, by which torch then does not see that a feature map is in channels_last, and copies it to NCHW (66
+of 914 us of a SegFormer, one image, one H200, torch 2.11, 2026-11-28): strides are put right before the call.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from fp4deploy.plugins.gemm.convolution import small_k
 from fp4deploy.plugins.runtime.torch_library import LIBRARY
 
 LIBRARY.define(
-    "convolution(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation, int[] output_padding, "
-    "int groups, bool transposed, bool relu) -> Tensor",
+    "convolution(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation, "
+    "int[] output_padding, int groups, bool transposed, bool relu) -> Tensor",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -82,8 +82,16 @@ def _channels_last(x: torch.Tensor) -> torch.Tensor:
     if layout is None:
         return x.contiguous()
     x = x.contiguous(memory_format=layout)
-    wanted = torch.empty(x.shape, dtype=x.dtype, device="meta").contiguous(memory_format=layout).stride()
+    wanted = _strides(x.shape)
     return x if x.stride() == wanted else x.as_strided(x.shape, wanted)
+
+
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    """Of a tensor [N, C, *S] in channels_last."""
+    found, step = [0] * len(shape), 1
+    for axis in (1, *range(len(shape) - 1, 1, -1), 0):
+        found[axis], step = step, step * shape[axis]
+    return tuple(found)
 
 
 @torch.library.register_fake("fp4deploy::convolution", lib=LIBRARY)

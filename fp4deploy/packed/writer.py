@@ -1,0 +1,329 @@
+"""Writes a packed network down as ATen operators on decoded values, in forms that a compiler fuses.
+
+    writer = Writer(file, device, torch.float16)
+    outputs = writer.outputs(writer.tensors(), [image])
+
+The nodes of the file become the operators that `operators.compute` calls, or others of the same numbers that compile
+to less code: norms, activations, additions, resizing, concatenation and quantisation then become part of the kernel
+that writes what a GEMM or a convolution reads (`program`). Called without a compiler it is the reference of what is
+compiled.
+
+**Layers.** What a layer in NVFP4 reads are decoded values (`fusion.values`), in FP16 times a power of two, in which
+they are exact. Its weight is decoded once, times another. cuBLAS and cuDNN sum in FP32; what the powers of two leave of
+both global scales multiplies the sum: a number in [1, 2), unless one of the scales is very small. So operands are those
+of the file, bit for bit, and a sum differs by its order and, for a convolution, by one rounding to FP16.
+
+**Precision between layers.** In FP16 what lies between two layers is computed in FP32 and rounded where it is written.
+Run node by node, every node rounds; the compiled network is the closer one to the numbers of a CPU, which are FP32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+
+from fp4deploy.formats import Nvfp4Tensor, global_scale
+from fp4deploy.formats.constants import NVFP4_BLOCK, nvfp4_range
+from fp4deploy.fusion.resize import interpolate_linear, interpolate_nearest
+from fp4deploy.fusion.values import EXPONENTS, Scale, scale_of, values
+from fp4deploy.fusion.windows import MAX_TAPS, depthwise_conv2d, max_pool2d
+from fp4deploy.models.input_encoding import encode_input
+from fp4deploy.packed.file import PackedFile
+from fp4deploy.packed.graph import (
+    Concat,
+    Conv2d,
+    ConvTranspose2d,
+    Flip,
+    Form,
+    GroupNormReLU,
+    Layer,
+    Linear,
+    Node,
+    Norm,
+    Permute,
+    Pool,
+    Repeat,
+    Reshape,
+    Resize,
+    Roll,
+    Select,
+    Slice,
+    Take,
+    weight_names,
+)
+from fp4deploy.packed.operators import Context, compute, positions_of
+from fp4deploy.packed.shapes import Shape, shapes_of, weight_order, weight_shape
+from fp4deploy.plugins.gemm.convolution import small_k
+from fp4deploy.plugins.gemm.convolution.operators import FORMATS
+from fp4deploy.plugins.quantize import norm_pack as _norm_pack  # noqa: F401 - registers norm_coefficients
+
+Tensors = dict[str, torch.Tensor]
+LAYOUT = (Flip, Permute, Repeat, Reshape, Roll, Select, Slice, Take)  # nodes that write no feature map
+ACTIVATION = -12  # exponent of the unit of activations: what is left for weights keeps their product in FP16's range
+
+
+@dataclass(frozen=True, eq=False)
+class Weight:
+    """A layer's weight as torch's operator takes it; scale: what the layer's sum is multiplied with."""
+
+    values: torch.Tensor
+    scale: float
+
+
+class Writer:
+    """Writes the nodes of a packed file as operators, for activations of one dtype.
+
+    device: where the tensors lie; dtype: float16, in which decoded operands go by powers of two, or float32.
+    """
+
+    def __init__(self, file: PackedFile, device: torch.device, dtype: torch.dtype) -> None:
+        self.graph, self.dtype = file.graph, dtype
+        layers = [node for node in file.graph.nodes if isinstance(node, Layer)]
+        held = {name for node in layers for name in weight_names(node)}
+        self.vectors = {k: v.to(device, torch.float32) for k, v in file.tensors.items() if k not in held}
+        self.scales = self._scales(file, layers)
+        shapes = shapes_of(file.graph)
+        self.weights = {node.layer: self._weight(file, node, shapes, device) for node in layers}
+        self.positions = positions_of(file.graph, device)
+        self.convolved = {name for node in layers if not isinstance(node, Linear) for name in node.inputs}
+        self.factors = self._factors(layers, {each.activation for each in file.graph.outputs})
+
+    def tensors(self) -> Tensors:
+        """Everything that the operators read besides the inputs, by name."""
+        named = {f"{name}.weight": weight.values for name, weight in self.weights.items()}
+        for amax, scale in self.scales.items():
+            named |= {f"{amax}.sixth": scale.sixth, f"{amax}.decode": scale.decode}
+        return named | self.vectors
+
+    def outputs(self, tensors: Tensors, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The outputs of the network, from `tensors()` and inputs of the sizes that are to be written down."""
+        live: Tensors = {}
+        sizes = {
+            f"{each.name}.{axis}": size
+            for each, x in zip(self.graph.inputs, inputs, strict=True)
+            for axis, size in enumerate(x.shape)
+        }
+        context = Context(tensors.__getitem__, sizes, self.positions)
+        for each, x in zip(self.graph.inputs, inputs, strict=True):
+            x = x.to(self.dtype)
+            x = encode_input(x) if self.graph.digits else x
+            live |= {form.name: self._form(x, form, tensors) for form in each.outputs}
+        for node in self.graph.nodes:
+            read = [live[name] for name in node.inputs]
+            early = [form for form in node.outputs if only_moves(node, form, read)]
+            for form in early:
+                y = self._compute(node, [self._form(x, form, tensors) for x in read], context)
+                live[form.name] = in_channels_last(y) if isinstance(node, Resize) else y
+            if len(early) == len(node.outputs):
+                continue
+            y = self._layer(node, read, tensors) if isinstance(node, Layer) else self._compute(node, read, context)
+            written = {form.name for form in node.outputs}
+            if (any(map(is_channels_last, read)) and not isinstance(node, LAYOUT)) or written & self.convolved:
+                y = in_channels_last(y.to(self.dtype))
+            live |= {form.name: self._form(y, form, tensors) for form in node.outputs if form not in early}
+        return [live[each.activation] for each in self.graph.outputs]
+
+    def _form(self, y: torch.Tensor, form: Form, tensors: Tensors) -> torch.Tensor:
+        """A plain activation in one of its forms."""
+        x = F.max_pool2d(y, 2) if form.pooled else y
+        return x.to(self.dtype) if form.amax is None else self._quantized(x, form, tensors)
+
+    def _quantized(self, x: torch.Tensor, form: Form, tensors: Tensors) -> torch.Tensor:
+        name = str(form.amax)
+        held = replace(
+            self.scales[name], sixth=tensors[f"{name}.sixth"], decode=tensors[f"{name}.decode"], amax=tensors[name]
+        )
+        return values(x, held, 1 if form.axis == "channels" else -1, self.dtype)
+
+    def _layer(self, node: Layer, inputs: list[torch.Tensor], tensors: Tensors) -> torch.Tensor:
+        weight, scale = tensors[f"{node.layer}.weight"], self.weights[node.layer].scale
+        if node.outputs[0].name in self.factors:
+            scale = 1.0
+        bias = tensors[node.bias] if node.bias else None
+        if isinstance(node, Linear):
+            return self._linear(node, inputs[0], weight, bias, scale)
+        x = _concatenated(inputs) if len(inputs) > 1 else inputs[0]
+        if isinstance(node, Conv2d) and _is_pointwise(node, weight, x):
+            return self._linear(node, x.movedim(1, -1), weight.flatten(1), bias, scale).movedim(-1, 1)
+        return self._convolution(cast("Conv2d | ConvTranspose2d", node), x, weight, bias, scale)
+
+    def _convolution(
+        self,
+        node: Conv2d | ConvTranspose2d,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        scale: float,
+    ) -> torch.Tensor:
+        """Bias and ReLU are the kernel's own where nothing multiplies its sum, else part of what reads it."""
+        relu = isinstance(node, Conv2d) and node.relu
+        if isinstance(node, Conv2d) and _is_depthwise(node, weight):
+            y = depthwise_conv2d(x, weight, node.stride, node.padding, node.dilation) * scale
+        else:
+            whole, transposed = scale == 1, isinstance(node, ConvTranspose2d)
+            beyond = node.output_padding if isinstance(node, ConvTranspose2d) else [0] * len(node.stride)
+            places = (node.stride, node.padding, node.dilation, beyond, node.groups, transposed, relu and whole)
+            y = torch.ops.fp4deploy.convolution(x, weight, bias if whole else None, *places)
+            if whole:
+                return y
+            y = y.float() * scale
+        y = y if bias is None else y + bias.view(-1, *(1,) * (y.ndim - 2))
+        return in_channels_last((y.relu() if relu else y).to(self.dtype))
+
+    def _linear(
+        self, node: Linear | Conv2d, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: float
+    ) -> torch.Tensor:
+        """The factor is cuBLAS's alpha: the FP32 sum times it, plus the bias, is rounded once."""
+        rows = x.reshape(-1, x.shape[-1])
+        added = torch.zeros((), dtype=self.dtype, device=x.device) if bias is None else bias.to(self.dtype)
+        y = torch.addmm(added, rows, weight.t(), beta=0 if bias is None else 1, alpha=scale)
+        y = y.reshape(*x.shape[:-1], weight.shape[0])
+        return y.relu() if node.relu else y
+
+    def _compute(self, node: Node, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
+        """`operators.compute`, in the form that compiles best."""
+        x = inputs[0] if inputs else torch.empty(0)
+        if _has_kernel(node) and x.ndim == 4 and x.dtype == torch.float16:
+            return self._normalized(cast("Norm | GroupNormReLU", node), x, context)
+        if isinstance(node, Pool) and node.op == "max_pool" and len(node.kernel) == 2 and not node.ceil_mode:
+            return max_pool2d(x, node.kernel, node.stride, node.padding, node.dilation)
+        if isinstance(node, Concat) and node.dim == 1 and any(map(is_channels_last, inputs)):
+            return _concatenated(inputs)
+        if isinstance(node, Resize) and node.mode != "bicubic":
+            size = None if node.size is None else context.sizes_of(node.size)
+            if node.mode.startswith("nearest"):
+                return interpolate_nearest(x, size, node.scale, node.mode == "nearest-exact")
+            return interpolate_linear(x, size, node.scale, node.align_corners)
+        return compute(node, inputs, context)
+
+    def _normalized(self, node: Norm | GroupNormReLU, x: torch.Tensor, context: Context) -> torch.Tensor:
+        """A GroupNorm or InstanceNorm of a feature map: its affine map by kernels, in one pass over x, then applied.
+
+        Of x / s for a factor s, which the norm cancels: its bias is divided by s, its epsilon by the square.
+        """
+        channels, factor = x.shape[1], self.factors.get(node.inputs[0], 1.0)
+        groups = channels if isinstance(node, Norm) and node.op == "instance_norm" else node.groups
+        bias = context.tensor(node.bias) / factor if isinstance(node, GroupNormReLU) and node.bias else None
+        weight, beta = (
+            torch.full((channels,), value, device=x.device)
+            if node.layer is None
+            else context.tensor(f"{node.layer}.{part}")
+            for part, value in (("weight", 1.0), ("bias", 0.0))
+        )
+        pixels = x.permute(0, 2, 3, 1)
+        operator = torch.ops.fp4deploy.norm_coefficients
+        a, b = operator(pixels, bias, weight, beta, groups, node.eps / factor**2).unbind(1)
+        y = (pixels.to(torch.float32) * a[:, None, None] + b[:, None, None]).permute(0, 3, 1, 2)
+        return y.relu() if isinstance(node, GroupNormReLU) else y
+
+    def _factors(self, layers: Sequence[Layer], kept: set[str]) -> dict[str, float]:
+        """By activation: what its layer's sum is not multiplied with, since only norms by kernels read it."""
+        factors = {}
+        for node in layers:
+            name = node.outputs[0].name
+            readers = [each for each in self.graph.nodes if name in each.inputs]
+            alone = len(node.outputs) == 1 and node.outputs[0].amax is None and name not in kept and bool(readers)
+            convolution = isinstance(node, Conv2d | ConvTranspose2d) and len(node.stride) == 2 and node.bias is None
+            rectified = isinstance(node, Conv2d) and node.relu
+            if alone and convolution and not rectified and all(map(_has_kernel, readers)):
+                factors[name] = self.weights[node.layer].scale
+        return factors if self.dtype == torch.float16 else {}
+
+    def _scales(self, file: PackedFile, layers: Sequence[Layer]) -> dict[str, Scale]:
+        """By the name of an amax. A layer of several sources reads them in one unit."""
+        forms, whole = file.graph.forms(), set[str]()
+        names = sorted({form.amax for form in forms.values() if form.amax})
+        for node in layers:
+            read = {str(forms[name].amax) for name in node.inputs if forms[name].amax}
+            if len({float(file.tensors[name]) for name in read}) > 1:
+                whole |= read
+        exact = names if self.dtype == torch.float16 else []
+        return {
+            name: scale_of(self.vectors[name], ACTIVATION if name in exact and name not in whole else None)
+            for name in names
+        }
+
+    def _weight(self, file: PackedFile, node: Layer, shapes: Mapping[str, Shape], device: torch.device) -> Weight:
+        names = weight_names(node)
+        if node.precision == "fp16":
+            kept = file.tensors[names[0]].to(device, self.dtype)
+            return Weight(kept.permute(weight_order(node, kept.ndim)), 1.0)
+        codes, scales, amax = (file.tensors[name].to(device) for name in names)
+        axis = -1 if isinstance(node, Linear) else 1
+        channels = sum(shapes[name][axis] for name in node.inputs)
+        packed = Nvfp4Tensor(codes, scales, amax, torch.Size(weight_shape(file.graph, node, channels)), node.e4m3_max)
+        read = self.scales[str(file.graph.forms()[node.inputs[0]].amax)]
+        if self.dtype != torch.float16:
+            decoded, scale = packed.dequantize(self.dtype), 1.0
+        else:
+            unit = float(global_scale(amax, node.e4m3_max))
+            if read.exponent is not None:
+                unit *= float(global_scale(read.amax))
+            # Both units together next below both global scales, so that the sum is rounded in the range of the output.
+            low, high = EXPONENTS
+            first = read.exponent or 0
+            exponent = max(low, min(high, math.floor(math.log2(unit)) - first)) if unit > 0 else low
+            whole = torch.full_like(amax, nvfp4_range(node.e4m3_max) * 2.0**exponent)
+            decoded = replace(packed, amax=whole).dequantize(torch.float16)
+            scale = unit / 2.0 ** (exponent + first)
+        return Weight(decoded.permute(weight_order(node, decoded.ndim)), scale)
+
+
+def is_channels_last(x: torch.Tensor) -> bool:
+    """Whether a tensor is a feature map in channels_last, and not in NCHW as well."""
+    layout = FORMATS.get(x.ndim)
+    return layout is not None and x.is_contiguous(memory_format=layout) and not x.is_contiguous()
+
+
+def in_channels_last(y: torch.Tensor) -> torch.Tensor:
+    """`y`, written in channels_last where it is written at all.
+
+    A compiler chooses the order in memory of what it writes by the operators that read it, and of a chain of
+    elementwise operators, reshapes and reductions it often chose NCHW between two kernels that want NHWC: FPN(resnet50)
+    took 4.15 ms instead of 1.10 (1 x 512x1024, one H200, torch 2.11, 2026-11-28). A copy in the order of NHWC says
+    which. It is no kernel of its own, being elementwise.
+    """
+    if y.ndim not in FORMATS:
+        return y
+    pixels = torch.ops.aten.clone.default(y.movedim(1, -1), memory_format=torch.contiguous_format)
+    return pixels.movedim(-1, 1)
+
+
+def _concatenated(maps: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Feature maps along their channels, in channels_last."""
+    return torch.cat([x.movedim(1, -1) for x in maps], -1).movedim(-1, 1)
+
+
+def _has_kernel(node: Node) -> bool:
+    """Whether a node is a norm whose statistics a kernel of this package takes."""
+    return isinstance(node, GroupNormReLU) or (isinstance(node, Norm) and node.op != "layer_norm")
+
+
+def only_moves(node: Node, form: Form, inputs: Sequence[torch.Tensor]) -> bool:
+    """Whether a node moves whole blocks of a packed form: then its inputs are quantised, of which there is less.
+
+    Nearest resizing and concatenation of whole blocks: a block is 16 channels of one pixel.
+    """
+    if form.amax is None or form.axis != "channels" or form.pooled:
+        return False
+    if isinstance(node, Resize):
+        return node.mode.startswith("nearest")
+    return isinstance(node, Concat) and node.dim == 1 and all(x.shape[1] % NVFP4_BLOCK == 0 for x in inputs)
+
+
+def _is_pointwise(node: Conv2d, weight: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether a convolution is a GEMM of its pixels, and no kernel for small K computes it."""
+    outputs, channels, *taps = weight.shape
+    one = math.prod((*taps, *node.stride, node.groups)) == 1 and not any(node.padding)
+    small = small_k.runs(x.device) and node.op == "conv2d" and small_k.takes(channels, outputs, (1, 1))
+    return one and not small
+
+
+def _is_depthwise(node: Conv2d, weight: torch.Tensor) -> bool:
+    single = node.op == "conv2d" and node.groups == weight.shape[0] > 1 and weight.shape[1] == 1
+    return single and weight.shape[2] * weight.shape[3] <= MAX_TAPS

@@ -1,0 +1,87 @@
+"""Compiled networks: which are compiled, what is chosen and remembered, what a failure leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+from fp4deploy.errors import InputError, UnavailableError
+from fp4deploy.models import build_unet
+from fp4deploy.packed import PackedNetwork, program
+from fp4deploy.packed.producers import plan
+from fp4deploy.packed.program import CHOICES, choice_key, compile_mode, compile_program, left_to_torch
+from tests.export.packable_networks import NETWORKS
+from tests.packed.test_writer import network, packed
+
+
+def test_what_the_variable_may_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FP4DEPLOY_COMPILE", raising=False)
+    assert compile_mode() == "auto"
+    for value in ("auto", "on", "off"):
+        monkeypatch.setenv("FP4DEPLOY_COMPILE", value)
+        assert compile_mode() == value
+    monkeypatch.setenv("FP4DEPLOY_COMPILE", "yes")
+    with pytest.raises(InputError, match="Valid: auto"):
+        compile_mode()
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks_of_kernels_are_not_compiled(name: str) -> None:
+    covered = name == "InstanceNorm UNet"  # the others resize, average, attend, or concatenate parts of blocks
+    assert left_to_torch(plan(network(name)[0].graph)[1]) != covered
+
+
+def test_our_unet_is_not_compiled() -> None:
+    x = torch.zeros(1, 3, 32, 32)
+    assert not left_to_torch(plan(packed(build_unet(4, 0.25), x).graph)[1])
+
+
+def test_choices_are_remembered_and_damaged_ones_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FP4DEPLOY_CACHE", str(tmp_path / "cache"))
+    assert program.remembered("a" * 40) is None
+    for choice in CHOICES:
+        program.remember("a" * 40, choice)
+        assert program.remembered("a" * 40) == choice
+    (entry,) = (tmp_path / "cache" / "programs").iterdir()
+    entry.write_bytes(entry.read_bytes()[:-1])
+    assert program.remembered("a" * 40) is None
+    program.remember("a" * 40, "something else")
+    assert program.remembered("a" * 40) is None
+
+
+def test_a_choice_is_of_a_network_a_size_and_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = iter(("NVIDIA H200", "NVIDIA H200", "NVIDIA H100"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: next(names, "NVIDIA H200"))
+    file, x = network("FPN")
+    one = choice_key(file, [x])
+    assert one == choice_key(file, [x])
+    assert one != choice_key(file, [x])  # another GPU
+    assert one != choice_key(file, [x[:1]])
+    assert one != choice_key(network("ASPP")[0], [x])
+
+
+def test_what_the_compiler_cannot_do_is_unavailable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FP4DEPLOY_CACHE", str(tmp_path))
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no C compiler found")
+
+    monkeypatch.setattr(torch._inductor, "standalone_compile", fail)
+    file, x = network("FPN")
+    with pytest.raises(UnavailableError, match="was not compiled.*no C compiler"):
+        compile_program(file, [x])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["FPN", "SegFormer block"])
+def test_compiled_on_a_cpu(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    file, x = network(name)
+    compiled = compile_program(file, [x])
+    assert compiled.weights_bytes > 0
+    for y, expected in zip(compiled(x), tree_leaves(PackedNetwork(file)(x)), strict=True):
+        assert (y - expected).norm() <= 1e-6 * expected.norm()
