@@ -25,6 +25,7 @@ import torch.nn.functional as F
 
 from fp4deploy.formats.constants import E2M1_MAX, E4M3_MAX, NVFP4_BLOCK
 from fp4deploy.formats.scales import FLT_MAX, block_step, constant, encoding_scale
+from fp4deploy.plugins.runtime.torch_library import LIBRARY
 
 MAGNITUDE, EXPONENT = 0x7FFFFFFF, 0x7F800000  # bits of float32
 ONE, SIX, INF = 0x3F800000, 0x40C00000, 0x7F800000
@@ -32,6 +33,12 @@ ROUNDER = 1.5 * 2**22  # times the binade of u: leaves one mantissa bit
 E4M3_ROUNDER = 1.5 * 2**20  # leaves three
 SMALLEST_NORMAL = 2.0**-6  # of E4M3
 EXPONENTS = (-14, 4)  # of two: times an element and its block scale still exact in FP16
+
+
+LIBRARY.define(
+    "nvfp4_values(Tensor y, Tensor sixth, Tensor decode, Tensor amax, int axis, int? exponent, ScalarType dtype)"
+    " -> Tensor"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,13 +59,27 @@ class Scale:
 def scale_of(amax: torch.Tensor, exponent: int | None = None) -> Scale:
     """The scale of an amax, float32 []."""
     encode = encoding_scale(amax)
-    one = constant(1.0, amax)
     sixth = torch.where(amax > 0, encode * constant(1 / E2M1_MAX, amax), torch.zeros_like(amax))
-    return Scale(sixth, one / encode, amax, exponent)
+    return Scale(sixth, constant(1.0, amax) / encode, amax, exponent)
 
 
 def values(y: torch.Tensor, scale: Scale, axis: int, dtype: torch.dtype) -> torch.Tensor:
     """`y` quantised in blocks of 16 along `axis`, decoded, in `dtype`; its shape, `axis` last in memory."""
+    operator = torch.ops.fp4deploy.nvfp4_values
+    found: torch.Tensor = operator(y, scale.sixth, scale.decode, scale.amax, axis, scale.exponent, dtype)
+    return found
+
+
+def elementary_values(
+    y: torch.Tensor,
+    sixth: torch.Tensor,
+    decode: torch.Tensor,
+    amax: torch.Tensor,
+    axis: int,
+    exponent: int | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """What `values` stands for."""
     last = y.to(dtype).movedim(axis, -1)
     size = last.shape[-1]
     padding = -size % NVFP4_BLOCK
@@ -66,7 +87,7 @@ def values(y: torch.Tensor, scale: Scale, axis: int, dtype: torch.dtype) -> torc
     rows = (F.pad(last, (0, padding)) if padding else last).reshape(-1, (size + padding) // NVFP4_BLOCK, NVFP4_BLOCK)
     blocks = rows.to(torch.float32)
     largest = blocks.view(torch.int32).bitwise_and(MAGNITUDE).amax(-1, keepdim=True)
-    d8, encode = _block_scale(largest, scale)
+    d8, encode = _block_scale(largest, sixth, decode)
     scaled = blocks * encode
     magnitude = scaled.view(torch.int32).bitwise_and(MAGNITUDE).clamp(max=SIX)
     binade = magnitude.clamp(min=ONE).bitwise_and(EXPONENT).view(torch.float32)
@@ -74,19 +95,27 @@ def values(y: torch.Tensor, scale: Scale, axis: int, dtype: torch.dtype) -> torc
     rounded = (magnitude.view(torch.float32) + rounder) - rounder
     sign = scaled.view(torch.int32).bitwise_and(~MAGNITUDE)
     units = rounded.view(torch.int32).bitwise_or(sign).view(torch.float32)
-    step = block_step(d8, scale.amax) if scale.exponent is None else d8 * 2.0**scale.exponent
+    step = block_step(d8, amax) if exponent is None else d8 * 2.0**exponent
     decoded = (units * step).to(dtype).reshape(*last.shape[:-1], size + padding)
-    return (decoded[..., :size] if padding else decoded).movedim(-1, axis)
+    return (decoded[..., :size].contiguous() if padding else decoded).movedim(-1, axis)
 
 
-def _block_scale(largest: torch.Tensor, scale: Scale) -> tuple[torch.Tensor, torch.Tensor]:
+def _block_scale(largest: torch.Tensor, sixth: torch.Tensor, decode: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(d8, e) of blocks, from the bits of their largest magnitude; d8 is NaN where that is no number."""
     finite = largest < INF
-    unrounded = (largest.clamp(max=INF - 1).view(torch.float32) * scale.sixth).clamp(max=float(E4M3_MAX))
+    unrounded = (largest.clamp(max=INF - 1).view(torch.float32) * sixth).clamp(max=float(E4M3_MAX))
     rounder = unrounded.clamp(min=SMALLEST_NORMAL).view(torch.int32).bitwise_and(EXPONENT).view(torch.float32)
     rounder = rounder * E4M3_ROUNDER
     d8 = (unrounded + rounder) - rounder
     # In double precision, because a compiler may write a float32 quotient that is not rounded to the nearest; rounding
     # the quotient of two floats twice gives the same float (53 >= 2 x 24 + 2 bits).
-    encode = (1.0 / (d8 * scale.decode).double()).float().clamp(max=FLT_MAX)
+    encode = (1.0 / (d8 * decode).double()).float().clamp(max=FLT_MAX)
     return torch.where(finite, d8, torch.nan), torch.where(d8 > 0, encode, 0.0)
+
+
+@torch.library.register_fake("fp4deploy::nvfp4_values", lib=LIBRARY)
+def _(y, sixth, decode, amax, axis, exponent, dtype):  # type: ignore[no-untyped-def]
+    return torch.empty(y.movedim(axis, -1).shape, dtype=dtype, device=y.device).movedim(-1, axis)
+
+
+LIBRARY.impl("nvfp4_values", elementary_values, "CompositeExplicitAutograd")

@@ -30,12 +30,17 @@ from torch import fx
 
 from fp4deploy import __version__
 from fp4deploy.errors import Fp4DeployError, InputError, UnavailableError, named_cause
+from fp4deploy.fusion import values, windows
 from fp4deploy.packed.file import PackedFile
 from fp4deploy.packed.graph import GroupNormReLU, Layer, Pool, Reshape
 from fp4deploy.packed.producers import Move, Produce, Step
 from fp4deploy.packed.writer import Writer
 from fp4deploy.plugins.runtime.cache import cache_folder, keep_compiled_private, keep_entry, key, read_entry
 
+EXPANSIONS: dict[Any, Callable[..., Any]] = {
+    torch.ops.fp4deploy.nvfp4_values.default: values.elementary_values,
+    torch.ops.fp4deploy.depthwise_conv2d.default: windows.elementary_depthwise_conv2d,
+}
 COMPILE = "FP4DEPLOY_COMPILE"
 CHOICES = ("program", "kernels")
 SMALL = 1 << 16  # elements of a tensor that is computed once even if it is larger than what it is made of
@@ -97,8 +102,10 @@ def compile_program(file: PackedFile, inputs: Sequence[torch.Tensor]) -> Program
     try:
         from torch._inductor import standalone_compile
 
+        from fp4deploy.fusion.expand import Expand
+
         module, tensors = trace(Writer(file, device, dtype), inputs)
-        patches = {"config_patches": OPTIONS}
+        patches = {"config_patches": {**OPTIONS, "post_grad_custom_pre_pass": Expand(EXPANSIONS, values, windows)}}
         with torch.no_grad():
             arguments: list[Any] = [*tensors, *inputs]
             compiled = standalone_compile(module, arguments, dynamic_shapes="from_example_inputs", options=patches)

@@ -18,11 +18,11 @@ from torch._dynamo.backends.common import aot_autograd
 
 import fp4deploy as fd
 from fp4deploy.formats import FourOverSix, fake_quantize_nvfp4, finite_amax, quantize_nvfp4
+from fp4deploy.fusion.expand import expand
 from fp4deploy.qat import calibrate, prepare, quantized_layers
 from fp4deploy.qat.fusion import norms, operators, traced
 from fp4deploy.qat.fusion.codes import keep_codes
 from fp4deploy.qat.fusion.compiler import BALANCED, backend, codes_kept
-from fp4deploy.qat.fusion.expand import expand
 from fp4deploy.qat.fusion.fuse import _warm_up, mark_fusible
 from fp4deploy.qat.operators.learned import fake_quantize_learned
 from fp4deploy.qat.recipes import QuantSpec
@@ -259,7 +259,7 @@ class Network(nn.Module):
 
 def run_expanded(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
     """What inductor would generate kernels for, run operator by operator."""
-    expand(module.graph)
+    expand(module.graph, operators.EXPANSIONS)
     module.recompile()
     assert not [node for node in module.graph.nodes if "fp4deploy.traced" in str(node.target)]
     return make_boxed_func(module.forward)

@@ -56,10 +56,11 @@ def compile_expanded(module: fx.GraphModule, inputs: Sequence[Any], keep_codes: 
     """Inductor, which puts in the elementary operators after differentiation (`expand`)."""
     from torch._inductor.compile_fx import compile_fx
 
+    from fp4deploy.fusion.expand import Expand
+    from fp4deploy.qat.fusion import operators
     from fp4deploy.qat.fusion.codes import KeepCodes
-    from fp4deploy.qat.fusion.expand import Expand
 
-    patches: dict[str, Any] = {"post_grad_custom_pre_pass": Expand()}
+    patches: dict[str, Any] = {"post_grad_custom_pre_pass": Expand(operators.EXPANSIONS, operators)}
     if keep_codes:
         patches["joint_custom_pre_pass"] = KeepCodes(keep_codes)
     compiled = compile_fx(module, inputs, config_patches=patches)

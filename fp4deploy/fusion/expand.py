@@ -1,11 +1,17 @@
-"""Elementary operators in the place of those of `operators`, right before inductor generates kernels.
+"""Elementary operators in the place of whole ones, right before inductor generates kernels.
 
-A graph is traced for each operator, argument for argument, and once for operands of equal shape, strides and dtype.
+    patches = {"post_grad_custom_pre_pass": Expand({torch.ops.fp4deploy.nvfp4_values.default: values}, values_module)}
+
+Elementary operators, forty for a quantiser, are what a compiler fuses. But a network of fifty quantisers is traced
+several times before kernels are generated, and with them that takes longer than generating them. A whole operator is
+one node for as long; what it stands for is traced once for operands of equal shape, strides and dtype. Arguments that
+are no tensors come last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,30 +19,37 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp4deploy.qat.fusion import operators
+Expansions = Mapping[Any, Callable[..., Any]]
 
 
 class Expand(CustomGraphPass):
-    """A pass after differentiation; inductor caches what it compiles by the source of the operators."""
+    """A pass after differentiation; inductor caches what it compiles by the source of what operators stand for.
+
+    expansions: operator -> the function in elementary operators. sources: the modules that hold these functions.
+    """
+
+    def __init__(self, expansions: Expansions, *sources: ModuleType) -> None:
+        self.expansions = expansions
+        self.files = (__file__, *(str(module.__file__) for module in sources))
 
     def __call__(self, graph: fx.Graph) -> None:
-        expand(graph)
+        expand(graph, self.expansions)
 
     def uuid(self) -> Any:
-        return get_hash_for_files((__file__, operators.__file__))
+        return get_hash_for_files(self.files)
 
 
-def expand(graph: fx.Graph) -> None:
-    """Replace every operator of `operators` in a graph of aten operators."""
+def expand(graph: fx.Graph, expansions: Expansions) -> None:
+    """Replace every operator of `expansions` in a graph of aten operators."""
     traced: dict[Any, fx.GraphModule] = {}
     for node in list(graph.nodes):
-        function = operators.EXPANSIONS.get(node.target) if node.op == "call_function" else None
+        function = expansions.get(node.target) if node.op == "call_function" else None
         if function is None:
             continue
         tensors = [each for each in node.args if isinstance(each, fx.Node)]
         values = [each.meta["val"] for each in tensors]
         rest = tuple(each for each in node.args if not isinstance(each, fx.Node))
-        key = (node.target, rest, *((tuple(v.shape), v.stride(), v.dtype) for v in values))
+        key = (node.target, str(rest), *((tuple(v.shape), v.stride(), v.dtype) for v in values))
         if key not in traced:
             traced[key] = _trace(function, values, rest)
         _inline(graph, node, tensors, traced[key])
