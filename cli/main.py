@@ -25,9 +25,9 @@ import typer
 from typer.core import TyperGroup
 
 from fp4deploy import __version__
-from fp4deploy.errors import Fp4DeployError, InputError, Interrupted, UnavailableError
-from fp4deploy.search_path import ignore_local_settings, keep_absolute, keep_python_safe
-from fp4deploy.terminal import QUIET, printable
+from fp4deploy.errors import Fp4DeployError, InputError, Interrupted, UnavailableError, printable
+from fp4deploy.system.search_path import ignore_local_settings, keep_absolute, keep_python_safe
+from fp4deploy.system.terminal import QUIET
 
 from .commands.machine import data, doctor, kernels, selftest
 from .commands.results import audit, check, inspect, open_page, report, settings, telemetry, verify

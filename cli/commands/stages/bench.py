@@ -155,7 +155,7 @@ def bench(
     from fp4deploy.bench.gate.decision import gate_drop, require_passed
     from fp4deploy.bench.runtimes.like import read_like
     from fp4deploy.data import MEASURED
-    from fp4deploy.files import require_writable
+    from fp4deploy.system.files import require_writable
 
     require_writable(None if out in (None, "-") else Path(str(out)), trace, keep)
     paths = _resolve(engine)
@@ -277,7 +277,7 @@ def _time_layers(paths: list[Path], batch: int, iterations: int, out: str | None
 
     from fp4deploy.bench import layers as timing
     from fp4deploy.bench.environment import environment
-    from fp4deploy.files import atomic_write
+    from fp4deploy.system.files import atomic_write
 
     packed = [path for path in paths if path.suffix == ".fp4"] or paths
     if trace is not None and len(packed) > 1:
@@ -403,9 +403,9 @@ def _measure(
 ) -> list[ArtifactEntry]:
     from fp4deploy.bench.artifact import bench_artifact, bench_or_explain
     from fp4deploy.bench.locate import model_of
-    from fp4deploy.progress import progress
     from fp4deploy.provenance import outdated
     from fp4deploy.runs import run_of
+    from fp4deploy.system.progress import progress
 
     run_one = bench_artifact if len(paths) == 1 else bench_or_explain
     found = []
@@ -502,7 +502,7 @@ def _print_details(found: list[ArtifactEntry], decisions: list[Decision], *, to_
 
 
 def _save(document: dict[str, Any], path: Path) -> None:
-    from fp4deploy.files import atomic_write
+    from fp4deploy.system.files import atomic_write
 
     with atomic_write(path) as temporary:
         temporary.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")

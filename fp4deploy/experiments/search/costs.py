@@ -26,7 +26,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.export.lowering.forecast import forecast
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.peaks import Gpu
-from fp4deploy.schema import Count, Float, Name, read_json, validated
+from fp4deploy.system.schema import Count, Float, Name, read_json, validated
 
 FP16, FP8, FP4 = 2.0, 1.0, 4.5 / 8  # bytes an element; FP4 with its block scales
 MOVED = {"FP16": FP16, "FP8": FP8, "FP4": FP4}
