@@ -38,10 +38,12 @@ from .commands.stages import (
     export,
     import_modelopt,
     predict,
+    profile,
     quantize,
     run,
     search,
     sweep,
+    throughput,
     train,
 )
 from .console import collected
@@ -202,6 +204,8 @@ deferred(app, "import-modelopt")(import_modelopt.import_modelopt)
 deferred(app, "export")(export.export)
 deferred(app, "build")(build.build)
 deferred(app, "bench")(bench.bench)
+deferred(app, "profile")(profile.profile)
+deferred(app, "throughput")(throughput.throughput)
 deferred(app, "predict")(predict.predict)
 deferred(app, "report")(report.report)
 deferred(app, "open")(open_page.open_page)

@@ -31,7 +31,7 @@ def search(
         Path | None,
         typer.Option(
             "--measured",
-            help="JSON of bench --layers of the packed FP16 and NVFP4 networks, for measured times.",
+            help="JSON of fp4deploy profile of the packed FP16 and NVFP4 networks, for measured times.",
             show_default="projected times",
         ),
     ] = None,

@@ -125,7 +125,7 @@ def search(
         images: of the training split to calibrate on, and of the validation split to measure on.
         method: of `ptq.METHODS`, how a layer is quantised while it is measured.
         arch, conv: GPU and form of convolutions of the projected time.
-        measured: times of `bench --layers --json` instead, see `costs`.
+        measured: times of `profile --json` instead, see `costs`.
         say: gets a line for each layer and placement.
         progress: is called with the running phase, what is done of it, and all of it.
 
