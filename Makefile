@@ -1,5 +1,5 @@
 # make demo   train, export, build and measure an FP16 and an NVFP4 UNet on generated data, and print the table
-# make test   formatting, lint, types, layers (make check) and, beside them, tests: of long lists of kernels a sample
+# make test   formatting, lint, types, layers, sizes (make check) and, beside them, tests: of long lists of kernels a sample
 # make emulate   the whole lists: kernels in the PTX emulator, with planted faults, and compiled for every architecture
 # make nightly   compilers and package indexes rather than the code: pins, macros, machine code, engines, torch.compile
 # make fuzz   every reader of files on tens of thousands of mutated files, and a table of the outcomes
@@ -25,6 +25,7 @@ check: install-dev
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+	-$(BIN)/python tools/size.py
 
 pytest: install-dev
 	MAKEFLAGS= PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not (emulate or variants or nightly)"

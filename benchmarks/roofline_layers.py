@@ -1,4 +1,4 @@
-"""The measured roofline of a packed network, from what `fp4deploy bench --layers --json FILE` wrote.
+"""The measured roofline of a packed network, from what `fp4deploy profile --json FILE` wrote.
 
     python benchmarks/roofline_layers.py benchmarks/results/layers_h200.json --out docs/images/roofline_layers.svg
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from fp4deploy.runs import is_first_process
-from fp4deploy.terminal import console, is_quiet
+from fp4deploy.system.terminal import console, is_quiet
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -25,9 +25,9 @@ import typer
 from typer.core import TyperGroup
 
 from fp4deploy import __version__
-from fp4deploy.errors import Fp4DeployError, InputError, Interrupted, UnavailableError
-from fp4deploy.search_path import ignore_local_settings, keep_absolute, keep_python_safe
-from fp4deploy.terminal import QUIET, printable
+from fp4deploy.errors import Fp4DeployError, InputError, Interrupted, UnavailableError, printable
+from fp4deploy.system.search_path import ignore_local_settings, keep_absolute, keep_python_safe
+from fp4deploy.system.terminal import QUIET
 
 from .commands.machine import data, doctor, kernels, selftest
 from .commands.results import audit, check, inspect, open_page, report, settings, telemetry, verify
@@ -38,10 +38,12 @@ from .commands.stages import (
     export,
     import_modelopt,
     predict,
+    profile,
     quantize,
     run,
     search,
     sweep,
+    throughput,
     train,
 )
 from .console import collected
@@ -202,6 +204,8 @@ deferred(app, "import-modelopt")(import_modelopt.import_modelopt)
 deferred(app, "export")(export.export)
 deferred(app, "build")(build.build)
 deferred(app, "bench")(bench.bench)
+deferred(app, "profile")(profile.profile)
+deferred(app, "throughput")(throughput.throughput)
 deferred(app, "predict")(predict.predict)
 deferred(app, "report")(report.report)
 deferred(app, "open")(open_page.open_page)

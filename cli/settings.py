@@ -317,7 +317,7 @@ def _make_run(config: Config, out: Path | None, stack: ExitStack) -> Path:
 def generate(folder: Path) -> None:
     """Write the shapes that training uses when it is given no data."""
     from fp4deploy.data import generate_shapes
-    from fp4deploy.progress import progress
+    from fp4deploy.system.progress import progress
 
     note(f"No --data given: generating {SHAPES['train']} training and {SHAPES['val']} validation scenes of shapes.")
     with progress("drawing scenes"):

@@ -12,12 +12,22 @@ A message is one short paragraph: the cause, the valid values, the next command.
 from __future__ import annotations
 
 import difflib
+import re
 import signal
 from collections.abc import Iterable
 
-from fp4deploy.terminal import printable
-
 LONGEST_MESSAGE = 3000  # characters
+# Control characters but tab and newline, marks and overrides of the text direction, line separators, lone surrogates.
+_INVISIBLE = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    r"""Text in which characters that act on a terminal are escapes, as in Python's literals.
+
+    >>> printable("a\x1b[31mred")
+    'a\\x1b[31mred'
+    """
+    return _INVISIBLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def first_line(error: BaseException, most: int = 200) -> str:

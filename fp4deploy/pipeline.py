@@ -19,12 +19,12 @@ from fp4deploy.errors import UnavailableError
 from fp4deploy.export import export_onnx
 from fp4deploy.export.engine.build import build_engine
 from fp4deploy.export.to_packed import pack
-from fp4deploy.progress import progress
 from fp4deploy.report.collect import now
 from fp4deploy.report.model import Measurement, StageTime
 from fp4deploy.report.telemetry_page import draw_trained
 from fp4deploy.report.write import Report, write_report
 from fp4deploy.runs import Run, artifact_stem
+from fp4deploy.system.progress import progress
 
 if TYPE_CHECKING:
     from fp4deploy.train import Config

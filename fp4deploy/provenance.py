@@ -27,9 +27,9 @@ from typing import Annotated, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fp4deploy.errors import InputError
-from fp4deploy.files import append_line, digest_of, file_digest
 from fp4deploy.runs import Run, is_first_process, run_of
-from fp4deploy.schema import MOST_BYTES, Name, whole_lines
+from fp4deploy.system.files import append_line, digest_of, file_digest
+from fp4deploy.system.schema import MOST_BYTES, Name, whole_lines
 
 FILE = "provenance.jsonl"
 Stage = Literal["train", "quantize", "import-modelopt", "export", "build"]

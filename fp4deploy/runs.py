@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp4deploy.errors import InputError
-from fp4deploy.files import atomic_write
+from fp4deploy.system.files import atomic_write
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
@@ -82,7 +82,7 @@ class Run:
         """
         if not self.models_path.is_file():
             return ()
-        from fp4deploy.schema import read_json, validated
+        from fp4deploy.system.schema import read_json, validated
 
         try:
             names = validated(list[str], read_json(self.models_path), "models")
@@ -237,7 +237,7 @@ def _note_owner(file: Path) -> None:
 
 
 def _owner(file: Path) -> dict[str, Any] | None:
-    from fp4deploy.schema import read_json, validated
+    from fp4deploy.system.schema import read_json, validated
 
     with suppress(InputError):
         found = validated(dict[str, Any], read_json(file), file)

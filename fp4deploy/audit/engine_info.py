@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field
 
 from fp4deploy.errors import InputError
 from fp4deploy.export.ledger.build_log import MULTIPLYING, PRECISIONS
-from fp4deploy.schema import validated
+from fp4deploy.system.schema import validated
 
 _TYPES = re.compile(
     r"FP4E2M1|FP4|FP8E4M3|FP8|BFloat16|BF16|Half|FP16|Float|FP32|Int8|INT8|Int4|INT4|TF32", re.IGNORECASE

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from fp4deploy.audit.operands import FORMATS, INTEGER_OPS
 from fp4deploy.export.onnx.canonical import GEMM_OPS
-from fp4deploy.schema import Count, Float, validated
+from fp4deploy.system.schema import Count, Float, validated
 
 _SUFFIX = "_kernel_time"
 _FUSED = re.compile(r"(_token_\d+|_nchwc)+$")  # ONNX Runtime's marks on a node that an optimisation made of another

@@ -15,7 +15,7 @@ from fp4deploy.audit.targets import TARGETS, Target
 from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.canonical import LAYERS_KEY, foreign_graph, parse_onnx
 from fp4deploy.export.onnx.meaning import check_meaning
-from fp4deploy.schema import read_json
+from fp4deploy.system.schema import read_json
 
 LARGEST_JSON = 2**28  # bytes
 

@@ -16,9 +16,9 @@ from fp4deploy.bench.runtimes.ports import fixed_batch
 from fp4deploy.bench.runtimes.precision import of_engine
 from fp4deploy.data import VAL
 from fp4deploy.errors import UnavailableError
-from fp4deploy.files import file_digest
 from fp4deploy.instances import InstanceScores
 from fp4deploy.metrics import Scores
+from fp4deploy.system.files import file_digest
 
 OK = "ok"
 NOT_RUN = "built, not run"

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from fp4deploy.architecture import Architecture
-from fp4deploy.children import cores
 from fp4deploy.errors import UnavailableError
 from fp4deploy.requirements import LIBRARIES, Fault, package_version, reasons
+from fp4deploy.system.children import cores
 
 PACKAGES = ("torch", "onnx", "onnxruntime", "tensorrt_rtx", "tensorrt", "triton", "pycuda", "numpy")
 

@@ -26,13 +26,13 @@ from fp4deploy.data.part import part_of
 from fp4deploy.detection import DetectionEvaluation, Detections
 from fp4deploy.detection.draw import draw_boxes
 from fp4deploy.errors import InputError
-from fp4deploy.files import atomic_write
 from fp4deploy.instances import InstanceEvaluation, Instances, write_results
 from fp4deploy.instances.draw import draw_instances
 from fp4deploy.instances.panoptic import PanopticWriter
 from fp4deploy.instances.results import Result
 from fp4deploy.models import ModelCard
 from fp4deploy.models.boxes import SHOWN
+from fp4deploy.system.files import atomic_write
 from fp4deploy.tasks import task_of
 
 OVERLAYS = 16  # pictures written with the results, evenly spaced

@@ -14,9 +14,9 @@ from pydantic import ValidationError
 from fp4deploy.bench.artifact import OK
 from fp4deploy.bench.environment import environment
 from fp4deploy.bench.records import ArtifactEntry, Machine, Record
-from fp4deploy.files import append_line
 from fp4deploy.runs import Run, run_of
-from fp4deploy.schema import whole_lines
+from fp4deploy.system.files import append_line
+from fp4deploy.system.schema import whole_lines
 
 FILE = "bench.jsonl"
 

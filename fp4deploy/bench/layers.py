@@ -74,7 +74,7 @@ class LayerTimes:
     layers: tuple[LayerTime, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """As `bench --layers --json` writes it."""
+        """As `profile --json` writes it."""
         return asdict(self)
 
 
@@ -85,7 +85,7 @@ def layer_times(path: Path, batch: int = 1, iterations: int = 20) -> LayerTimes:
         InputError: no packed network, or one whose inputs are no images.
     """
     if path.suffix != ".fp4":
-        raise InputError(f"--layers times packed networks (.fp4), not {path.name}. Make one with: fp4deploy export")
+        raise InputError(f"profile times packed networks (.fp4), not {path.name}. Make one with: fp4deploy export")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     network = PackedNetwork(read_packed(path), device)
     card, graph = network.file.card, network.graph

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from fp4deploy.schema import Name
+from fp4deploy.system.schema import Name
 
 Scores = dict[str, int | float | None]  # by the name of a class, or of a kind of AP
 MOST_IMAGES = 1_000_000

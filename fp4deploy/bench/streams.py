@@ -49,7 +49,7 @@ class Throughput:
         return (str(self.streams), str(self.batch), *speed, f"{self.bytes / 2**20:.0f}", energy)
 
     def to_json(self) -> dict[str, Any]:
-        """As `bench --streams --json` writes it."""
+        """As `throughput --json` writes it."""
         return asdict(self)
 
 
@@ -61,11 +61,11 @@ def throughputs(path: Path, streams: list[int], batch: int = 1, seconds: float =
         UnavailableError: there is no GPU.
     """
     if path.suffix != ".fp4":
-        raise InputError(f"--streams measures packed networks (.fp4), not {path.name}.")
+        raise InputError(f"throughput measures packed networks (.fp4), not {path.name}.")
     if min(streams) < 1:
         raise InputError(f"--streams is {min(streams)}; at least one stream is needed.")
     if not torch.cuda.is_available():
-        raise UnavailableError("--streams needs a GPU: a CPU has no streams.")
+        raise UnavailableError("throughput needs a GPU: a CPU has no streams.")
     return [_throughput(path, count, batch, seconds) for count in streams]
 
 

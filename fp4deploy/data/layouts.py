@@ -21,7 +21,7 @@ from pathlib import Path
 from fp4deploy.data.images import IMAGE_SUFFIXES
 from fp4deploy.data.sample import ALL_SPLITS, VAL
 from fp4deploy.errors import InputError
-from fp4deploy.schema import MOST_BYTES, briefly, lines_of
+from fp4deploy.system.schema import MOST_BYTES, briefly, lines_of
 
 LAYOUTS = (
     "annotations/instances_{train,val}2017.json with {train,val}2017/ (COCO), {train,valid}/_annotations.coco.json "

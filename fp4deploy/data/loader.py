@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
-from fp4deploy.children import isolated_start
 from fp4deploy.data.augmentation.letterbox import PAD
 from fp4deploy.data.augmentation.transforms import Transform
 from fp4deploy.data.sample import SegmentationDataset
 from fp4deploy.errors import InputError
+from fp4deploy.system.children import isolated_start
 
 Batch = tuple[Tensor, Tensor]
 Key = tuple[int, int]  # epoch, index

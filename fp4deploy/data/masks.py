@@ -27,7 +27,7 @@ from fp4deploy.data.coco.annotations import parse
 from fp4deploy.data.images import Colours, ImageError, read_class_ids, read_image
 from fp4deploy.data.layouts import find_annotations, find_images, mask_files, split_images
 from fp4deploy.data.sample import ALL_SPLITS, IGNORE, SPLITS, TEST, Pixels, Sample, data_error, select_classes
-from fp4deploy.schema import lines_of, read_bytes
+from fp4deploy.system.schema import lines_of, read_bytes
 
 MOST_LISTING_BYTES = 1 << 20  # of classes.txt and labelmap.txt
 LABEL = re.compile(r"([^:]{1,200}):(\d{1,3}),(\d{1,3}),(\d{1,3}):[^:]*:[^:]*")

@@ -31,11 +31,11 @@ from fp4deploy.export.verify.outputs import (
     validation_images,
     verify_decomposed,
 )
-from fp4deploy.files import atomic_write, file_digest
 from fp4deploy.graph.capture import Inputs
 from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.card import ModelCard
 from fp4deploy.qat import deployed, load_model, quantized_layers
+from fp4deploy.system.files import atomic_write, file_digest
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from fp4deploy.errors import InputError
 from fp4deploy.export.packing import Tensors, packed_graph
 from fp4deploy.export.verify.outputs import check_request, validation_images
 from fp4deploy.export.verify.packed import PackedAgreement, require_packed, verify_packed
-from fp4deploy.files import file_digest
 from fp4deploy.graph import UnsettledSizes, capture
 from fp4deploy.graph.capture import Inputs
 from fp4deploy.graph.copied import copied
@@ -33,6 +32,7 @@ from fp4deploy.packed.file import SUFFIX
 from fp4deploy.packed.program import compile_mode
 from fp4deploy.qat import load_model, restore, round_to_deployed
 from fp4deploy.qat.layers import QuantizedLayer
+from fp4deploy.system.files import file_digest
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from fp4deploy.data import CocoDataset
-from fp4deploy.files import atomic_write
 from fp4deploy.instances.decode import Instances
 from fp4deploy.instances.results import MOST_BYTES
-from fp4deploy.schema import read_json, validated
+from fp4deploy.system.files import atomic_write
+from fp4deploy.system.schema import read_json, validated
 
 
 @dataclass(frozen=True)

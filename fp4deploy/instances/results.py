@@ -13,9 +13,9 @@ from typing import Any
 from fp4deploy.data.coco.regions import RegionError, encode, encode_ids
 from fp4deploy.data.images import MOST_PIXELS
 from fp4deploy.errors import InputError
-from fp4deploy.files import atomic_write
 from fp4deploy.instances.decode import Instances
-from fp4deploy.schema import read_json
+from fp4deploy.system.files import atomic_write
+from fp4deploy.system.schema import read_json
 
 MOST_BYTES = 256 << 20
 Result = dict[str, Any]

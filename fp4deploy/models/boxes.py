@@ -38,7 +38,7 @@ from pydantic import ConfigDict, Field
 from torch import Tensor
 
 from fp4deploy.models.heads import MOST_CLASSES, MOST_DETECTIONS
-from fp4deploy.schema import Count, Float
+from fp4deploy.system.schema import Count, Float
 
 FURTHEST = 7.0  # largest exponent of a distance: e^7 strides, beyond any image
 WIDEST = math.log(1000 / 16)  # largest exponent of the size of an anchor's box, as of torchvision

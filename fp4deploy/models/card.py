@@ -19,7 +19,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.heads import MOST_CLASSES, InstanceHead
 from fp4deploy.models.spec import KNOWN, ModelSpec, parse_spec
-from fp4deploy.schema import Bool, Count, Float, Name, parse_json, validated
+from fp4deploy.system.schema import Bool, Count, Float, Name, parse_json, validated
 
 CARD_KEY = "fp4deploy.card"
 HEADS = ("centres", "set", "fcos", "fcos_relu", "retinanet")  # `method` of a head

@@ -21,13 +21,13 @@ from torch import nn
 
 from fp4deploy import __version__
 from fp4deploy.errors import InputError
-from fp4deploy.files import atomic_write, digest_of
 from fp4deploy.models.build import network_for
 from fp4deploy.models.card import CARD_KEY, ModelCard
 from fp4deploy.models.input_encoding import expand_weight
 from fp4deploy.models.spec import UNET
 from fp4deploy.models.unet import STRIDE
-from fp4deploy.schema import parse_json
+from fp4deploy.system.files import atomic_write, digest_of
+from fp4deploy.system.schema import parse_json
 
 DIGEST_KEY = "fp4deploy.sha256"
 QUANTIZER_BUFFERS = (".input_amax", ".outlier_channels")

@@ -20,7 +20,7 @@ from typing import Annotated, ClassVar, Literal, Protocol
 import torch
 from pydantic import AfterValidator, ConfigDict, Field
 
-from fp4deploy.schema import Count, Float
+from fp4deploy.system.schema import Count, Float
 
 MOST_CLASSES = 10_000
 MOST_MASKS = 4096

@@ -35,9 +35,7 @@ from typing import Any
 import torch
 
 from fp4deploy import __version__
-from fp4deploy.children import cores
 from fp4deploy.errors import InputError
-from fp4deploy.files import digest_of
 from fp4deploy.models.checkpoint import write_tensors
 from fp4deploy.native.plan import Argument, Buffer, CudaKernel, Plan, Recorded
 from fp4deploy.packed import Graph, PackedFile
@@ -45,6 +43,8 @@ from fp4deploy.plugins.aot.build import build
 from fp4deploy.plugins.aot.compile import signature
 from fp4deploy.plugins.aot.spec import Launch
 from fp4deploy.plugins.runtime.nvcc import KernelError, compile_cubin
+from fp4deploy.system.children import cores
+from fp4deploy.system.files import digest_of
 
 SUFFIX = ".kernels"
 FORMAT = "kernels/1"

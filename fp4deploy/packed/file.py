@@ -32,13 +32,13 @@ from pydantic import ValidationError
 
 from fp4deploy import __version__
 from fp4deploy.errors import InputError
-from fp4deploy.files import digest_of
 from fp4deploy.formats import global_amax
 from fp4deploy.models.card import ModelCard
 from fp4deploy.models.checkpoint import digest, read_tensors, write_tensors
 from fp4deploy.packed.check import check_graph, check_values
 from fp4deploy.packed.former import FormerGraph
 from fp4deploy.packed.graph import Graph, Layer, TensorInfo, in_packed_3
+from fp4deploy.system.files import digest_of
 
 SUFFIX = ".fp4"
 FORMAT, BEFORE = "packed/4", "packed/3"  # the older one is written where it has all nodes

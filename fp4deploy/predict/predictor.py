@@ -35,7 +35,7 @@ from fp4deploy.predict.tiles import tiled
 from fp4deploy.tasks import task_of
 
 if TYPE_CHECKING:
-    from fp4deploy.progress import Phase
+    from fp4deploy.system.progress import Phase
 
 Picture = Path | str | Image.Image | Pixels
 BAND = 2**25  # elements of enlarged outputs that are held at once

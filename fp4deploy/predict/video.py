@@ -17,10 +17,10 @@ import numpy as np
 
 from fp4deploy.data.sample import Pixels
 from fp4deploy.errors import InputError, UnavailableError
-from fp4deploy.files import atomic_write
 from fp4deploy.predict.predictor import Predictor
 from fp4deploy.predict.sources import CAMERA
 from fp4deploy.requirements import LIBRARIES
+from fp4deploy.system.files import atomic_write
 
 RATE = 25.0  # frames a second where the source does not tell
 FASTEST = 1000.0

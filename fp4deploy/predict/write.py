@@ -25,11 +25,11 @@ from fp4deploy.data.images import upright_image
 from fp4deploy.data.palette import colours
 from fp4deploy.data.sample import Pixels
 from fp4deploy.errors import InputError
-from fp4deploy.files import atomic_write
 from fp4deploy.predict.prediction import Prediction
 from fp4deploy.predict.predictor import Predictor, TooLarge
 from fp4deploy.predict.sources import Source
 from fp4deploy.predict.video import predict_video
+from fp4deploy.system.files import atomic_write
 from fp4deploy.tasks import task_of
 
 SCHEMA = "fp4deploy.predictions/1"

@@ -29,7 +29,7 @@ from fp4deploy.qat.layers import QuantizedLayer
 from fp4deploy.qat.prepare import NORMS
 
 if TYPE_CHECKING:
-    from fp4deploy.progress import Phase
+    from fp4deploy.system.progress import Phase
 
 CHOICES = ("none", "bias", "norm", "both")
 LEAST, MOST = 0.5, 2.0  # of a slope: beyond that the channel carries nothing to scale

@@ -31,7 +31,7 @@ from fp4deploy.qat.layers import QuantizedLayer
 from fp4deploy.qat.prepare import Selection, prepare
 
 if TYPE_CHECKING:
-    from fp4deploy.progress import Phase
+    from fp4deploy.system.progress import Phase
 
 ITERATIONS = 400
 Say = Callable[[str], None]

@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError
 from fp4deploy.bench.records import Record, Scores
 from fp4deploy.models.card import TaskName
 from fp4deploy.runs import Run
-from fp4deploy.schema import Count, whole_lines
+from fp4deploy.system.schema import Count, whole_lines
 from fp4deploy.tasks import TASKS
 
 

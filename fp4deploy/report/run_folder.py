@@ -35,13 +35,13 @@ from fp4deploy.bench.locate import model_of, run_artifacts
 from fp4deploy.bench.records import NOT_MEASURED, ArtifactEntry, Machine, Record, Scores
 from fp4deploy.bench.runtimes.precision import of_engine
 from fp4deploy.errors import InputError, counted
-from fp4deploy.files import file_digest
 from fp4deploy.models import read_card
 from fp4deploy.models.card import TaskName
 from fp4deploy.report.history import Epoch, history
 from fp4deploy.report.model import Measurement, StageTime
 from fp4deploy.runs import DEFAULT_MODELS, MODELS, Run
-from fp4deploy.schema import parse_json, read_text, read_yaml
+from fp4deploy.system.files import file_digest
+from fp4deploy.system.schema import parse_json, read_text, read_yaml
 from fp4deploy.tasks import TASKS
 from fp4deploy.train.schedule import epochs_of
 

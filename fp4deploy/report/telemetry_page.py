@@ -11,16 +11,16 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp4deploy.files import atomic_write
 from fp4deploy.report.figures.heatmap import MISSING, Heatmap
 from fp4deploy.report.figures.heatmap_page import colorscale
 from fp4deploy.report.figures.telemetry import heatmap_folder, model_heatmaps, read_snapshots, save_heatmaps
 from fp4deploy.report.html import environment
 from fp4deploy.runs import MODELS, Run
+from fp4deploy.system.files import atomic_write
 from fp4deploy.train.logging.trackers import log_pictures
 
 if TYPE_CHECKING:
-    from fp4deploy.progress import Phase
+    from fp4deploy.system.progress import Phase
     from fp4deploy.train.sections import TelemetrySection
 
 NAME = "telemetry.html"

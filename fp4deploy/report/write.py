@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp4deploy.errors import InputError
-from fp4deploy.files import atomic_write
 from fp4deploy.report.collect import collect, now
 from fp4deploy.report.comparison import Comparison, SampleImages, compare, labels, main_model, model_groups
 from fp4deploy.report.comparison_html import render_comparison
@@ -32,6 +31,7 @@ from fp4deploy.report.model import Measurement, ReportData
 from fp4deploy.report.run_folder import read_run, readable
 from fp4deploy.report.telemetry_page import page_path
 from fp4deploy.runs import Run, open_run
+from fp4deploy.system.files import atomic_write
 
 DRAWN = {"semantic": draw_overlays, "instance": draw_instance_overlays, "detection": draw_box_overlays}
 NO_SAMPLES = "Samples are left out"

@@ -15,10 +15,10 @@ import torch
 
 from fp4deploy import formats
 from fp4deploy.errors import GateError
-from fp4deploy.files import digest_of
 from fp4deploy.formats import E2M1_VALUES, FourOverSix, Mxfp4Tensor, Nvfp4Tensor
 from fp4deploy.selftest.context import Context
 from fp4deploy.selftest.proof import Proof
+from fp4deploy.system.files import digest_of
 
 ROWS, COLUMNS = 64, 208
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -27,15 +27,15 @@ import torch
 from fp4deploy import __version__
 from fp4deploy.bench.environment import environment
 from fp4deploy.bench.records import Machine
-from fp4deploy.children import owned_folder
 from fp4deploy.errors import UnavailableError
-from fp4deploy.files import atomic_write
 from fp4deploy.plugins import KernelError
 from fp4deploy.selftest import engines, kernels, latency, networks, reference
 from fp4deploy.selftest.context import Context
 from fp4deploy.selftest.page import render
 from fp4deploy.selftest.proof import Proof
 from fp4deploy.selftest.records import FAILED, NOT_POSSIBLE, PROVEN, CheckRecord, SelfTestRecord
+from fp4deploy.system.children import owned_folder
+from fp4deploy.system.files import atomic_write
 
 MOST_LETTERS = 600  # of a detail
 Say = Callable[[CheckRecord], None]

@@ -25,8 +25,8 @@ from fp4deploy.errors import InputError
 from fp4deploy.export.engine.build import open_plan
 from fp4deploy.export.onnx.canonical import read_onnx
 from fp4deploy.export.onnx.decomposed import to_portable
-from fp4deploy.files import atomic_write
 from fp4deploy.models.card import CARD_KEY, ModelCard
+from fp4deploy.system.files import atomic_write
 from fp4deploy.tasks import task_of
 
 HERE = Path(__file__).parent

@@ -17,14 +17,14 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from fp4deploy.errors import InputError, suggest
-from fp4deploy.files import atomic_write
 from fp4deploy.models.card import TaskName
 from fp4deploy.models.spec import UNET, parse_spec
 from fp4deploy.models.torchvision_detectors import LEARNING_RATES, METHODS, own_layout
 from fp4deploy.models.unet import STRIDE
 from fp4deploy.qat import find_recipe
 from fp4deploy.qat.fp4_gemms.requirements import require_packed
-from fp4deploy.schema import briefly, parse_yaml, read_yaml
+from fp4deploy.system.files import atomic_write
+from fp4deploy.system.schema import briefly, parse_yaml, read_yaml
 from fp4deploy.tasks import TASKS
 from fp4deploy.train.sections import (
     AugmentSection,

@@ -31,11 +31,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp4deploy.children import owned_folder
 from fp4deploy.data import EpochLoader, cache_dataset
 from fp4deploy.errors import InputError
 from fp4deploy.models.build import network_for
 from fp4deploy.qat import prepare_as, set_products
+from fp4deploy.system.children import owned_folder
 from fp4deploy.train.batches import make_loaders
 from fp4deploy.train.config import Config
 from fp4deploy.train.loop import Trainer

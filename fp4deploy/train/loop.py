@@ -26,7 +26,6 @@ from torch import nn
 
 from fp4deploy.data import EpochLoader, end_workers, expand
 from fp4deploy.errors import GateError, InputError
-from fp4deploy.files import append_line
 from fp4deploy.models import ModelCard, save_checkpoint
 from fp4deploy.plugins import available
 from fp4deploy.plugins.runtime.cache import keep_compiled_private
@@ -37,6 +36,7 @@ from fp4deploy.qat.fusion.fuse import mark_fusible
 from fp4deploy.qat.operators.learned import keep_positive
 from fp4deploy.qat.oscillation import OscillationResets
 from fp4deploy.qat.outlier_selection import OutlierSelection
+from fp4deploy.system.files import append_line
 from fp4deploy.tasks import TaskScores
 from fp4deploy.train.captured import LAUNCHED_FIRST_OF_SEVERAL, CapturedStep
 from fp4deploy.train.checkpointing import checkpoint_blocks

@@ -26,7 +26,7 @@ from torch import nn
 
 from fp4deploy.errors import InputError
 from fp4deploy.models.checkpoint import read_signed, write_tensors
-from fp4deploy.schema import Count, parse_json, validated
+from fp4deploy.system.schema import Count, parse_json, validated
 from fp4deploy.train.logging.running_statistics import EpochStatistics
 
 PROGRESS_KEY = "fp4deploy.progress"

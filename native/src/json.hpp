@@ -17,7 +17,7 @@ struct Dialect {
     int depth;          // of nesting
 };
 constexpr Dialect HEADER{false, false, true, false, 127};   // serde_json, of safetensors
-constexpr Dialect METADATA{true, false, true, true, 64};    // fp4deploy.schema.parse_json
+constexpr Dialect METADATA{true, false, true, true, 64};    // fp4deploy.system.schema.parse_json
 constexpr Dialect GRAPH{false, true, false, false, 200};    // pydantic's parser
 
 struct Value {

@@ -90,16 +90,36 @@ def test_the_trace_has_the_nodes_one_after_the_other(times: layers.LayerTimes) -
 
 
 def test_other_files_are_refused(untrained: Run) -> None:
-    with pytest.raises(InputError, match="--layers times packed networks"):
+    with pytest.raises(InputError, match="profile times packed networks"):
         layers.layer_times(untrained.checkpoint("fp16"))
 
 
 def test_the_command(untrained: Run, tmp_path: Path) -> None:
     path, trace, out = untrained.export_dir / "unet.fp4", tmp_path / "trace.json", tmp_path / "layers.json"
-    options = ("--layers", "--iterations", 2, "--trace", trace, "--json", out)
-    done = fp4deploy("bench", "--engine", path, *options, folder=tmp_path)
+    done = fp4deploy(
+        *("profile", "--engine", path, "--iterations", 2, "--trace", trace, "--json", out), folder=tmp_path
+    )
     assert done.code == 0, done.stderr
     found = json.loads(out.read_text())["layers"][0]
     assert len(found["layers"]) == len(json.loads(trace.read_text())["traceEvents"])
     assert {"bandwidth", "rate"} <= found["limits"].keys()
     assert "at the limits of" in done.stdout
+
+
+def test_options_of_bench_that_are_commands_now(untrained: Run, tmp_path: Path) -> None:
+    engine = ("--engine", untrained.export_dir / "unet.fp4", "--iterations", 1)
+    done = fp4deploy("bench", *engine, "--layers", "--trace", "trace.json", "--json", "-", folder=tmp_path)
+    assert done.code == 0, done.stderr
+    assert "fp4deploy profile" in done.stderr
+    assert json.loads(done.stdout)["layers"]
+    assert (tmp_path / "trace.json").is_file()
+    refused = fp4deploy("bench", *engine, "--trace", "other.json", folder=tmp_path)
+    assert (refused.code, (tmp_path / "other.json").exists()) == (2, False)
+    assert "fp4deploy profile" in refused.stderr
+
+
+def test_a_trace_is_of_one_network(untrained: Run, tmp_path: Path) -> None:
+    path = untrained.export_dir / "unet.fp4"
+    done = fp4deploy("profile", "--engine", path, "--engine", path, "--trace", "trace.json", folder=tmp_path)
+    assert done.code == 2
+    assert "--trace takes one network, and there are 2" in done.stderr

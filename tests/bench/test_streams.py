@@ -10,6 +10,7 @@ import torch
 from fp4deploy.bench.streams import COLUMNS, Throughput, energy_counter, throughputs
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.runs import Run
+from tests.contract.invoke import fp4deploy
 
 
 def test_a_row() -> None:
@@ -19,13 +20,23 @@ def test_a_row() -> None:
 
 def test_refusals(untrained: Run) -> None:
     path = untrained.export_dir / "unet.fp4"
-    with pytest.raises(InputError, match="--streams measures packed networks"):
+    with pytest.raises(InputError, match="throughput measures packed networks"):
         throughputs(Path("unet.onnx"), [1])
     with pytest.raises(InputError, match="at least one stream"):
         throughputs(path, [0])
     if not torch.cuda.is_available():
-        with pytest.raises(UnavailableError, match="--streams needs a GPU"):
+        with pytest.raises(UnavailableError, match="throughput needs a GPU"):
             throughputs(path, [1])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_the_command_and_its_former_option_without_a_gpu(untrained: Run, tmp_path: Path) -> None:
+    engine = ("--engine", untrained.export_dir / "unet.fp4")
+    for arguments, moved in ((("throughput", *engine), False), (("bench", *engine, "--streams", 2), True)):
+        done = fp4deploy(*arguments, "--json", "-", folder=tmp_path)
+        assert (done.code, done.stdout) == (3, ""), done.stderr
+        assert "throughput needs a GPU" in done.stderr
+        assert ("bench --streams is a command of its own now: fp4deploy throughput" in done.stderr) is moved
 
 
 @pytest.mark.gpu

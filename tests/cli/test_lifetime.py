@@ -386,7 +386,7 @@ def test_a_narrow_terminal_breaks_no_name(app: Any, monkeypatch: pytest.MonkeyPa
     from importlib import import_module
 
     from fp4deploy.bench.records import ArtifactEntry
-    from fp4deploy.terminal import console
+    from fp4deploy.system.terminal import console
 
     bench = import_module(f"{PACKAGE}.commands.stages.bench")
     screen = io.StringIO()

@@ -26,6 +26,8 @@ COMMANDS = (
     "export",
     "build",
     "bench",
+    "profile",
+    "throughput",
     "predict",
     "report",
     "check",

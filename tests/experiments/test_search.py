@@ -125,7 +125,7 @@ def test_a_search_writes_a_recipe_and_can_go_on(untrained: Run, shapes: Path, tm
 
 
 def timed(device: str, batch: int, rows: list[tuple[str, str, float]]) -> dict[str, Any]:
-    """One network of `bench --layers --json`."""
+    """One network of `profile --json`."""
     layers = [{"layer": layer, "precision": precision, "ms": ms} for layer, precision, ms in rows]
     return {"device": device, "batch": batch, "layers": layers}
 
@@ -149,7 +149,7 @@ def test_measured_times_of_layers(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="several devices: CPU, GPU"):
         measured_layers(path)
     path.write_text(json.dumps({"layers": [half | {"batch": 0}]}))
-    with pytest.raises(InputError, match=r"batch.*bench --engine FP16\.fp4"):
+    with pytest.raises(InputError, match=r"batch.*profile --engine FP16\.fp4"):
         measured_layers(path)
 
 

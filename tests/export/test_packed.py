@@ -19,11 +19,11 @@ from fp4deploy.errors import GateError, InputError
 from fp4deploy.export.onnx.graph import export_graph
 from fp4deploy.export.to_packed import pack, pack_model
 from fp4deploy.export.verify.packed import compare_nodes, require_packed, verify_packed
-from fp4deploy.files import file_digest
 from fp4deploy.formats import global_amax
 from fp4deploy.models import ModelCard, build_unet, save_checkpoint
 from fp4deploy.packed import PackedFile, PackedNetwork, packed_file, read_packed
 from fp4deploy.qat import calibrate, prepare, quantized_layers, round_to_deployed
+from fp4deploy.system.files import file_digest
 from tests.export.exported_models import Shapes, images, initializer, prepared, unet
 
 NAMES = ("a", "b", "c", "d", "e")

@@ -34,7 +34,6 @@ from fp4deploy.experiments.sweep.spec import load_sweep
 from fp4deploy.export.ledger.ledger import Ledger, LedgerRow, load_ledger
 from fp4deploy.export.lowering.lower import lower, read_buildable
 from fp4deploy.export.onnx.layers import describe_onnx
-from fp4deploy.files import digest_of
 from fp4deploy.instances import InstanceEvaluation, read_results
 from fp4deploy.interop.modelopt import from_modelopt, read_modelopt
 from fp4deploy.interop.onnx_network import read_network
@@ -51,6 +50,7 @@ from fp4deploy.report.figures.telemetry import read_snapshots
 from fp4deploy.report.history import history
 from fp4deploy.report.run_folder import read_run
 from fp4deploy.runs import Run
+from fp4deploy.system.files import digest_of
 from fp4deploy.train.config import load_config
 from fp4deploy.train.logging.jsonl_tracker import JsonlTracker
 from fp4deploy.train.logging.metrics_log import keep_epochs

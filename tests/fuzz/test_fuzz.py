@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp4deploy.errors import InputError
-from fp4deploy.schema import parse_json, parse_yaml
+from fp4deploy.system.schema import parse_json, parse_yaml
 from tests.fuzz.harness import Loader, Outcome, run_case
 from tests.fuzz.loaders import loaders
 

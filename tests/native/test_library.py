@@ -21,7 +21,6 @@ import pytest
 import torch
 
 from fp4deploy.errors import Fp4DeployError
-from fp4deploy.files import digest_of
 from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.models.checkpoint import digest, write_tensors
 from fp4deploy.native import Plan
@@ -31,6 +30,7 @@ from fp4deploy.packed import PackedFile, read_packed
 from fp4deploy.packed import file as packed_format
 from fp4deploy.packed.graph import Layer, Node
 from fp4deploy.plugins.gemm.convolution.decoded_weight import decode_weight
+from fp4deploy.system.files import digest_of
 from tests.fuzz import loaders
 from tests.fuzz.mutate import of_safetensors, of_tree
 from tests.native.builds import ROOT, run

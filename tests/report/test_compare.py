@@ -13,11 +13,11 @@ import yaml
 
 from fp4deploy.errors import InputError
 from fp4deploy.export.ledger.ledger import Ledger
-from fp4deploy.files import file_digest
 from fp4deploy.report.comparison import compare, labels
 from fp4deploy.report.run_folder import read_run
 from fp4deploy.report.write import open_runs, rewrite_report, write_comparison
 from fp4deploy.runs import Run
+from fp4deploy.system.files import file_digest
 from tests.report.test_pages import own_scripts
 
 MACHINE = {"python": "3", "platform": "Linux", "cpu": "<a CPU>", "cores": 2, "threads": 1, "gpus": [], "packages": {}}

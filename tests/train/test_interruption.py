@@ -17,9 +17,9 @@ import torch
 
 from fp4deploy.data import generate_shapes
 from fp4deploy.errors import InputError, Interrupted
-from fp4deploy.files import append_line
 from fp4deploy.models.spec import name_model
 from fp4deploy.runs import Run, create_run
+from fp4deploy.system.files import append_line
 from fp4deploy.train import Config, load_config, train_models, with_settings
 from fp4deploy.train.interrupt import Interrupt
 from fp4deploy.train.logging.metrics_log import keep_epochs

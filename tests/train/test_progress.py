@@ -41,7 +41,7 @@ def test_validation_is_a_phase_of_its_own(screen: io.StringIO) -> None:
 
 
 def test_a_log_gets_lines_in_a_long_epoch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("fp4deploy.progress.SECONDS", 0.01)
+    monkeypatch.setattr("fp4deploy.system.progress.SECONDS", 0.01)
     with Display("fp16", epochs=2, steps=4) as display:
         display.step(2, 0.5)
         time.sleep(0.1)

@@ -38,7 +38,7 @@ def write(
     from fp4deploy.native import record, write_bundle
     from fp4deploy.native.bundle import SUFFIX
     from fp4deploy.packed import read_packed
-    from fp4deploy.progress import progress
+    from fp4deploy.system.progress import progress
 
     network = or_of_latest_run(network)
     file, gpu = read_packed(network), _gpu(arch, tuned_for, processors)

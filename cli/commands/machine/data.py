@@ -33,7 +33,7 @@ def shapes(
 ) -> None:
     """Write a COCO-format set of generated scenes: textures, occlusion, crowds, polygons and RLE."""
     from fp4deploy.data import generate_shapes
-    from fp4deploy.progress import progress
+    from fp4deploy.system.progress import progress
 
     with progress("drawing scenes"):
         generate_shapes(out, train=train, val=val, size=size, seed=seed)
@@ -57,7 +57,7 @@ def check(
     """List splits, classes and sizes, and every defect with its file; exit 1 if there is one."""
     from fp4deploy.data import check_dataset, parse_splits, summarise
     from fp4deploy.data.inspection.check import has_boxes_alone
-    from fp4deploy.progress import progress
+    from fp4deploy.system.progress import progress
     from fp4deploy.tasks import TASKS
 
     if sheet is not None and sheet.suffix.lower() != ".png":
@@ -145,7 +145,7 @@ def import_(
 ) -> None:
     """Make a dataset folder of COCO files or Label Studio JSON and of the folders of their images."""
     from fp4deploy.data import import_coco
-    from fp4deploy.progress import progress
+    from fp4deploy.system.progress import progress
 
     named = {"train": train_json, "val": val_json, "test": test_json}
     files = {split: path for split, path in named.items() if path is not None}

@@ -28,8 +28,8 @@ def selftest(
     """Check kernels, networks and engines on this machine, without data or network; exits 1 if a check fails."""
     import torch
 
-    from fp4deploy.progress import progress
     from fp4deploy.selftest.run import self_test
+    from fp4deploy.system.progress import progress
 
     if out.suffix != ".json":
         raise InputError(f"--out is {out}; give a name that ends in .json.")

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fp4deploy.errors import GateError, counted
-from fp4deploy.terminal import printable
+from fp4deploy.errors import GateError, counted, printable
 
 from ... import completion
 from ...console import note, print_json, results, typed

@@ -41,8 +41,8 @@ def report(
     model: NamedModelOption = None,
 ) -> None:
     """Write one self-contained page: the report of a run, or a comparison of runs. Nothing is trained or measured."""
-    from fp4deploy.progress import progress
     from fp4deploy.report.write import open_runs
+    from fp4deploy.system.progress import progress
 
     expect(model)
     _check(out, json_out)
@@ -50,7 +50,7 @@ def report(
     with progress("drawing the page"):
         data, page = _one(found[0], out) if len(found) == 1 else _several(found, out)
     if json_out not in (None, "-"):
-        from fp4deploy.files import atomic_write
+        from fp4deploy.system.files import atomic_write
 
         with atomic_write(Path(str(json_out))) as temporary:
             temporary.write_text(json.dumps(data, indent=2, allow_nan=False) + "\n", encoding="utf-8")

@@ -29,8 +29,8 @@ def plot(
 ) -> None:
     """Draw every heatmap of a run from its telemetry.jsonl and checkpoints, under plots/heatmaps/<model>/."""
     expect(network)
-    from fp4deploy.progress import progress
     from fp4deploy.report.telemetry_page import draw_telemetry_of
+    from fp4deploy.system.progress import progress
 
     found = open_run(run) if run is not None else latest_run()
     models = _tracked(found)
@@ -64,7 +64,7 @@ def study(
     from fp4deploy.bench.locate import data_of
     from fp4deploy.experiments.sensitivity.files import render_study, save_study
     from fp4deploy.experiments.sensitivity.study import study_images, study_kurtosis
-    from fp4deploy.progress import progress
+    from fp4deploy.system.progress import progress
 
     path = checkpoint or _default_checkpoint()
     with progress("every layer alone in NVFP4"):

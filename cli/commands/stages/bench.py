@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +11,8 @@ import typer
 from fp4deploy.errors import InputError, UnavailableError, counted
 
 from ... import completion
-from ...console import note, notes, print_json, results, shown
+from ...artifacts import find_artifacts, write_json
+from ...console import note, notes, results, shown
 from ...numbers import MOST_SECONDS, finite
 from ...settings import CompileOption, NamedModelOption, expect
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fp4deploy.bench.runtimes.like import Like
 
 MOST_LETTERS = 40  # of the name of a file, before it may be broken over two lines
+ACCURACY, GATE, RUNTIMES, LATENCY = "Accuracy", "Gate", "Runtimes", "Latency"  # headings of the options in --help
 WIDE = 120  # columns of a terminal from which backend and precision have columns of their own
 
 
@@ -37,21 +38,28 @@ def bench(
         ),
     ] = None,
     data: Annotated[
-        Path | None, typer.Option("--data", help="Data to measure on.", show_default="that of the artefact's run")
+        Path | None,
+        typer.Option(
+            "--data", rich_help_panel=ACCURACY, help="Data to measure on.", show_default="that of the artefact's run"
+        ),
     ] = None,
     like: Annotated[
         Path | None,
         typer.Option(
             "--like",
+            rich_help_panel=ACCURACY,
             help="Classes, size, mean and std of .onnx files without a model card: a checkpoint, .onnx or .yaml.",
             show_default="the file's own card",
         ),
     ] = None,
-    split: Annotated[str, typer.Option("--split", help="Part of the data: val or test.")] = "val",
+    split: Annotated[
+        str, typer.Option("--split", rich_help_panel=ACCURACY, help="Part of the data: val or test.")
+    ] = "val",
     limit: Annotated[
         int | None,
         typer.Option(
             "--limit",
+            rich_help_panel=ACCURACY,
             min=1,
             help="Measure accuracy on so many images, evenly spaced; not kept for the report.",
             show_default="every image of the split",
@@ -61,6 +69,7 @@ def bench(
         Path | None,
         typer.Option(
             "--baseline",
+            rich_help_panel=GATE,
             help="Artefact, or JSON of an earlier bench, to compare with.",
             autocompletion=completion.artifacts,
         ),
@@ -69,6 +78,7 @@ def bench(
         float,
         typer.Option(
             "--max-drop",
+            rich_help_panel=GATE,
             min=0.0,
             callback=finite,
             help="Points of mIoU or AP that the drop's interval may reach (exit 1).",
@@ -76,12 +86,18 @@ def bench(
     ] = 0.5,
     baseline_artefact: Annotated[
         str | None,
-        typer.Option("--baseline-artefact", help="Entry of a JSON with several.", show_default="the only one"),
+        typer.Option(
+            "--baseline-artefact",
+            rich_help_panel=GATE,
+            help="Entry of a JSON with several.",
+            show_default="the only one",
+        ),
     ] = None,
     max_dets: Annotated[
         int | None,
         typer.Option(
             "--max-dets",
+            rich_help_panel=ACCURACY,
             min=1,
             help="Most instances of an image that are scored (instance models).",
             show_default="as trained",
@@ -91,28 +107,38 @@ def bench(
         Path | None,
         typer.Option(
             "--results",
+            rich_help_panel=ACCURACY,
             help="Folder for overlays of the images that lost most; of instance models COCO and panoptic files too.",
             show_default="not kept",
         ),
     ] = None,
     provider: Annotated[
         list[str] | None,
-        typer.Option("--provider", help="What runs .onnx files: cpu, tensorrt-rtx; repeatable.", show_default="cpu"),
+        typer.Option(
+            "--provider",
+            rich_help_panel=RUNTIMES,
+            help="What runs .onnx files: cpu, tensorrt-rtx; repeatable.",
+            show_default="cpu",
+        ),
     ] = None,
     form: Annotated[
         list[str] | None,
         typer.Option(
             "--torch",
+            rich_help_panel=RUNTIMES,
             help="How torch runs checkpoints: eager, graph, compiled, max-autotune; repeatable.",
             show_default="eager",
         ),
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Images a timed run.")] = 1,
-    iterations: Annotated[int, typer.Option("--iterations", min=1, help="Timed runs at most (also at most 5 s).")] = 50,
+    batch: Annotated[int, typer.Option("--batch", rich_help_panel=LATENCY, min=1, help="Images a timed run.")] = 1,
+    iterations: Annotated[
+        int, typer.Option("--iterations", rich_help_panel=LATENCY, min=1, help="Timed runs at most (also at most 5 s).")
+    ] = 50,
     timeout: Annotated[
         float,
         typer.Option(
             "--timeout",
+            rich_help_panel=LATENCY,
             min=0.001,
             max=MOST_SECONDS,
             callback=finite,
@@ -123,26 +149,15 @@ def bench(
         bool,
         typer.Option(
             "--forms",
+            rich_help_panel=RUNTIMES,
             help="Build engines of every form for the GPU here, measure them and packed networks, name the fastest.",
         ),
     ] = False,
-    layers: Annotated[
-        bool,
-        typer.Option("--layers", help="Time each layer of packed networks instead, against the machine's limits."),
-    ] = False,
+    layers: Annotated[bool, typer.Option("--layers", hidden=True, help="Now: fp4deploy profile.")] = False,
     streams: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--streams",
-            min=1,
-            help="Throughput of packed networks with so many CUDA streams instead, memory and energy; repeatable.",
-            show_default="not measured",
-        ),
+        list[int] | None, typer.Option("--streams", min=1, hidden=True, help="Now: fp4deploy throughput.")
     ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option("--trace", help="Chrome trace of the layers (with --layers).", show_default="not written"),
-    ] = None,
+    trace: Annotated[Path | None, typer.Option("--trace", hidden=True, help="Now: fp4deploy profile.")] = None,
     out: Annotated[
         str | None,
         typer.Option("--json", help="Write the results as JSON; alone or with - on stdout.", show_default="no JSON"),
@@ -152,26 +167,21 @@ def bench(
 ) -> None:
     """Measure mIoU or AP and latency; a drop below the baseline exits 1, a named engine that cannot run here 3."""
     expect(model)
+    if layers or streams or trace is not None:
+        _moved(engine, layers, streams, trace, batch, iterations, out)
+        return
     from fp4deploy.bench.gate.baseline import find_baseline
     from fp4deploy.bench.gate.decision import gate_drop, require_passed
     from fp4deploy.bench.runtimes.like import read_like
     from fp4deploy.data import MEASURED
-    from fp4deploy.files import require_writable
+    from fp4deploy.system.files import require_writable
 
-    require_writable(None if out in (None, "-") else Path(str(out)), trace, keep)
-    paths = _resolve(engine)
+    require_writable(None if out in (None, "-") else Path(str(out)), keep)
+    paths = find_artifacts(engine)
     card = read_like(like) if like is not None else None
     refused: dict[str, str] = {}
     if forms:
         paths, refused = _every_form(paths)
-    if layers:
-        _time_layers(paths, batch, iterations, out, trace)
-        return
-    if trace is not None:
-        raise InputError("--trace is for --layers.")
-    if streams:
-        _throughput(paths, streams, batch, out)
-        return
     chosen = _with_settings(paths, provider, form)
     where = data or _data(paths)
     if split not in MEASURED:
@@ -180,7 +190,7 @@ def bench(
     note(f"Measuring on {part}the split {split} of {shown(where)}.")
     reference = None
     if baseline is not None:
-        resolved = baseline if baseline.suffix == ".json" else _resolve([baseline])[0]
+        resolved = baseline if baseline.suffix == ".json" else find_artifacts([baseline])[0]
         reference = find_baseline(resolved, where, max_dets, split, timeout, baseline_artefact, limit, card)
     found = _measure(chosen, where, split, batch, iterations, max_dets, keep, timeout, limit, card)
     decisions: list[Decision] = []
@@ -197,6 +207,29 @@ def bench(
         note(f"Within {max_drop:g} points of the baseline's {100 * reference.value:.2f} % {reference.metric}.")
     if engine:
         _require_run(found)
+
+
+def _moved(
+    engine: list[Path] | None,
+    layers: bool,
+    streams: list[int] | None,
+    trace: Path | None,
+    batch: int,
+    iterations: int,
+    out: str | None,
+) -> None:
+    """Options of earlier versions for what are commands now."""
+    from .profile import profile
+    from .throughput import throughput
+
+    if layers:
+        note("bench --layers is a command of its own now: fp4deploy profile")
+        profile(engine, batch, iterations, trace, out)
+    elif trace is not None:
+        raise InputError("--trace is an option of: fp4deploy profile")
+    else:
+        note("bench --streams is a command of its own now: fp4deploy throughput")
+        throughput(engine, streams, batch, out)
 
 
 def _every_form(paths: list[Path]) -> tuple[list[Path], dict[str, str]]:
@@ -246,64 +279,6 @@ def _fastest(found: list[ArtifactEntry], max_drop: float) -> dict[str, str | Non
     return {"fastest": best.path}
 
 
-def _throughput(paths: list[Path], streams: list[int], batch: int, out: str | None) -> None:
-    """A row for each packed network and number of streams."""
-    from rich.table import Table
-
-    from fp4deploy.bench.environment import environment
-    from fp4deploy.bench.streams import COLUMNS, throughputs
-
-    packed = [path for path in paths if path.suffix == ".fp4"] or paths
-    found = {str(path): throughputs(path, streams, batch) for path in packed}
-    table = Table("artefact", box=None, pad_edge=False)
-    for name in COLUMNS:
-        table.add_column(name, justify="right")
-    for path, rows in found.items():
-        for row in rows:
-            table.add_row(shown(Path(path)), *row.cells())
-    (notes() if out == "-" else results()).print(table)
-    document = {
-        "throughput": {path: [row.to_json() for row in rows] for path, rows in found.items()},
-        "environment": environment(),
-    }
-    if out == "-":
-        print_json(document)
-    elif out is not None:
-        _save(document, Path(out))
-
-
-def _time_layers(paths: list[Path], batch: int, iterations: int, out: str | None, trace: Path | None) -> None:
-    """A table for each packed network, and on request all of it as JSON, and one of them as a trace."""
-    from rich.table import Table
-
-    from fp4deploy.bench import layers as timing
-    from fp4deploy.bench.environment import environment
-    from fp4deploy.files import atomic_write
-
-    packed = [path for path in paths if path.suffix == ".fp4"] or paths
-    if trace is not None and len(packed) > 1:
-        raise InputError(f"--trace takes one network, and there are {len(packed)}: name one with --engine.")
-    found = [timing.layer_times(path, batch, iterations) for path in packed]
-    console = notes() if out == "-" else results()
-    for one in found:
-        table = Table(box=None, pad_edge=False)
-        for name in timing.COLUMNS:
-            table.add_column(name, justify="left" if name in timing.TEXTS else "right", overflow="fold")
-        for row in timing.table_rows(one):
-            table.add_row(*row)
-        console.print(table)
-        console.print(timing.summary(one), markup=False, soft_wrap=True)
-    document = {"layers": [one.to_json() for one in found], "environment": environment()}
-    if trace is not None:
-        with atomic_write(trace) as temporary:
-            temporary.write_text(timing.chrome_trace(found[0]), encoding="utf-8")
-        note(f"Wrote {shown(trace)}.")
-    if out == "-":
-        print_json(document)
-    elif out is not None:
-        _save(document, Path(out))
-
-
 def _require_run(found: list[ArtifactEntry]) -> None:
     """An engine that was asked for and not run is no success; without --engine the table of a run may have such rows.
 
@@ -339,26 +314,6 @@ def _draw(
         target = folder if len(found) == 1 else folder / Path(entry.path).name
         if images and draw_lost(Path(entry.path), baseline, images, data, split, target, like):
             note(f"Wrote overlays to {shown(target)}.")
-
-
-def _resolve(names: list[Path] | None) -> list[Path]:
-    from fp4deploy.bench.locate import find_artifact, run_artifacts
-    from fp4deploy.runs import latest_run
-
-    if not names:
-        run = latest_run()
-        artifacts = list(run_artifacts(run).values())
-        if not artifacts:
-            raise InputError(f"{run.path} has no artefact to measure yet. Continue with: fp4deploy train")
-        note(f"Taking every artefact of the latest run, {shown(run.path)}.")
-        return artifacts
-    found = []
-    for name in names:
-        path = find_artifact(name)
-        if path != name:
-            note(f"{name} is {shown(path)}.")
-        found.append(path)
-    return found
 
 
 def _data(paths: list[Path]) -> Path:
@@ -404,9 +359,9 @@ def _measure(
 ) -> list[ArtifactEntry]:
     from fp4deploy.bench.artifact import bench_artifact, bench_or_explain
     from fp4deploy.bench.locate import model_of
-    from fp4deploy.progress import progress
     from fp4deploy.provenance import outdated
     from fp4deploy.runs import run_of
+    from fp4deploy.system.progress import progress
 
     run_one = bench_artifact if len(paths) == 1 else bench_or_explain
     found = []
@@ -482,12 +437,12 @@ def _write(
         "environment": environment(),
         "evidence": [entry.evidence and entry.evidence.model_dump(mode="json") for entry in found],
     }
-    if out not in (None, "-"):
-        _save(document, Path(str(out)))
+    if out != "-":
+        write_json(document, out)
     print_table(found, reference.value if reference else None, to_stderr=out == "-")
     _print_details(found, decisions, to_stderr=out == "-")
     if out == "-":
-        print_json(document)
+        write_json(document, out)
 
 
 def _print_details(found: list[ArtifactEntry], decisions: list[Decision], *, to_stderr: bool) -> None:
@@ -500,14 +455,6 @@ def _print_details(found: list[ArtifactEntry], decisions: list[Decision], *, to_
         lines += [decision.text(), *decision.losses()]
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
-
-
-def _save(document: dict[str, Any], path: Path) -> None:
-    from fp4deploy.files import atomic_write
-
-    with atomic_write(path) as temporary:
-        temporary.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    note(f"Wrote {shown(path)}.")
 
 
 def print_table(

@@ -114,8 +114,8 @@ def build(
     from fp4deploy.bench.locate import or_of_latest_run
     from fp4deploy.export.engine.build import prepare_engine
     from fp4deploy.export.lowering.interface import Interface
-    from fp4deploy.files import require_writable
-    from fp4deploy.progress import progress
+    from fp4deploy.system.files import require_writable
+    from fp4deploy.system.progress import progress
 
     pixels, sizes = parse_size(size), _sizes(min_size, opt_size, max_size)
     interface = Interface(input_type, input_layout, output_type, output_layout)

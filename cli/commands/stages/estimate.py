@@ -102,7 +102,7 @@ def run_estimate(
     Raises:
         InputError: the data cannot be read, or a model has nothing to train.
     """
-    from fp4deploy.progress import progress
+    from fp4deploy.system.progress import progress
     from fp4deploy.train.estimate import estimate_training
 
     note(f"Measuring {counted(steps, 'step')} of {', '.join(models)}, at most {minutes:g} minutes ...")

@@ -73,8 +73,8 @@ def export(
     if form == "triton":
         _serve(source, out or REPOSITORY, max_batch)
         return
-    from fp4deploy.files import require_writable
-    from fp4deploy.progress import progress
+    from fp4deploy.system.files import require_writable
+    from fp4deploy.system.progress import progress
 
     pixels, suffix = parse_size(size), SUFFIXES[form]
     failed: list[tuple[Path, GateError | InputError]] = []

@@ -134,7 +134,7 @@ def _pipe(predictor: Predictor, model: Path, as_json: bool) -> None:
     from fp4deploy.data.images import upright_image
     from fp4deploy.predict.sources import STDIN
     from fp4deploy.predict.write import describe, png_bytes
-    from fp4deploy.progress import progress
+    from fp4deploy.system.progress import progress
 
     content = io.BytesIO()
     while chunk := sys.stdin.buffer.read(1 << 20):
@@ -167,7 +167,7 @@ def _pipe(predictor: Predictor, model: Path, as_json: bool) -> None:
 
 def _camera(predictor: Predictor, source: str, out: Path, batch: int) -> None:
     from fp4deploy.predict.video import opened, predict_frames
-    from fp4deploy.progress import progress
+    from fp4deploy.system.progress import progress
 
     target = out / "camera.overlay.mp4"
     with opened(source) as capture:
@@ -189,7 +189,7 @@ def _files(
     as_json: bool,
 ) -> None:
     from fp4deploy.predict.write import predict_files
-    from fp4deploy.progress import progress
+    from fp4deploy.system.progress import progress
 
     done_images = 0
 

@@ -97,10 +97,10 @@ def quantize(
 
     from fp4deploy import provenance
     from fp4deploy.bench.locate import data_of
-    from fp4deploy.files import require_writable
-    from fp4deploy.progress import progress
     from fp4deploy.ptq.checkpoint import calibration_images, quantize_checkpoint
     from fp4deploy.ptq.methods import find_method
+    from fp4deploy.system.files import require_writable
+    from fp4deploy.system.progress import progress
 
     find_method(method)
     if config is not None:
@@ -162,11 +162,11 @@ def _of_onnx(
 
     from fp4deploy import provenance
     from fp4deploy.data import IMAGE_MEAN, IMAGE_STD
-    from fp4deploy.files import require_writable
     from fp4deploy.interop.onnx_network import read_network
     from fp4deploy.interop.quantize_onnx import classes_of, folder_images, image_size, quantize_onnx
-    from fp4deploy.progress import progress
     from fp4deploy.ptq.methods import find_method
+    from fp4deploy.system.files import require_writable
+    from fp4deploy.system.progress import progress
 
     find_method(method)
     target = out or source.with_name(f"{source.stem}.nvfp4.onnx")

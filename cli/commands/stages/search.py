@@ -31,7 +31,7 @@ def search(
         Path | None,
         typer.Option(
             "--measured",
-            help="JSON of bench --layers of the packed FP16 and NVFP4 networks, for measured times.",
+            help="JSON of fp4deploy profile of the packed FP16 and NVFP4 networks, for measured times.",
             show_default="projected times",
         ),
     ] = None,
@@ -48,8 +48,8 @@ def search(
     from fp4deploy.experiments.search.files import RECIPE, save_search
     from fp4deploy.experiments.search.run import Budget
     from fp4deploy.experiments.search.run import search as run
-    from fp4deploy.files import require_writable
-    from fp4deploy.progress import progress
+    from fp4deploy.system.files import require_writable
+    from fp4deploy.system.progress import progress
 
     wanted = Budget.parse(budget)
     folder = out or checkpoint.parent / "search"

@@ -118,8 +118,8 @@ def _record(run: Run) -> None:
 
 
 def _report(run: Run, trained: dict[str, TrainResult], config: Config) -> None:
-    from fp4deploy.progress import progress
     from fp4deploy.report.telemetry_page import draw_trained
+    from fp4deploy.system.progress import progress
 
     for model, result in trained.items():
         done(

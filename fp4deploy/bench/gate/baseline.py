@@ -24,8 +24,8 @@ from fp4deploy.bench.records import Evidence, Record
 from fp4deploy.bench.runtimes.like import Like
 from fp4deploy.data import VAL
 from fp4deploy.errors import InputError, suggest
-from fp4deploy.files import file_digest
-from fp4deploy.schema import Share, read_json, validated
+from fp4deploy.system.files import file_digest
+from fp4deploy.system.schema import Share, read_json, validated
 
 MOST_BYTES = 256 << 20
 AGREE = 1e-6  # accuracy stated and computed of the counts

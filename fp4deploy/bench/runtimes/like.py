@@ -28,7 +28,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.models import read_card
 from fp4deploy.models.card import Channel, ModelCard, Pixels, Spread
 from fp4deploy.models.heads import MOST_CLASSES
-from fp4deploy.schema import Bool, Name, read_yaml, validated
+from fp4deploy.system.schema import Bool, Name, read_yaml, validated
 from fp4deploy.tasks import task_of
 
 YAML = (".yaml", ".yml")

@@ -17,7 +17,7 @@ from typing import Any
 from fp4deploy.data.coco.regions import Polygons, RegionError, Rle, parse_segmentation
 from fp4deploy.data.images import MOST_PIXELS
 from fp4deploy.errors import InputError
-from fp4deploy.schema import briefly, read_bytes
+from fp4deploy.system.schema import briefly, read_bytes
 
 MOST_JSON_BYTES = 2 << 30  # COCO's largest file has 0.5 GB
 LONGEST_NAME = 500

@@ -22,7 +22,7 @@ from pycocotools import mask as coco_mask
 from fp4deploy.data.generated.scenes import SHAPES, Drawn, draw_scene
 from fp4deploy.data.sample import SPLITS
 from fp4deploy.errors import InputError
-from fp4deploy.files import atomic_write
+from fp4deploy.system.files import atomic_write
 
 VERSION = "1"  # goes up whenever the same arguments give other scenes
 MIN_SIZE = 32

@@ -26,8 +26,8 @@ from fp4deploy.data.images import ImageError, image_size
 from fp4deploy.data.importing.label_studio import coco_content, is_label_studio
 from fp4deploy.data.sample import TEST, TRAIN, VAL
 from fp4deploy.errors import InputError
-from fp4deploy.files import atomic_write
-from fp4deploy.schema import parse_json, read_bytes
+from fp4deploy.system.files import atomic_write
+from fp4deploy.system.schema import parse_json, read_bytes
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ import numpy as np
 
 from fp4deploy.data.sample import IGNORE, SegmentationDataset
 from fp4deploy.errors import InputError
-from fp4deploy.files import atomic_write
-from fp4deploy.schema import Count, read_json, validated
+from fp4deploy.system.files import atomic_write
+from fp4deploy.system.schema import Count, read_json, validated
 
 METHODS = ("median_frequency", "effective_number")
 MOST_IMAGES = 4000  # evenly spaced over a larger set: frequencies to a few percent, minutes instead of an hour

@@ -25,7 +25,7 @@ from fp4deploy.data.sample import SPLITS, TEST
 from fp4deploy.errors import InputError
 
 if TYPE_CHECKING:
-    from fp4deploy.progress import Phase
+    from fp4deploy.system.progress import Phase
 
 Advance = Callable[[int, int], None]  # images read, all images
 _BOX_TOLERANCE = 1.0  # pixels; COCO's own boxes are rounded to hundredths

@@ -20,8 +20,8 @@ from fp4deploy.data.layouts import find_annotations, find_images, has_masks, mas
 from fp4deploy.data.masks import class_colours, class_values
 from fp4deploy.data.sample import ALL_SPLITS
 from fp4deploy.errors import InputError
-from fp4deploy.files import file_digest
-from fp4deploy.progress import Phase
+from fp4deploy.system.files import file_digest
+from fp4deploy.system.progress import Phase
 
 
 @dataclass(frozen=True)

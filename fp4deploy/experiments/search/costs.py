@@ -4,7 +4,7 @@
 FP4 (`lowering.forecast`): in TensorRT-RTX's default form a 3x3 convolution of FP4 weights is multiplied in FP8, and FP4
 saves bytes in the file alone.
 
-**Layers measured** by `bench --layers` in packed networks (`measured_layers`): the model packed in FP16, and quantised
+**Layers measured** by `profile` in packed networks (`measured_layers`): the model packed in FP16, and quantised
 and packed in FP4, each layer as the step that runs. A layer that was not timed in FP4 stays FP16, and no layer is FP8,
 which packed networks do not hold. Norms and poolings, which also write the packed activations, are the same in every
 placement and not counted.
@@ -26,7 +26,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.export.lowering.forecast import forecast
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.peaks import Gpu
-from fp4deploy.schema import Count, Float, Name, read_json, validated
+from fp4deploy.system.schema import Count, Float, Name, read_json, validated
 
 FP16, FP8, FP4 = 2.0, 1.0, 4.5 / 8  # bytes an element; FP4 with its block scales
 MOVED = {"FP16": FP16, "FP8": FP8, "FP4": FP4}
@@ -59,7 +59,7 @@ class LayerCost:
 
 
 class TimedLayer(Record):
-    """What is needed of a row of `bench --layers --json`."""
+    """What is needed of a row of `profile --json`."""
 
     layer: Name
     precision: Name
@@ -81,12 +81,12 @@ class TimedNetworks(Record):
 
 
 def measured_layers(path: Path) -> tuple[dict[tuple[str, str], float], str]:
-    """Milliseconds of each layer for one image in "FP4" and "FP16", and the device, of `bench --layers --json`.
+    """Milliseconds of each layer for one image in "FP4" and "FP16", and the device, of `profile --json`.
 
     Raises:
         InputError: it is no such file, or its networks were timed on several devices.
     """
-    advice = f"Write it with: fp4deploy bench --engine FP16.fp4 --engine NVFP4.fp4 --layers --json {path}"
+    advice = f"Write it with: fp4deploy profile --engine FP16.fp4 --engine NVFP4.fp4 --json {path}"
     networks = validated(TimedNetworks, read_json(path, advice), path, advice).layers
     devices = sorted({network.device for network in networks})
     if len(devices) > 1:
@@ -112,7 +112,7 @@ def with_measured(costs: Mapping[str, LayerCost], times: Mapping[tuple[str, str]
         what = f"{absent[0]} in FP16" if absent else "any layer in FP4"
         raise InputError(
             f"The times are not of {what}. Pack the FP16 model and the same model quantised, and measure both in one "
-            "file: fp4deploy bench --engine FP16.fp4 --engine NVFP4.fp4 --layers --json FILE"
+            "file: fp4deploy profile --engine FP16.fp4 --engine NVFP4.fp4 --json FILE"
         )
     return {
         name: replace(cost, ms_fp4=times.get((name, "FP4")), ms_fp8=None, ms_fp16=times[name, "FP16"])

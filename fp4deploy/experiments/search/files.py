@@ -14,9 +14,9 @@ import yaml
 from fp4deploy.bench import tables
 from fp4deploy.experiments.search.costs import PRECISIONS, LayerCost
 from fp4deploy.experiments.search.run import Found, Point, sqnr
-from fp4deploy.files import atomic_write
 from fp4deploy.ptq.methods import find_method
 from fp4deploy.runs import run_of
+from fp4deploy.system.files import atomic_write
 from fp4deploy.train import load_config
 
 RECIPE = "precision.yaml"

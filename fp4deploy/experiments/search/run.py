@@ -25,16 +25,16 @@ from fp4deploy.experiments.search.costs import (
     with_measured,
 )
 from fp4deploy.experiments.search.study import Labelled, Measurements, Record
-from fp4deploy.files import file_digest
 from fp4deploy.models import read_card
 from fp4deploy.peaks import find_gpu
 from fp4deploy.ptq.checkpoint import calibration_images
 from fp4deploy.qat import layer_plan, load_model
 from fp4deploy.runs import hold
+from fp4deploy.system.files import file_digest
 from fp4deploy.tasks import task_of
 
 if TYPE_CHECKING:
-    from fp4deploy.progress import Phase
+    from fp4deploy.system.progress import Phase
 
 KINDS = ("drop", "bytes", "ms")
 POINTS = 10
@@ -125,7 +125,7 @@ def search(
         images: of the training split to calibrate on, and of the validation split to measure on.
         method: of `ptq.METHODS`, how a layer is quantised while it is measured.
         arch, conv: GPU and form of convolutions of the projected time.
-        measured: times of `bench --layers --json` instead, see `costs`.
+        measured: times of `profile --json` instead, see `costs`.
         say: gets a line for each layer and placement.
         progress: is called with the running phase, what is done of it, and all of it.
 

@@ -23,11 +23,11 @@ from fp4deploy.bench.gate.bootstrap import value
 from fp4deploy.bench.records import Record as Line
 from fp4deploy.errors import InputError
 from fp4deploy.experiments.search.choose import Option
-from fp4deploy.files import append_line
 from fp4deploy.ptq import quantize
 from fp4deploy.ptq.forward import autocast
 from fp4deploy.qat.load import round_to_deployed
-from fp4deploy.schema import MOST_BYTES, Name, whole_lines
+from fp4deploy.system.files import append_line
+from fp4deploy.system.schema import MOST_BYTES, Name, whole_lines
 
 Labelled = Sequence[tuple[Tensor, Tensor]]  # batches of images [N, 3, H, W] and labels [N, H, W]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fp4deploy.bench import tables
 from fp4deploy.experiments.sensitivity.study import LayerDamage, Study
-from fp4deploy.files import atomic_write
+from fp4deploy.system.files import atomic_write
 
 MEASURES = ("changed", "logit_error", "parameters", "macs")
 COLOURS = {  # Okabe and Ito's, distinct to colour-blind readers

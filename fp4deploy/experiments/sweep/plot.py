@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fp4deploy.files import atomic_write
+from fp4deploy.system.files import atomic_write
 
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#7f7f7f"  # Okabe and Ito's palette, told apart by every eye
 

@@ -4,7 +4,7 @@ One executor for all workers would not do: when one of its processes is killed, 
 is spawned (one that has touched CUDA cannot be forked), sees one GPU, and has its share of the CPU cores. The output of
 a training goes to `train.log` of its run. Ctrl-C reaches the sweep alone, because a worker has a process group of its
 own; `interrupt` passes it on. A worker whose sweep was killed ends at once; the same command continues from the states
-that were saved (`fp4deploy.children`).
+that were saved (`fp4deploy.system.children`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 
-from fp4deploy.children import cores, end_with_parent, isolated_start
 from fp4deploy.experiments.sweep.parallel import Task
 from fp4deploy.experiments.sweep.spec import Sweep
 from fp4deploy.experiments.sweep.variant import Started, train_logged
+from fp4deploy.system.children import cores, end_with_parent, isolated_start
 from fp4deploy.train.interrupt import SIGNALS
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"

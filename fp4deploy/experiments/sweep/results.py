@@ -23,9 +23,9 @@ from fp4deploy.bench.tables import signed
 from fp4deploy.errors import InputError
 from fp4deploy.experiments.sweep.spec import Sweep, Variant
 from fp4deploy.experiments.sweep.test_split import read_test
-from fp4deploy.files import atomic_write
 from fp4deploy.runs import Run
-from fp4deploy.schema import Count, Float, Share, read_json, read_lines, validated
+from fp4deploy.system.files import atomic_write
+from fp4deploy.system.schema import Count, Float, Share, read_json, read_lines, validated
 from fp4deploy.train.schedule import training_job
 from fp4deploy.train.state import read_progress
 

@@ -28,9 +28,9 @@ from fp4deploy.experiments.sweep.pool import PoolWorker
 from fp4deploy.experiments.sweep.results import collect, write_results
 from fp4deploy.experiments.sweep.spec import Sweep, Variant
 from fp4deploy.experiments.sweep.variant import Say, Started, opening, train_variant
-from fp4deploy.files import atomic_write
-from fp4deploy.progress import progress
 from fp4deploy.runs import LOCK, hold, processes
+from fp4deploy.system.files import atomic_write
+from fp4deploy.system.progress import progress
 
 FILE = "sweep.yaml"
 

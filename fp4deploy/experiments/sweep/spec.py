@@ -31,7 +31,7 @@ from pydantic import Field, ValidationError
 
 from fp4deploy.errors import InputError, suggest
 from fp4deploy.runs import MODELS
-from fp4deploy.schema import problems, read_yaml
+from fp4deploy.system.schema import problems, read_yaml
 from fp4deploy.tasks import TASKS
 from fp4deploy.train.config import Config, load_config
 from fp4deploy.train.schedule import is_fine_tuned

@@ -19,10 +19,10 @@ import torch
 from fp4deploy.bench.records import Record
 from fp4deploy.data import TEST, CocoDataset, expand, has_split
 from fp4deploy.errors import InputError
-from fp4deploy.files import atomic_write
 from fp4deploy.qat import load_model
 from fp4deploy.runs import Run
-from fp4deploy.schema import Share, read_json, validated
+from fp4deploy.system.files import atomic_write
+from fp4deploy.system.schema import Share, read_json, validated
 from fp4deploy.tasks import TASKS, TaskScores, task_of
 from fp4deploy.train.batches import validation_loader
 from fp4deploy.train.config import Config

@@ -12,14 +12,13 @@ from pathlib import Path
 
 import torch
 
-from fp4deploy.errors import Fp4DeployError, InputError, Interrupted
+from fp4deploy.errors import Fp4DeployError, InputError, Interrupted, printable
 from fp4deploy.experiments.sweep.results import ERROR_FILE, outcome, run_of
 from fp4deploy.experiments.sweep.spec import Sweep, Variant
 from fp4deploy.experiments.sweep.test_split import forget_test, needs_test_score, score_test
-from fp4deploy.files import atomic_write
 from fp4deploy.models.spec import name_model
 from fp4deploy.runs import Run
-from fp4deploy.terminal import printable
+from fp4deploy.system.files import atomic_write
 from fp4deploy.train.batches import share_of_workers
 from fp4deploy.train.config import Config, with_settings
 from fp4deploy.train.models import train_models

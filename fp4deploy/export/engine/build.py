@@ -24,7 +24,6 @@ import onnx
 from fp4deploy import provenance
 from fp4deploy.about import ABOUT_KEY, about
 from fp4deploy.architecture import Architecture
-from fp4deploy.children import owned_folder
 from fp4deploy.errors import InputError, UnavailableError, suggest
 from fp4deploy.export.engine.adapter import OPTIONS
 from fp4deploy.export.engine.backend import Backend
@@ -38,9 +37,10 @@ from fp4deploy.export.lowering.interface import Interface, with_interface
 from fp4deploy.export.lowering.lower import LoweredModel, check_conv_mode, lower, read_buildable
 from fp4deploy.export.onnx.canonical import metadata_object
 from fp4deploy.export.onnx.size import fix_size, has_open_size
-from fp4deploy.files import atomic_write, file_digest
 from fp4deploy.models.card import ModelCard
 from fp4deploy.plugins.aot.store import supported
+from fp4deploy.system.children import owned_folder
+from fp4deploy.system.files import atomic_write, file_digest
 
 PLAN_MAGIC = {b"vtrt": "tensorrt-rtx", b"ftrt": "tensorrt"}
 

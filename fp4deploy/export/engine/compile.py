@@ -4,7 +4,7 @@ Both libraries have the same Python API, so `compile_plan` takes the module. It 
 abort on a graph that it does not support, and Ctrl-C must stop it at once, while native code does not return to Python
 to handle the signal. Every message of the library goes to the log file at once, so that a crash leaves the last ones.
 
-The child imports nothing from the current folder, and ends with the parent (`fp4deploy.children`).
+The child imports nothing from the current folder, and ends with the parent (`fp4deploy.system.children`).
 
 Exchange with the parent: JOB is a JSON file (`CompileJob`); the plan, the list of engine layers and a JSON answer are
 written to the same folder.
@@ -22,11 +22,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from fp4deploy.children import python_call, start
 from fp4deploy.errors import Fp4DeployError, InputError, UnavailableError
 from fp4deploy.export.engine import adapter, caches
 from fp4deploy.export.engine.backend import Backend
 from fp4deploy.export.engine.profile import Profile, Sizes
+from fp4deploy.system.children import python_call, start
 
 TAIL_LINES = 12
 

@@ -41,7 +41,7 @@ from typing import Any
 from fp4deploy.errors import GateError, InputError
 from fp4deploy.export.ledger.build_log import EngineLayer
 from fp4deploy.models.card import ModelCard
-from fp4deploy.schema import Bool, Count, Float, parse_json, read_text, validated
+from fp4deploy.system.schema import Bool, Count, Float, parse_json, read_text, validated
 
 FORMAT = 1
 STATEMENT = "built and inspected, not run"

@@ -21,7 +21,7 @@ from onnx.external_data_helper import (
 )
 
 from fp4deploy.errors import Fp4DeployError, InputError, first_line, named_cause
-from fp4deploy.schema import parse_json
+from fp4deploy.system.schema import parse_json
 
 OPSET = 23  # the first with FLOAT4E2M1
 IR_VERSION = 11

@@ -19,7 +19,7 @@ from fp4deploy.export.onnx.canonical import GEMM_OPS, LAYERS_KEY, foreign_graph,
 from fp4deploy.export.onnx.quantize_function import QUANTIZE_OP
 from fp4deploy.export.onnx.trt_operators import with_shapes
 from fp4deploy.models.card import CARD_KEY
-from fp4deploy.schema import parse_json, validated
+from fp4deploy.system.schema import parse_json, validated
 
 COLUMNS = ("layer", "kind", "precision", "weights", "weight shape", "input", "output", "bytes", "reason")
 _NORMS = {"GroupNormalization", "InstanceNormalization", "BatchNormalization", "LayerNormalization"}

@@ -1,7 +1,7 @@
 """Compile many kernels for many architectures, in parallel processes.
 
 Workers are started by "spawn", so that kernels which this process imported for Triton's interpreter are not inherited.
-They import nothing from the current folder and end with this process (`fp4deploy.children`).
+They import nothing from the current folder and end with this process (`fp4deploy.system.children`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp4deploy.children import cores, end_with_parent, isolated_start
 from fp4deploy.errors import UnavailableError
 from fp4deploy.plugins.aot import diagnose, store
 from fp4deploy.plugins.aot.compile import INSTALL_TRITON, compile_launch, triton_version
@@ -25,6 +24,7 @@ from fp4deploy.plugins.aot.spec import Launch
 from fp4deploy.plugins.aot.store import Compiled
 from fp4deploy.plugins.runtime.cache import write_entry
 from fp4deploy.plugins.runtime.nvcc import KernelError
+from fp4deploy.system.children import cores, end_with_parent, isolated_start
 
 SECONDS = 1.0  # of one core for one kernel: mean of 48 on an AMD EPYC with Triton 3.7.1
 

@@ -19,7 +19,6 @@ from functools import lru_cache
 from typing import Any
 
 from fp4deploy.architecture import Architecture
-from fp4deploy.children import owned_folder
 from fp4deploy.errors import InputError
 from fp4deploy.plugins.aot import store
 from fp4deploy.plugins.aot.spec import Launch
@@ -28,6 +27,7 @@ from fp4deploy.plugins.runtime import cubin
 from fp4deploy.plugins.runtime.cache import keep_entry, one_process
 from fp4deploy.plugins.runtime.nvcc import KernelError
 from fp4deploy.requirements import LIBRARIES
+from fp4deploy.system.children import owned_folder
 
 INSTALL_TRITON = LIBRARIES["triton"].install
 # Triton's types -> letters of a launch signature (`runtime.launch`); pointers, "*...", are P.

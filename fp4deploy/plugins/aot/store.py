@@ -33,11 +33,11 @@ from pydantic import ConfigDict, Field
 
 from fp4deploy.architecture import HARDWARE, Architecture
 from fp4deploy.errors import InputError
-from fp4deploy.files import digest_of
 from fp4deploy.plugins.aot.spec import Launch
 from fp4deploy.plugins.runtime.cache import cache_folder, key, read_entry
 from fp4deploy.plugins.runtime.cubin import require_code
-from fp4deploy.schema import Count, Name, parse_json, validated
+from fp4deploy.system.files import digest_of
+from fp4deploy.system.schema import Count, Name, parse_json, validated
 
 PACKAGE = "fp4deploy.plugins.gemm.triton"
 SUPPORTED = tuple(HARDWARE)

@@ -23,9 +23,9 @@ import torch
 
 from fp4deploy import __version__
 from fp4deploy.errors import InputError
-from fp4deploy.files import digest_of
 from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.models.checkpoint import read_tensors, write_tensors
+from fp4deploy.system.files import digest_of
 
 KEY = "fp4deploy.weight"
 FORMAT = "weight/1"

@@ -30,9 +30,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 
-from fp4deploy.children import owned_folder
 from fp4deploy.errors import InputError
-from fp4deploy.files import atomic_write, digest_of
+from fp4deploy.system.children import owned_folder
+from fp4deploy.system.files import atomic_write, digest_of
 
 _DIGEST = hashlib.sha256().digest_size
 _LONGEST_WAIT = 600  # seconds; on a disk whose locks never free each process compiles for itself

@@ -28,9 +28,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TypeAlias
 
-from fp4deploy import children
 from fp4deploy.errors import InputError, UnavailableError, suggest
 from fp4deploy.plugins.runtime.cache import cache_folder, keep_entry, key, one_process, read_entry
+from fp4deploy.system import children
 
 SOURCES = tuple(sorted(Path(__file__).resolve().parents[1].glob("*/cuda")))  # of quantize, gemm, losses
 HEADERS = (".cuh", ".h", ".hpp")

@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw, ImageOps
 from fp4deploy.data import open_boxes, open_dataset
 from fp4deploy.data.palette import colours, tinted
 from fp4deploy.data.sample import IGNORE, Boxes
-from fp4deploy.files import atomic_write
+from fp4deploy.system.files import atomic_write
 
 COLUMNS, ROWS = 4, 3
 SIDE = 320  # pixels of a cell

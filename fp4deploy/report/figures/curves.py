@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fp4deploy.files import atomic_write
 from fp4deploy.report.history import Epoch
 from fp4deploy.report.model import MODEL_TITLES
 from fp4deploy.report.run_folder import RunData
 from fp4deploy.runs import Run
+from fp4deploy.system.files import atomic_write
 
 MODEL_COLOURS = {"fp16": "#4c6ef5", "nvfp4": "#0ca678", "fp16_control": "#adb5bd", "nvfp4_ptq": "#f08c00"}
 RUN_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")

@@ -15,9 +15,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fp4deploy.files import atomic_write
 from fp4deploy.report.figures.heatmap import MISSING, Heatmap
 from fp4deploy.report.figures.heatmap_page import page
+from fp4deploy.system.files import atomic_write
 
 MOST_TICKS = 17
 STEPS = (1, 2, 4, 10, 16, 20, 40, 100, 200, 400, 1000)  # between labels

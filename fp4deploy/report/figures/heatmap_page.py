@@ -21,8 +21,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from fp4deploy.files import atomic_write
 from fp4deploy.report.figures.heatmap import MISSING, Heatmap
+from fp4deploy.system.files import atomic_write
 
 STANDOFF = 12  # pixels between the labels of an axis and its title; without it plotly lays one over the other
 _INLINE = re.compile(r"<script\b[^>]*>(.*?)</script>", re.DOTALL)

@@ -19,13 +19,13 @@ from fp4deploy.data import IGNORE, EvalTransform, NumberedEvalTransform, Sample
 from fp4deploy.data.palette import Palette, colours, tinted
 from fp4deploy.detection.draw import draw_boxes
 from fp4deploy.errors import Fp4DeployError
-from fp4deploy.files import atomic_write
 from fp4deploy.instances import decode
 from fp4deploy.instances.draw import draw_instances
 from fp4deploy.models import ModelCard
 from fp4deploy.models.heads import InstanceHead
 from fp4deploy.report.figures.box_overlays import find_boxes, true_boxes
 from fp4deploy.report.figures.overlays import DIFFERENCE, Pixels
+from fp4deploy.system.files import atomic_write
 from fp4deploy.tasks import task_of
 
 MOST = 5

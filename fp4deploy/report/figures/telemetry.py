@@ -37,11 +37,11 @@ from fp4deploy.report.figures.weights import weight_heatmaps
 from fp4deploy.report.model import MODEL_TITLES
 from fp4deploy.report.run_folder import RunData
 from fp4deploy.runs import Run
-from fp4deploy.schema import read_bytes, read_yaml
+from fp4deploy.system.schema import read_bytes, read_yaml
 from fp4deploy.tasks import TASKS
 
 if TYPE_CHECKING:
-    from fp4deploy.progress import Phase
+    from fp4deploy.system.progress import Phase
 
 PNG = b"\x89PNG\r\n\x1a\n"
 MOST_PICTURE = 16 << 20  # bytes

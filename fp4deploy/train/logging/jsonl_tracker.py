@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fp4deploy.files import append_line
-from fp4deploy.schema import whole_lines
+from fp4deploy.system.files import append_line
+from fp4deploy.system.schema import whole_lines
 from fp4deploy.train.logging.metrics_log import keep_lines
 from fp4deploy.train.logging.tracker import EPOCH, SAMPLE, Entry
 

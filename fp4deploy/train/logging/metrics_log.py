@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fp4deploy.errors import InputError
-from fp4deploy.files import atomic_write
-from fp4deploy.schema import MOST_LINES_BYTES, parse_json, read_bytes
+from fp4deploy.system.files import atomic_write
+from fp4deploy.system.schema import MOST_LINES_BYTES, parse_json, read_bytes
 
 
 def keep_epochs(path: Path, last: int) -> None:

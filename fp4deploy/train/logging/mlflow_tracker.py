@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fp4deploy.files import atomic_write
-from fp4deploy.schema import read_text
+from fp4deploy.system.files import atomic_write
+from fp4deploy.system.schema import read_text
 from fp4deploy.train.logging.tracker import Entry, required
 
 RUN_ID = "run_id"  # file in the tracker's folder

@@ -6,8 +6,8 @@ from types import TracebackType
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from fp4deploy.progress import logged
-from fp4deploy.terminal import console, is_quiet
+from fp4deploy.system.progress import logged
+from fp4deploy.system.terminal import console, is_quiet
 
 
 class Display:

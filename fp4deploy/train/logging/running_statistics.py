@@ -16,7 +16,7 @@ import torch
 from pydantic import ConfigDict
 
 from fp4deploy.errors import counted
-from fp4deploy.schema import Count
+from fp4deploy.system.schema import Count
 
 LOSS, BATCHES, SKIPPED, CONSECUTIVE, SPIKES, LARGEST, RUNNING, SEEN, LOST = range(9)
 KEPT = 0.98  # of the running mean, a batch

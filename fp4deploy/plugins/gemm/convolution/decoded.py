@@ -42,7 +42,7 @@ from fp4deploy.plugins.gemm.reference import output_size
 from fp4deploy.plugins.gemm.triton.tiles import NATIVE_FROM, Tile
 from fp4deploy.plugins.quantize.statistics import Moments
 from fp4deploy.plugins.runtime.pdl import secondary_kernels
-from fp4deploy.schema import Int, read_json, validated
+from fp4deploy.system.schema import Int, read_json, validated
 
 LARGE, SMALL = Tile(256, 128, 64, 8, 3), Tile(128, 64, 32, 4, 4)
 BUSY = 0.63  # share of the multiprocessors' waves from which on large tiles are faster

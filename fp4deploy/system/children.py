@@ -40,12 +40,12 @@ from multiprocessing import spawn, util
 from pathlib import Path
 from typing import IO, Any
 
-from fp4deploy.search_path import ignore_local_settings, keep_absolute
+from fp4deploy.system.search_path import ignore_local_settings, keep_absolute
 
 PREFIX = "fp4deploy-"  # of temporary folders
 LOCK = ".fp4deploy.lock"  # inside of them
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
-_PACKAGE = str(Path(__file__).resolve().parents[1])
+_PACKAGE = str(Path(__file__).resolve().parents[2])
 _CALL = """
 import importlib, json, sys
 module, function, arguments, sys.path[:] = json.loads(sys.argv[1])

@@ -12,19 +12,20 @@ from pathlib import Path
 
 import pytest
 
-from fp4deploy import children
 from fp4deploy.plugins.runtime.nvcc import find_nvcc
+from fp4deploy.system import children
 from tests.processes import end, pids_in, plant, runs, script, wait_until
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
+SYSTEM = ROOT / "fp4deploy" / "system"
 posix = pytest.mark.skipif(os.name == "nt", reason="process groups and locks of POSIX")
 
 # Loads children.py by itself, so that any Python can run it: the two modules import the standard library alone.
 LOAD = f"""
 import importlib.util, os, sys
 for name in ("search_path", "children"):
-    spec = importlib.util.spec_from_file_location(name, os.path.join({str(ROOT / "fp4deploy")!r}, name + ".py"))
-    module = sys.modules[name] = sys.modules["fp4deploy." + name] = importlib.util.module_from_spec(spec)
+    spec = importlib.util.spec_from_file_location(name, os.path.join({str(SYSTEM)!r}, name + ".py"))
+    module = sys.modules[name] = sys.modules["fp4deploy.system." + name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
 children = module
 """

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from fp4deploy.terminal import console, is_quiet
+from fp4deploy.system.terminal import console, is_quiet
 
 Phase = Callable[[str, int, int | None], None]  # what is done, how much of it, and of how much, where that is known
 SECONDS, MOST_SECONDS = 15.0, 60.0  # between two lines of a log

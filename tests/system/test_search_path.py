@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from fp4deploy.search_path import keep_python_safe
+from fp4deploy.system.search_path import keep_python_safe
 
 IMPORT = """
-from fp4deploy.search_path import ignore_local_settings
+from fp4deploy.system.search_path import ignore_local_settings
 ignore_local_settings()
 import matplotlib
 """

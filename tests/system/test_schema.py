@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from fp4deploy.errors import InputError
-from fp4deploy.schema import (
+from fp4deploy.system.schema import (
     MOST_DEPTH,
     Count,
     parse_json,

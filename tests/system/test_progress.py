@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 from rich.console import Console
 
-from fp4deploy import progress as shown
-from fp4deploy.progress import Bar, progress
-from fp4deploy.terminal import QUIET
+from fp4deploy.system import progress as shown
+from fp4deploy.system.progress import Bar, progress
+from fp4deploy.system.terminal import QUIET
 
 
 @pytest.fixture

@@ -8,15 +8,12 @@ it, and one with direction marks would read as another name.
 from __future__ import annotations
 
 import os
-import re
 from typing import TYPE_CHECKING, Any, TextIO
+
+from fp4deploy.errors import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-# Control characters but tab and newline, marks and overrides of the text direction, line separators, lone surrogates.
-_INVISIBLE = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-
 
 QUIET = "FP4DEPLOY_QUIET"  # set to 1 by --quiet; child processes inherit it
 
@@ -24,15 +21,6 @@ QUIET = "FP4DEPLOY_QUIET"  # set to 1 by --quiet; child processes inherit it
 def is_quiet() -> bool:
     """Whether progress and remarks are left out; results and errors are printed as ever."""
     return os.environ.get(QUIET) == "1"
-
-
-def printable(text: str) -> str:
-    r"""Text in which characters that act on a terminal are escapes, as in Python's literals.
-
-    >>> printable("a\x1b[31mred")
-    'a\\x1b[31mred'
-    """
-    return _INVISIBLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def console(stream: TextIO | None = None, **options: Any) -> Console:

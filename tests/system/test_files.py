@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from fp4deploy import files
 from fp4deploy.errors import InputError
-from fp4deploy.files import append_line, atomic_write, digest_of, file_digest, require_writable
-from fp4deploy.schema import whole_lines
+from fp4deploy.system import files
+from fp4deploy.system.files import append_line, atomic_write, digest_of, file_digest, require_writable
+from fp4deploy.system.schema import whole_lines
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_the_content_is_on_the_disk_before_the_name_is(tmp_path: Path, monkeypat
 WRITER = """
 import sys, time
 from pathlib import Path
-from fp4deploy.files import atomic_write
+from fp4deploy.system.files import atomic_write
 with atomic_write(Path(sys.argv[1])) as temporary:
     temporary.write_text("half")
     print("writing", flush=True)
@@ -237,7 +237,7 @@ def test_a_file_that_may_never_end_is_not_digested(tmp_path: Path, monkeypatch: 
         with pytest.raises(InputError, match="longer than its size says"):
             file_digest(status)
     (tmp_path / "a").write_bytes(b"abc")
-    monkeypatch.setattr("fp4deploy.files.MOST_DIGESTED", 3)
+    monkeypatch.setattr("fp4deploy.system.files.MOST_DIGESTED", 3)
     assert file_digest(tmp_path / "a") == hashlib.sha256(b"abc").hexdigest()
     (tmp_path / "a").write_bytes(b"abcd")
     with pytest.raises(InputError, match="is larger than"):

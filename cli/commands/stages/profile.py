@@ -1,0 +1,63 @@
+"""`fp4deploy profile`: where the time of a packed network goes, layer by layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fp4deploy.errors import InputError
+
+from ... import completion
+from ...artifacts import packed_networks, write_json
+from ...console import note, notes, results, shown
+
+
+def profile(
+    engine: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--engine",
+            help="Packed network (.fp4), or its name in the latest run; repeatable.",
+            show_default="every packed network of the latest run",
+            autocompletion=completion.artifacts,
+        ),
+    ] = None,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Images a timed run.")] = 1,
+    iterations: Annotated[int, typer.Option("--iterations", min=1, help="Timed runs of each layer.")] = 50,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", help="Chrome trace of the layers of one network.", show_default="not written"),
+    ] = None,
+    out: Annotated[
+        str | None,
+        typer.Option("--json", help="Write the times as JSON; alone or with - on stdout.", show_default="no JSON"),
+    ] = None,
+) -> None:
+    """Time each layer of packed networks, against the limits of this machine."""
+    from rich.table import Table
+
+    from fp4deploy.bench import layers
+    from fp4deploy.bench.environment import environment
+    from fp4deploy.system.files import atomic_write, require_writable
+
+    require_writable(None if out in (None, "-") else Path(str(out)), trace)
+    paths = packed_networks(engine)
+    if trace is not None and len(paths) > 1:
+        raise InputError(f"--trace takes one network, and there are {len(paths)}: name one with --engine.")
+    found = [layers.layer_times(path, batch, iterations) for path in paths]
+    console = notes() if out == "-" else results()
+    for one in found:
+        table = Table(box=None, pad_edge=False)
+        for name in layers.COLUMNS:
+            table.add_column(name, justify="left" if name in layers.TEXTS else "right", overflow="fold")
+        for row in layers.table_rows(one):
+            table.add_row(*row)
+        console.print(table)
+        console.print(layers.summary(one), markup=False, soft_wrap=True)
+    if trace is not None:
+        with atomic_write(trace) as temporary:
+            temporary.write_text(layers.chrome_trace(found[0]), encoding="utf-8")
+        note(f"Wrote {shown(trace)}.")
+    write_json({"layers": [one.to_json() for one in found], "environment": environment()}, out)

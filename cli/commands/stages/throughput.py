@@ -1,0 +1,55 @@
+"""`fp4deploy throughput`: images a second of a packed network with several CUDA streams."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ... import completion
+from ...artifacts import packed_networks, write_json
+from ...console import notes, results, shown
+
+STREAMS = (1, 2, 4)
+
+
+def throughput(
+    engine: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--engine",
+            help="Packed network (.fp4), or its name in the latest run; repeatable.",
+            show_default="every packed network of the latest run",
+            autocompletion=completion.artifacts,
+        ),
+    ] = None,
+    streams: Annotated[
+        list[int] | None,
+        typer.Option("--streams", min=1, help="CUDA streams at the same time; repeatable.", show_default="1, 2 and 4"),
+    ] = None,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Images of each stream at a time.")] = 1,
+    out: Annotated[
+        str | None,
+        typer.Option("--json", help="Write the results as JSON; alone or with - on stdout.", show_default="no JSON"),
+    ] = None,
+) -> None:
+    """Measure throughput, GPU memory and energy of packed networks with several CUDA streams."""
+    from rich.table import Table
+
+    from fp4deploy.bench.environment import environment
+    from fp4deploy.bench.streams import COLUMNS, throughputs
+    from fp4deploy.system.files import require_writable
+
+    require_writable(None if out in (None, "-") else Path(str(out)))
+    numbers = streams or list(STREAMS)
+    found = {str(path): throughputs(path, numbers, batch) for path in packed_networks(engine)}
+    table = Table("artefact", box=None, pad_edge=False)
+    for name in COLUMNS:
+        table.add_column(name, justify="right")
+    for path, rows in found.items():
+        for row in rows:
+            table.add_row(shown(Path(path)), *row.cells())
+    (notes() if out == "-" else results()).print(table)
+    measured = {path: [row.to_json() for row in rows] for path, rows in found.items()}
+    write_json({"throughput": measured, "environment": environment()}, out)
