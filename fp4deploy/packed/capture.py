@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map
 from fp4deploy.errors import Fp4DeployError, InputError, UnavailableError
 from fp4deploy.packed.network import PackedNetwork, Result
 from fp4deploy.packed.program import Program, choice_key, compile_program, left_to_torch, remember, remembered
-from fp4deploy.progress import progress
+from fp4deploy.system.progress import progress
 
 WARMUP, MEASURED = 3, 21  # runs before a capture; of which a choice takes the median
 Shapes = tuple[tuple[int, ...], ...]
