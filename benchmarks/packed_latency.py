@@ -10,11 +10,14 @@ in a process and on a GPU of its own, as many at a time:
 * `fp16, FORM`: torch's FP16 model, in all forms of `peers`, with and without a CUDA graph;
 * `packed fp16`: the same FP16 weights in a packed file (`unet-fp16.fp4`): our executor and norm kernels, convolutions
   of cuDNN. What it gains over torch is the runtime's, not FP4's;
-* `packed nvfp4`: the packed file, first and last layer in FP16 and the others in NVFP4;
+* `packed nvfp4`: the packed file, first and last layer in FP16 and the others in NVFP4, by kernels of this package;
+* `packed nvfp4, compiled`: the same compiled by Inductor (`fp4deploy/packed/program.py`), where single operators of
+  torch are left between its layers; of both the faster one is what `predict` and `bench` run;
 * `packed nvfp4, node by node`: the same without the steps of several nodes (`fp4deploy/packed/producers.py`).
 
-`best` is the fastest FP16 form of torch, `ratio` the packed network's time over it, CUDA graphs on both sides: below 1
-the packed network is faster. On GPUs before Blackwell FP4 is decoded to FP16 in registers.
+`best` is the fastest FP16 form of torch, `ratio` the packed network's time over it, in its faster form, CUDA graphs on
+both sides: below 1 the packed network is faster. `--cases networks` measures networks of other libraries. On GPUs
+before Blackwell FP4 is decoded to FP16, in registers or by what computes an activation.
 """
 
 from __future__ import annotations
@@ -43,13 +46,28 @@ from fp4deploy.models import build_unet
 from fp4deploy.models.sources import SOURCES
 from fp4deploy.packed import packed_file, read_packed, write_packed
 from fp4deploy.packed.network import PackedNetwork
+from fp4deploy.packed.program import compile_program
 from fp4deploy.qat import calibrate, prepare, round_to_deployed
 
 RECIPE, CLASSES = "nvfp4_qat", tuple(f"class {i}" for i in range(12))
-NODES = "packed nvfp4, node by node"
+NODES, COMPILED = "packed nvfp4, node by node", "packed nvfp4, compiled"
 CASES = (
     *("1.0:16x352x480", "1.0:1x1024x2048", "1.0:4x512x512"),
     *("1.0:1x352x480", "0.25:16x352x480", "0.25:1x352x480"),
+)
+NETWORKS = (
+    *("smp:Segformer/mit_b0:1x512x512", "smp:Segformer/mit_b0:8x512x512", "timm:convnext_tiny:1x512x512"),
+    *("timm:convnext_tiny:8x512x512", "smp:FPN/resnet50:1x512x1024", "smp:FPN/resnet50:8x512x512"),
+    *("torchvision:fcn_resnet50:1x352x480", "torchvision:fcn_resnet50:8x352x480", "smp:MAnet/resnet34:4x512x512"),
+    *("torchvision:deeplabv3_resnet50:1x352x480", "torchvision:deeplabv3_resnet50:16x352x480"),
+    *("smp:UnetPlusPlus/resnet34:1x512x512", "smp:Unet/resnet34:1x352x480", "smp:Unet/resnet34:16x352x480"),
+    *("monai:BasicUNet:1x352x480", "monai:BasicUNet:16x352x480", "smp:UPerNet/resnet34:1x512x512"),
+    *(
+        "timm:swin_tiny_patch4_window7_224:1x224x224",
+        "timm:vit_small_patch16_224:8x224x224",
+        "smp:PSPNet/resnet34:1x480x480",
+    ),
+    *("smp:Unet/efficientnet-b0:1x512x512", "smp:DeepLabV3Plus/mobilenet_v2:1x512x512", "timm:hrnet_w18:1x512x512"),
 )
 
 
@@ -61,6 +79,8 @@ def main() -> None:
     parser.add_argument("--gpus", nargs="*", default=[], metavar="GPU", help="numbers of the GPUs to use")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if arguments.cases == ["networks"]:
+        arguments.cases = list(NETWORKS)
     rows: dict[str, dict[str, Any]] = {case: {"case": case, "runs": {}} for case in arguments.cases}
     found: dict[str, Any] = {"command": command("--seconds"), "machine": machine(), "recipe": RECIPE}
     (on_gpus if arguments.gpus else here)(arguments, rows, partial(keep, arguments.json, found, rows))
@@ -80,10 +100,10 @@ def here(arguments: argparse.Namespace, rows: dict[str, dict[str, Any]], kept: C
     """Measure every case in this process."""
     torch.backends.cudnn.benchmark = True
     began = time.perf_counter()
-    for name in ("packed nvfp4", "packed fp16", NODES, *(f"fp16, {form}" for form in arguments.forms)):
+    for name in ("packed nvfp4", COMPILED, "packed fp16", NODES, *(f"fp16, {form}" for form in arguments.forms)):
         for case, row in rows.items():
-            if name == NODES and case[0].isdecimal():
-                continue  # our UNet has no such steps
+            if name in (NODES, COMPILED) and case[0].isdecimal():
+                continue  # our UNet has no such steps, and nothing is left to a compiler
             if time.perf_counter() - began > arguments.seconds:
                 continue
             row["runs"][name] = measure(case, name)
@@ -117,28 +137,28 @@ def on_gpus(arguments: argparse.Namespace, rows: dict[str, dict[str, Any]], kept
 
 
 @lru_cache
-def model(name: str, precision: str) -> nn.Module:
-    """A network of random weights as it is deployed, on the CPU."""
+def model(name: str, precision: str, size: tuple[int, int]) -> nn.Module:
+    """A network of random weights as it is deployed for images of this size, on the CPU."""
     torch.manual_seed(0)
     source, _, rest = name.partition(":")
     made: nn.Module = SOURCES[source](rest, len(CLASSES), {}) if rest else build_unet(len(CLASSES), float(name))
     made.eval()
     if precision == "nvfp4":
         prepare(made, RECIPE)
-        calibrate(made.cuda(), [torch.randn(1, 3, 352, 480, device="cuda")])
+        calibrate(made.cuda(), [torch.randn(1, 3, *size, device="cuda")])
     round_to_deployed(made.cpu())
     return made.eval()
 
 
 @lru_cache
-def network(name: str, precision: str) -> PackedNetwork:
+def network(name: str, precision: str, size: tuple[int, int]) -> PackedNetwork:
     """Its packed network on the GPU."""
     folder = Path(tempfile.gettempdir(), "fp4deploy_packed_latency")
-    path = folder / f"{name.replace(':', '-').replace('/', '-')}-{precision}.fp4"
+    path = folder / f"{name.replace(':', '-').replace('/', '-')}-{precision}-{size[0]}x{size[1]}.fp4"
     if path.is_file():  # of an earlier run
         return PackedNetwork(read_packed(path), "cuda")
     folder.mkdir(exist_ok=True)
-    parts = pack_model(model(name, precision), torch.zeros(1, 3, 352, 480), dynamic_size=False)
+    parts = pack_model(model(name, precision, size), torch.zeros(1, 3, *size), dynamic_size=False)
     file = packed_file(path, None, *parts)
     write_packed(file)
     return PackedNetwork(file, "cuda")
@@ -158,14 +178,15 @@ def measure(case: str, name: str) -> dict[str, Any]:
     batch, height, width = (int(part) for part in size.split("x"))
     x = torch.randn(batch, 3, height, width, device="cuda", dtype=torch.float16)
     began = time.perf_counter()
-    if name == NODES or name.startswith("packed "):
+    if name.startswith("packed "):
         try:
-            made = network(spec, "nvfp4" if name == NODES else name.removeprefix("packed "))
-            found = measured(partial(node_by_node(made) if name == NODES else made, x))
+            made = network(spec, name.removeprefix("packed ").partition(",")[0], (height, width))
+            run: Callable[..., Any] = node_by_node(made) if name == NODES else made
+            found = measured(partial(compile_program(made.file, [x]) if name == COMPILED else run, x))
         except Fp4DeployError as error:
             found = {"error": str(error)}
     else:
-        found = measured(forward(model(spec, "fp16"), name.removeprefix("fp16, "), x))
+        found = measured(forward(model(spec, "fp16", (height, width)), name.removeprefix("fp16, "), x))
     took = time.perf_counter() - began
     told = found.get("error") or "launched {launched_ms:8.3f} ms  graph {graph_ms:8.3f} ms".format(**found)
     print(f"{case:18s} {name:28s} {told}   ({took:.1f} s)", flush=True)
@@ -180,8 +201,9 @@ def compare(row: dict[str, Any]) -> None:
         return
     row["best"] = min(forms, key=forms.__getitem__)
     for precision in ("fp16", "nvfp4"):
-        if f"packed {precision}" in times:
-            row[f"ratio_{precision}"] = times[f"packed {precision}"] / forms[row["best"]]
+        packed = [times[name] for name in (f"packed {precision}", f"packed {precision}, compiled") if name in times]
+        if packed:
+            row[f"ratio_{precision}"] = min(packed) / forms[row["best"]]
 
 
 if __name__ == "__main__":

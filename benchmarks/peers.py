@@ -15,12 +15,15 @@ launches than the wait covers.
 from __future__ import annotations
 
 import copy
+import os
 import platform
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -134,9 +137,17 @@ def measured(run: Run) -> dict[str, float]:
     return found
 
 
+def origin() -> dict[str, str]:
+    """Commit and date of a result; FP4DEPLOY_COMMIT names the commit where there is no repository."""
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+    commit = git.stdout.strip() or os.environ.get("FP4DEPLOY_COMMIT") or "unknown"
+    return {"commit": commit, "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+
+
 def machine() -> dict[str, Any]:
-    """What a result was measured on."""
+    """What a result was measured on, when, and of which commit (`origin`)."""
     return {
+        **origin(),
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
