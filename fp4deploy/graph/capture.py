@@ -19,6 +19,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -299,8 +300,11 @@ class _Reader:
             if found is not None and isinstance(index, int) and index < len(found):
                 self.tensors[node.name] = found[index], True
             elif found is not None and isinstance(node.meta.get("val"), torch.Tensor):
-                operator_of = getattr(cast("fx.Node", source).target, "__name__", "")
-                self.nodes.append(Node(node.name, f"aten.{operator_of}, result {index}", {}, {}, {}, "", _where(node)))
+                whole = next(each for each in self.nodes if each.name == found[0])
+                own = whole.op.startswith("aten.")  # what nodes of other operators give besides has no node
+                operator_of = whole.op if own else f"aten.{cast('fx.Node', source).target}, result {index}"
+                more = {**whole.attributes, "result": index}
+                self.nodes.append(replace(whole, name=node.name, op=operator_of, attributes=more, where=_where(node)))
                 self._value(node.name, node.meta["val"])
                 self.tensors[node.name] = node.name, True
             return

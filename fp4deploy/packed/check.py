@@ -28,6 +28,7 @@ from fp4deploy.packed.graph import (
     Activation,
     Affine,
     Arithmetic,
+    Aten,
     Attention,
     Compare,
     Conv2d,
@@ -50,7 +51,7 @@ from fp4deploy.packed.graph import (
     tensors_of,
     weight_names,
 )
-from fp4deploy.packed.operators import FUNCTIONS
+from fp4deploy.packed.operators import COMPLEX, FUNCTIONS, aten_function
 from fp4deploy.packed.shapes import Shapes, shapes_of, weight_shape
 
 LARGEST = 65504.0  # of FP16
@@ -80,6 +81,7 @@ def check_graph(graph: Graph, channels: int | None = None, head: Head | None = N
         except InputError as error:
             raise InputError(f"Node {number} of the graph ({node.op} '{named(node)}'): {error}") from None
     _check_used(graph)
+    _check_complex(graph)
     try:
         shapes = shapes_of(graph)
     except InputError as error:
@@ -138,11 +140,44 @@ def _check_names(graph: Graph, node: Node, forms: Mapping[str, Form]) -> None:
     packed = [forms[name].amax is not None for name in node.inputs]
     if not isinstance(node, Layer):
         _require(not any(packed), "its input is packed")
+        if isinstance(node, Aten):
+            _check_schema(node)
         return
     _require(all(packed) if node.precision == "nvfp4" else not any(packed), f"its input is not {node.precision}")
     axis = "last" if isinstance(node, Linear) else "channels"
     wrong = [name for name in node.inputs if forms[name].amax is not None and forms[name].axis != axis]
     _require(not wrong, f"its input is not packed along its {axis}")
+
+
+def _check_schema(node: Aten) -> None:
+    """The operator is on the list, and its schema has the arguments; torch decides what fits them (`shapes`)."""
+    try:
+        schema = aten_function(node.function)._schema
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    known = {argument.name for argument in schema.arguments}
+    given = [role.partition(".")[0] for role in node.roles] + list(node.arguments)
+    _require(len(node.roles) == len(node.inputs), "it has another number of roles than of inputs")
+    unknown = [name for name in given if name not in known]
+    _require(not unknown, f"{node.function} has no argument '{unknown[0] if unknown else ''}'")
+    _require(node.result < len(schema.returns), f"{node.function} has {len(schema.returns)} results")
+
+
+def _check_complex(graph: Graph) -> None:
+    """Complex activations, of a Fourier transform, are read by no layer, not packed, and no output."""
+    found = set[str]()
+    for node in graph.nodes:
+        function = node.function.partition(".")[0] if isinstance(node, Aten) else ""
+        reads = bool(found & {*node.inputs})
+        if reads and isinstance(node, Layer):
+            raise InputError(f"'{named(node)}' reads a complex activation. {AGAIN}")
+        real = function == "_fft_c2r" or (isinstance(node, Activation) and node.function == "abs")
+        if function in COMPLEX or (reads and not real):
+            found |= {form.name for form in node.outputs}
+            if any(form.amax for form in node.outputs):
+                raise InputError(f"'{named(node)}' is complex, and packed. {AGAIN}")
+    if any(each.activation in found for each in graph.outputs):
+        raise InputError(f"An output of the graph is complex. {AGAIN}")
 
 
 def _check_outputs(graph: Graph, writer: Node | Input, forms: dict[str, Form]) -> None:

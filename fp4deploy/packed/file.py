@@ -4,7 +4,7 @@ The metadata is one entry, `fp4deploy.packed`: a JSON object of strings.
 
 | key | what it is |
 |---|---|
-| `format` | `packed/4`, or `packed/3` where that has all nodes; `packed/2` and `packed/1` (`former`) are read as well |
+| `format` | `packed/5`, 4 or 3, the oldest that has all nodes; `packed/2` and `packed/1` (`former`) are read as well |
 | `version` | version of fp4deploy that wrote it |
 | `card` | the model card, or "" |
 | `graph` | JSON: inputs, nodes, outputs, and of each tensor type, shape and SHA-256 (`graph.Graph`) |
@@ -37,11 +37,11 @@ from fp4deploy.models.card import ModelCard
 from fp4deploy.models.checkpoint import digest, read_tensors, write_tensors
 from fp4deploy.packed.check import check_graph, check_values
 from fp4deploy.packed.former import FormerGraph
-from fp4deploy.packed.graph import Graph, Layer, TensorInfo, in_packed_3
+from fp4deploy.packed.graph import Graph, Layer, TensorInfo, format_of
 from fp4deploy.system.files import digest_of
 
 SUFFIX = ".fp4"
-FORMAT, BEFORE = "packed/4", "packed/3"  # the older one is written where it has all nodes
+FORMATS = ("packed/5", "packed/4", "packed/3")  # the oldest that has all nodes is written
 FORMER = ("packed/2", "packed/1")
 KEY = "fp4deploy.packed"
 SIGNED = ("format", "version", "card", "graph")
@@ -101,7 +101,7 @@ def write_packed(file: PackedFile) -> None:
         InputError: the target cannot be written; an older file there survives.
     """
     metadata = {
-        "format": BEFORE if all(in_packed_3(node) for node in file.graph.nodes) else FORMAT,
+        "format": f"packed/{max(map(format_of, file.graph.nodes))}",
         "version": file.version,
         "card": file.card.to_json() if file.card else "",
         "graph": file.graph.model_dump_json(),
@@ -120,7 +120,7 @@ def read_packed(path: Path) -> PackedFile:
     """
     path = Path(path)
     required = (*SIGNED, "sha256")
-    metadata, tensors = read_tensors(path, KEY, "packed network", (FORMAT, BEFORE, *FORMER), required, AGAIN)
+    metadata, tensors = read_tensors(path, KEY, "packed network", (*FORMATS, *FORMER), required, AGAIN)
     if not all(isinstance(value, str) for value in metadata.values()):
         raise InputError(f"{path}: its metadata '{KEY}' cannot be read. {AGAIN}")
     if metadata["sha256"] != _digest_of(metadata):
@@ -140,11 +140,13 @@ def read_packed(path: Path) -> PackedFile:
 
 def _graph(path: Path, metadata: Mapping[str, str]) -> Graph:
     try:
-        if metadata["format"] in (FORMAT, BEFORE):
+        if metadata["format"] in FORMATS:
             graph = Graph.model_validate_json(metadata["graph"])
-            later = [node for node in graph.nodes if metadata["format"] == BEFORE and not in_packed_3(node)]
+            later = [node for node in graph.nodes if f"packed/{format_of(node)}" > metadata["format"]]
             if later:
-                raise InputError(f"{path}: {BEFORE} has no node such as '{later[0].op}' of this graph. {AGAIN}")
+                raise InputError(
+                    f"{path}: {metadata['format']} has no node such as '{later[0].op}' of this graph. {AGAIN}"
+                )
             return graph
         return FormerGraph.model_validate_json(metadata["graph"]).converted()
     except ValidationError as error:

@@ -19,6 +19,7 @@ in blocks along the channels or along the last axis), or pooled 2 x 2. Two reade
 | `unfold`, `fold` | windows as columns, and columns added up | torch |
 | `reduce`, `variance`, `cumulative_sum`, `argmax` | over axes | torch |
 | `matmul`, `softmax`, `log_softmax`, `attention` | products of activations | torch |
+| `aten` | an operator of ATen on the list `operators.ATEN`: grid_sampler_2d, topk, _fft_r2c, ... | torch, in FP32 |
 
 Where a GPU runs several nodes as one kernel, `producers` says which.
 
@@ -430,11 +431,29 @@ class Attention(Step):
     scale: Annotated[float, Field(gt=0, le=1024)] | None = None
 
 
+Argument = bool | int | float | str | list[bool | int | float | list[int | str]] | None
+
+
+class Aten(Step):
+    """An operator of ATen, one of `operators.ATEN`, computed in FP32.
+
+    function: its name and overload. roles: the argument of its schema that each input is ("indices.0" of a list).
+    arguments: the others; a list with a name in it is an expression of the inputs' axes. result: which of several.
+    """
+
+    op: Literal["aten"] = "aten"
+    function: Annotated[str, Field(pattern=r"^[a-z0-9_]{1,60}\.[A-Za-z0-9_]{1,40}$")]
+    inputs: Annotated[list[Name], Field(min_length=1, max_length=16)]
+    roles: Annotated[list[Name], Field(min_length=1, max_length=16)]
+    arguments: dict[Name, Argument] = {}
+    result: Annotated[int, Field(ge=0, le=7)] = 0
+
+
 Node = Annotated[
     Conv2d | ConvTranspose2d | Linear | GroupNormReLU | Affine | Norm | Activation | PReLU | Arithmetic | Compare
     | Where | Constant | Concat | Pool | AdaptivePool | Reduce | Variance | CumulativeSum | ArgMax | Resize
     | PixelShuffle | Unfold | Fold | Reshape | Permute | Slice | Select | Roll | Flip | Repeat | Take | Pad | Matmul
-    | Softmax | Attention,
+    | Softmax | Attention | Aten,
     Field(discriminator="op"),
 ]  # fmt: skip
 
@@ -451,6 +470,11 @@ class Graph(Strict):
     def forms(self) -> dict[str, Form]:
         """Every form that an input or a node writes, by name."""
         return {form.name: form for writer in (*self.inputs, *self.nodes) for form in writer.outputs}
+
+
+def format_of(node: Node) -> int:
+    """The oldest format `packed/N` that has a node of this kind, from 3 on."""
+    return 5 if isinstance(node, Aten) else 3 if in_packed_3(node) else 4
 
 
 def in_packed_3(node: Node) -> bool:

@@ -220,10 +220,10 @@ class PackedNetwork:
         if isinstance(node, Layer):
             return self._layer(node, inputs, moments, pack)
         y = compute(node, cast("list[torch.Tensor]", inputs), self._context(sizes or {}))
-        return self.forms(y.to(self.dtype), node.outputs, pack)
+        return self.forms(y if y.is_complex() else y.to(self.dtype), node.outputs, pack)
 
     def _context(self, sizes: dict[str, int]) -> Context:
-        return Context(self._vectors.__getitem__, sizes, self._positions)
+        return Context(self._vectors.__getitem__, sizes, self._positions, self.dtype)
 
     @property
     def weights_bytes(self) -> int:

@@ -22,6 +22,7 @@ from fp4deploy.packed.graph import (
     Affine,
     ArgMax,
     Arithmetic,
+    Aten,
     Attention,
     Compare,
     Concat,
@@ -65,12 +66,14 @@ class Context:
     """What a node reads besides activations.
 
     tensor: name -> float32 tensor of the file. sizes: "<input>.<axis>" -> its size. positions: those of `Take`, on the
-    device; a CUDA graph cannot copy them from the host, and reads them as long as it is replayed.
+    device; a CUDA graph cannot copy them from the host, and reads them as long as it is replayed. dtype: of plain
+    activations.
     """
 
     tensor: Callable[[str], torch.Tensor]
     sizes: dict[str, int]
     positions: Mapping[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
 
     def size(self, size: Size) -> int:
         """The value of a size."""
@@ -85,6 +88,30 @@ def positions_of(graph: Graph, device: torch.device) -> dict[tuple[int, ...], to
     """What the nodes `take` of a graph read as `Context.positions`."""
     takes = {tuple(node.indices) for node in graph.nodes if isinstance(node, Take)}
     return {indices: torch.tensor(indices, device=device) for indices in takes}
+
+
+# Operators of ATen that a file may name: functions of their arguments alone, whose result has a size that follows from
+# sizes. One more is one name here, in every way of running a network.
+ATEN = (
+    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cosh", "cumprod", "erfc", "exp2", "fmod", "frac",
+    "gather", "grid_sampler_2d", "grid_sampler_3d", "hypot", "lgamma", "log10", "log2", "logaddexp", "prod",
+    "remainder", "sinh", "sort", "tan", "topk", "tril", "triu", "trunc", "_fft_c2c", "_fft_c2r", "_fft_r2c",
+)  # fmt: skip
+COMPLEX = ("_fft_c2c", "_fft_r2c")  # of these the results
+POSITIONS = ("index",)  # arguments that are positions
+
+
+def aten_function(name: str) -> torch._ops.OpOverload:
+    """The operator "name.overload".
+
+    Raises:
+        ValueError: it is not on the list.
+    """
+    operator, _, overload = name.partition(".")
+    if operator not in ATEN or overload not in getattr(torch.ops.aten, operator).overloads():
+        raise ValueError(f"'{name}' is no operator that a packed network may name")
+    found: torch._ops.OpOverload = getattr(getattr(torch.ops.aten, operator), overload)
+    return found
 
 
 FUNCTIONS: dict[str, tuple[int, Callable[..., torch.Tensor]]] = {  # name -> how many numbers, function
@@ -331,6 +358,41 @@ def _attention(node: Attention, inputs: list[torch.Tensor], _: Context) -> torch
     return F.scaled_dot_product_attention(q, k, v, mask[0] if mask else None, is_causal=node.causal, scale=node.scale)
 
 
+def _aten(node: Aten, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
+    function = aten_function(node.function)
+    given: dict[str, Any] = {name: _argument(value, context) for name, value in node.arguments.items()}
+    for role, x in zip(node.roles, inputs, strict=True):
+        name, _, place = role.partition(".")
+        if place:
+            given.setdefault(name, []).append(_operand(node, name, x))
+        else:
+            given[name] = _operand(node, name, x)
+    if node.function.startswith("gather"):  # a GPU would end the process
+        given["index"] = given["index"].clamp(0, given["self"].shape[given["dim"]] - 1)
+    results = function(**given)
+    y = results[node.result] if isinstance(results, tuple | list) else results
+    if not y.is_complex() and not y.is_floating_point() and max(inputs[0].shape, default=1) > MOST_POSITIONS:
+        raise ValueError(f"an axis of {max(inputs[0].shape)} has positions that FP16 does not hold")
+    return y if y.is_complex() else y.to(context.dtype)
+
+
+def _operand(node: Aten, name: str, x: torch.Tensor) -> torch.Tensor:
+    if name in POSITIONS:
+        return x.to(torch.int64)
+    if node.function.startswith("_fft_c2") and not x.is_complex():
+        return x.to(torch.complex64)
+    return x.to(torch.float32) if x.is_floating_point() else x
+
+
+def _argument(value: Any, context: Context) -> Any:
+    """A number or text as it is, the value of an expression of sizes, or several."""
+    if not isinstance(value, list):
+        return value
+    if any(isinstance(each, str) for each in value):
+        return context.size(value)
+    return [context.size(each) if isinstance(each, list) else each for each in value]
+
+
 _TABLE: dict[type[Step], Callable[..., torch.Tensor]] = {
     Affine: _affine,
     GroupNormReLU: _group_norm_relu,
@@ -364,6 +426,7 @@ _TABLE: dict[type[Step], Callable[..., torch.Tensor]] = {
     Matmul: _matmul,
     Softmax: _softmax,
     Attention: _attention,
+    Aten: _aten,
 }
 
 

@@ -108,7 +108,7 @@ class Writer:
             for each, x in zip(self.graph.inputs, inputs, strict=True)
             for axis, size in enumerate(x.shape)
         }
-        context = Context(tensors.__getitem__, sizes, self.positions)
+        context = Context(tensors.__getitem__, sizes, self.positions, self.dtype)
         for each, x in zip(self.graph.inputs, inputs, strict=True):
             x = x.to(self.dtype)
             x = encode_input(x) if self.graph.digits else x
@@ -123,7 +123,8 @@ class Writer:
                 continue
             y = self._layer(node, read, tensors) if isinstance(node, Layer) else self._compute(node, read, context)
             written = {form.name for form in node.outputs}
-            if (any(map(is_channels_last, read)) and not isinstance(node, LAYOUT)) or written & self.convolved:
+            is_map = any(map(is_channels_last, read)) and not isinstance(node, LAYOUT)
+            if not y.is_complex() and (is_map or written & self.convolved):
                 y = in_channels_last(y.to(self.dtype))
             live |= {form.name: self._form(y, form, tensors) for form in node.outputs if form not in early}
         return [live[each.activation] for each in self.graph.outputs]
@@ -131,6 +132,8 @@ class Writer:
     def _form(self, y: torch.Tensor, form: Form, tensors: Tensors) -> torch.Tensor:
         """A plain activation in one of its forms."""
         x = F.max_pool2d(y, 2) if form.pooled else y
+        if x.is_complex():
+            return x
         return x.to(self.dtype) if form.amax is None else self._quantized(x, form, tensors)
 
     def _quantized(self, x: torch.Tensor, form: Form, tensors: Tensors) -> torch.Tensor:

@@ -16,7 +16,9 @@ import fp4deploy as fd
 from fp4deploy.errors import InputError
 from fp4deploy.packed import PackedNetwork
 from fp4deploy.packed.file import KEY, read_packed
-from fp4deploy.packed.graph import Layer
+from fp4deploy.packed.graph import Aten, Layer
+from fp4deploy.packed.program import trace
+from fp4deploy.packed.writer import Writer
 
 Function = Callable[["Around", torch.Tensor], torch.Tensor]
 
@@ -138,7 +140,7 @@ def deployed(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize(
     ("function", "operator"),
     [
-        (lambda _, x: x * x.topk(2, 1)[0].sum(1, keepdim=True), "topk"),
+        (lambda _, x: x * torch.linalg.inv(x @ x.mT + torch.eye(8))[..., :1], "linalg_inv"),
         (lambda _, x: x + torch.view_as_real(x.to(torch.complex64))[..., 0], "a cast to complex64"),
         (lambda _, x: torch.where(x == float("inf"), x, -x), "number is inf"),
         (
@@ -146,7 +148,7 @@ def deployed(model: nn.Module) -> nn.Module:
             "its weight is what other nodes compute",
         ),
     ],
-    ids=["topk", "complex numbers", "infinity", "computed weight"],
+    ids=["inverse", "complex numbers", "infinity", "computed weight"],
 )
 def test_what_no_node_computes_is_named(function: Function, operator: str, tmp_path: Path) -> None:
     with warnings.catch_warnings(), pytest.raises(InputError, match=operator) as caught:
@@ -170,7 +172,57 @@ def test_positions_of_pixels_fix_the_size(tmp_path: Path) -> None:
         network(torch.zeros(1, 3, 8, 12))
 
 
-@pytest.mark.parametrize(("function", "expected"), [(lambda _, x: F.silu(x), "packed/3"), (statistics, "packed/4")])
+def warped(_: Around, x: torch.Tensor) -> torch.Tensor:
+    flow = torch.tanh(x[:, :2]).permute(0, 2, 3, 1)
+    return F.grid_sample(x, flow, align_corners=False) + F.grid_sample(x, flow, "nearest", "border", True)
+
+
+def largest(_: Around, x: torch.Tensor) -> torch.Tensor:
+    found, places = x.topk(4, 1)
+    again = torch.gather(x, 1, places) - found
+    return x * found.mean(1, keepdim=True) + torch.cat([again, found] * 2, 1) + x.sort(1, descending=True)[0]
+
+
+def spectrum(_: Around, x: torch.Tensor) -> torch.Tensor:
+    low = torch.fft.rfft2(x) * 0.5
+    kept = torch.cat([low[..., :2], torch.zeros_like(low[..., 2:])], -1)
+    return torch.fft.irfft2(kept, s=x.shape[-2:]) + torch.fft.rfft(x).abs().mean(-1, keepdim=True)
+
+
+def curves(_: Around, x: torch.Tensor) -> torch.Tensor:
+    return torch.atan2(x, x + 1) + torch.trunc(3 * x) + torch.fmod(x, 0.3) + torch.log2(x + 1) + x.prod(1, keepdim=True)
+
+
+@pytest.mark.parametrize("function", [warped, largest, spectrum, curves])
+def test_operators_of_the_list(function: Function, tmp_path: Path) -> None:
+    """In every way of running: packed, compared with torch when it is written, as one graph for a compiler."""
+    torch.manual_seed(3)
+    x = torch.randn(2, 3, 8, 12)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a transform fixes the size
+        result = fd.pack(Around(function), tmp_path / "own.fp4", example_inputs=x)
+    file = read_packed(tmp_path / "own.fp4")
+    assert result.verification is not None
+    assert any(isinstance(node, Aten) for node in file.graph.nodes)
+    expected = PackedNetwork(file)(x)
+    assert isinstance(expected, torch.Tensor)
+    module, tensors = trace(Writer(file, torch.device("cpu"), torch.float32), [x])
+    torch.testing.assert_close(module(*tensors, x)[0], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_positions_beyond_float16_are_refused(tmp_path: Path) -> None:
+    def far(_: Around, x: torch.Tensor) -> torch.Tensor:
+        flat = x.flatten(1)
+        return x + flat.gather(1, flat.topk(4, 1)[1]).mean()
+
+    with pytest.raises(InputError, match="positions that FP16 does not hold"):
+        fd.pack(Around(far), tmp_path / "own.fp4", example_inputs=torch.zeros(1, 3, 16, 16))
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [(lambda _, x: F.silu(x), "packed/3"), (statistics, "packed/4"), (curves, "packed/5")],
+)
 def test_the_older_format_is_written_where_it_has_all_nodes(function: Function, expected: str, tmp_path: Path) -> None:
     fd.pack(Around(function), tmp_path / "own.fp4", example_inputs=torch.randn(1, 3, 8, 8))
     with safe_open(tmp_path / "own.fp4", "pt") as file:

@@ -147,7 +147,7 @@ def test_numbers_and_formats(sanitized: Path, narrow: PackedFile, tmp_path: Path
         for number, tensor in enumerate(_numbers(name, narrow.tensors[name])):
             info = narrow.graph.tensors[name].model_copy(update={"sha256": digest(tensor)})
             graph = narrow.graph.model_copy(update={"tensors": {**narrow.graph.tensors, name: info}})
-            metadata = {"format": packed_format.BEFORE, "version": "0", "card": "", "graph": graph.model_dump_json()}
+            metadata = {"format": "packed/3", "version": "0", "card": "", "graph": graph.model_dump_json()}
             metadata["sha256"] = digest_of(each.encode() for each in metadata.values())
             paths.append(tmp_path / f"{kind}-{number}.fp4")
             write_tensors(paths[-1], {**narrow.tensors, name: tensor}, {packed_format.KEY: json.dumps(metadata)})
@@ -156,7 +156,7 @@ def test_numbers_and_formats(sanitized: Path, narrow: PackedFile, tmp_path: Path
 
     def other_nodes(op: str) -> Path:
         def change(metadata: dict[str, str]) -> None:
-            metadata["format"] = packed_format.FORMAT
+            metadata["format"] = "packed/4"
             metadata["graph"] = metadata["graph"].replace('"op":"group_norm_relu"', f'"op":"{op}"')
 
         path = tmp_path / f"{op}.fp4"

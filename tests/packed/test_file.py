@@ -120,10 +120,10 @@ def test_metadata_of_another_program(tmp_path: Path, text: str) -> None:
 
 
 def test_another_version(written: Path) -> None:
-    rewrite(written, lambda metadata, _: metadata.update(format="packed/5", version="9.9.0"))
+    rewrite(written, lambda metadata, _: metadata.update(format="packed/6", version="9.9.0"))
     with pytest.raises(
         InputError,
-        match="'packed/5', written by fp4deploy 9.9.0; this version .* reads packed/4 and packed/3 and packed/2 and",
+        match="'packed/6', written by fp4deploy 9.9.0; this version .* reads packed/5 and packed/4 and packed/3 and",
     ):
         read_packed(written)
 

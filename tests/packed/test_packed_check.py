@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from fp4deploy.errors import InputError
 from fp4deploy.packed import shapes
 from fp4deploy.packed.check import check_graph, check_values
-from fp4deploy.packed.graph import Graph
+from fp4deploy.packed.graph import Activation, Aten, Conv2d, Form, Graph, Input, Output, TensorInfo
 from tests.packed.small_networks import CLASSES, packed
 
 Change = Callable[[dict[str, Any]], object]
@@ -231,3 +231,49 @@ def test_a_first_source_that_ends_inside_a_block() -> None:
 
     with pytest.raises(InputError, match="'decoder.3.conv1'.*not a multiple of 16 channels"):
         check_graph(changed(join, 0.125), len(CLASSES))
+
+
+def aten(function: str = "topk.default", **fields: Any) -> Aten:
+    given = {"inputs": ["x"], "outputs": [Form(name="y")], "roles": ["self"], "arguments": {"k": 1, "dim": 1}}
+    return Aten(function=function, **{**given, **fields})
+
+
+def of_one(node: Any, *more: Any, out: str = "y") -> Graph:
+    image = Input(name="image", shape=[1, 3, 8, 8], free=[0, 2, 3], outputs=[Form(name="x")])
+    outputs = [Output(name="", activation=out)]
+    return Graph(inputs=[image], nodes=[node, *more], outputs=outputs, tensors={})
+
+
+def test_an_operator_of_the_list_is_taken() -> None:
+    assert check_graph(of_one(aten()))["y"] == (1, 1, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("node", "cause"),
+    [
+        (aten("exponential_.default"), "no operator that a packed network may name"),
+        (aten("topk.nothing"), "no operator that a packed network may name"),
+        (aten(arguments={"k": 1, "axis": 1}), "topk.default has no argument 'axis'"),
+        (aten(roles=["self", "other"]), "another number of roles"),
+        (aten(result=2), "has 2 results"),
+        (aten(arguments={"k": 9, "dim": 1}), "k not in range"),
+        (aten(arguments={"k": "many", "dim": 1}), "k"),
+        (aten("sort.stable", arguments={}), "stable"),
+    ],
+)
+def test_what_does_not_fit_an_operator_of_the_list(node: Aten, cause: str) -> None:
+    with pytest.raises(InputError, match=cause):
+        check_graph(of_one(node))
+
+
+def test_a_complex_activation_stays_within() -> None:
+    transform = aten("_fft_r2c.default", arguments={"dim": [2, 3], "normalization": 0, "onesided": True})
+    with pytest.raises(InputError, match="output of the graph is complex"):
+        check_graph(of_one(transform))
+    relu = Activation(function="abs", inputs=["y"], outputs=[Form(name="z")])
+    assert check_graph(of_one(transform, relu, out="z"))["z"] == (1, 3, 8, 5)
+    layer = Conv2d(inputs=["y"], outputs=[Form(name="z")], layer="a", precision="fp16")
+    graph = of_one(transform, layer, out="z")
+    info = TensorInfo(dtype="F16", shape=[4, 1, 1, 3], sha256="0" * 64)
+    with pytest.raises(InputError, match="reads a complex activation"):
+        check_graph(graph.model_copy(update={"tensors": {"a.weight": info}}))

@@ -9,6 +9,7 @@ from fp4deploy.export.packing.writer import Tensors, Write, Writer
 from fp4deploy.graph import ir
 from fp4deploy.graph.operators import UNARY
 from fp4deploy.packed.graph import Graph
+from fp4deploy.packed.operators import ATEN
 
 
 def packed_graph(
@@ -69,4 +70,5 @@ WRITERS: dict[str, Write] = {
     "matmul": operators.write_matmul,
     **dict.fromkeys(("softmax", "log_softmax"), operators.write_softmax),
     "attention": operators.write_attention,
+    **{f"aten.{name}": operators.write_aten for name in ATEN},
 }  # fmt: skip

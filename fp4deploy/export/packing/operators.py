@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import torch
 
-from fp4deploy.export.packing.writer import FP16_MAX, Writer, refuse, size_value, size_values
+from fp4deploy.export.packing.writer import FP16_MAX, Writer, refuse, role_order, size_value, size_values
 from fp4deploy.graph import ir
 from fp4deploy.packed import graph as packed
 from fp4deploy.packed.graph import Form
@@ -331,3 +331,37 @@ def write_attention(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.
     return packed.Attention(
         inputs=writer.reads(node, roles), outputs=forms, causal=causal, scale=None if scale is None else float(scale)
     )
+
+
+def write_aten(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
+    """An operator of ATen that a packed network may name, as its schema has it."""
+    name = node.op.removeprefix("aten.")
+    attributes = {key: value for key, value in node.attributes.items() if key != "result"}
+    roles = sorted((*node.inputs, *node.parameters), key=role_order)
+    for overload in getattr(torch.ops.aten, name).overloads():
+        schema = getattr(getattr(torch.ops.aten, name), overload)._schema
+        tensors = {argument.name for argument in schema.arguments if "Tensor" in str(argument.type)}
+        numbers = {argument.name for argument in schema.arguments} - tensors
+        given = [_schema_role(role, tensors) for role in roles]
+        if {*attributes} == numbers and {role.partition(".")[0] for role in given} == tensors:
+            return packed.Aten(
+                function=f"{name}.{overload}",
+                roles=given,
+                arguments={key: _argument(node, value) for key, value in attributes.items()},
+                result=node.attributes.get("result", 0),
+                inputs=[writer.reads(node, (role,))[0] for role in roles],
+                outputs=forms,
+            )
+    raise refuse(node, "a call of a form of its own")
+
+
+def _schema_role(role: str, names: set[str]) -> str:
+    return "self" if role == "input" and "input" not in names else role
+
+
+def _argument(node: ir.Node, value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [list(each) if isinstance(each, tuple) else each for each in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise refuse(node, f"an argument such as {value!r:.40}")

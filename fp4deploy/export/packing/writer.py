@@ -291,7 +291,7 @@ class Writer:
     def reads(self, node: ir.Node, order: tuple[str, ...] = ()) -> list[str]:
         """The activations that a node reads, in the order of its roles; parameters become constants."""
         given = {*node.inputs, *node.parameters}
-        roles = [role for role in order if role in given] if order else sorted(given, key=_order)
+        roles = [role for role in order if role in given] if order else sorted(given, key=role_order)
         return [
             self.read(node.inputs[role], node) if role in node.inputs else self.constant(node.parameters[role], node)
             for role in roles
@@ -372,7 +372,8 @@ def owner(node: ir.Node) -> str:
     return node.parameters["weight"].removesuffix(".weight")
 
 
-def _order(role: str) -> tuple[int, int]:
+def role_order(role: str) -> tuple[int, int]:
+    """Places roles in the order in which nodes read them."""
     head, _, number = role.partition(".")
     known = ("input", "query", "key", "value", "tensors", "other")
     return (known.index(head) if head in known else len(known), int(number) if number.isdecimal() else 0)
