@@ -8,7 +8,7 @@ addresses and sizes is cached between steps; parameters keep their addresses.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -75,7 +75,7 @@ def _starts(counts: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
     return tuple(starts), total
 
 
-@lru_cache(maxsize=16)
+@cache  # a CUDA graph reads a table as long as it is replayed: none is ever dropped, each a few KB
 def _table(layouts: tuple[tuple[int, int, int, int], ...], device: torch.device) -> tuple[torch.Tensor, int, int]:
     starts, total = _starts(tuple(count for _, count, _, _ in layouts))
     rows, block = [], 0
