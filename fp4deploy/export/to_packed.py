@@ -112,7 +112,8 @@ def compile(model: nn.Module, example_inputs: Inputs) -> CapturedNetwork:
     torch.Size([2, 8, 14, 14])
     """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    file = _deployed_file(model, Path("compiled.fp4"), tree_map(torch.Tensor.cpu, example_inputs))[1]
+    example = tree_map(lambda each: each.cpu() if isinstance(each, torch.Tensor) else each, example_inputs)
+    file = _deployed_file(model, Path("compiled.fp4"), example)[1]
     return CapturedNetwork(PackedNetwork(file, device), graphs_enabled(), compile_mode())
 
 

@@ -1,4 +1,4 @@
-"""Resizing with its positions in tables: what torch computes, in forms that compile to little code.
+"""Resizing with its positions in tables: what torch computes on a CPU, in forms that compile to little code.
 
     y = interpolate_linear(x, (128, 128), None, align_corners=False)       as F.interpolate(x, ..., mode="bilinear")
     y = interpolate_nearest(x, None, (2.0, 2.0), exact=False)              as F.interpolate(x, ..., mode="nearest")
@@ -12,17 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 Sizes = Sequence[int] | None
 Factors = Sequence[float] | None
-Axis = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Axis = tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # None: as it is
 
 
 def interpolate_linear(x: torch.Tensor, size: Sizes, scale: Factors, align_corners: bool) -> torch.Tensor:
-    """`x` [N, C, *S] resized to `size`, or by the factors `scale`; sums in FP32, the last axis first, rounded once."""
+    """`x` [N, C, *S] resized to `size`, or by the factors `scale`; sums in FP32, the last axis first, rounded once.
+
+    An axis whose size stays is copied, whatever the factor, as torch does on a CPU.
+    """
     axes = [
-        _between(source, result, step, align_corners, x.device)
+        None if result == source else _between(source, result, step, align_corners, x.device)
         for source, (result, step) in zip(x.shape[2:], _targets(x, size, scale), strict=True)
     ]
     return _interpolated(x, axes, 0).to(x.dtype)
@@ -32,11 +36,15 @@ def interpolate_nearest(x: torch.Tensor, size: Sizes, scale: Factors, exact: boo
     """`x` [N, C, *S] resized to `size`, or by the factors `scale`; exact: "nearest-exact", from the pixels' centres."""
     for at, (result, step) in enumerate(_targets(x, size, scale), 2):
         source = x.shape[at]
-        if result % source == 0 and step * (result // source) == 1:
+        if result == source and not exact:
+            continue
+        place = np.arange(result, dtype=np.float32) + np.float32(0.5 if exact else 0)
+        pixels = np.minimum((place * np.float32(step)).astype(np.int32), source - 1)
+        # torch's product with the rounded step is one pixel off for some whole factors, such as 41: so is this.
+        if np.array_equal(pixels, np.arange(source).repeat(max(1, result // source))):
             x = _repeated(x, at, result // source)
         else:
-            place = torch.arange(result, dtype=torch.float32, device=x.device) + (0.5 if exact else 0.0)
-            x = _taken(x, at, (place * step).to(torch.int32).clamp(max=source - 1))
+            x = _taken(x, at, torch.tensor(pixels, device=x.device))
     return x
 
 
@@ -52,7 +60,10 @@ def _interpolated(x: torch.Tensor, axes: Sequence[Axis], at: int) -> torch.Tenso
     """Interpolated along the axes from the given one on, float32."""
     if at == len(axes):
         return x.to(torch.float32)
-    before, behind, weight = axes[at]
+    axis = axes[at]
+    if axis is None:
+        return _interpolated(x, axes, at + 1)
+    before, behind, weight = axis
     shape = (-1, *(1,) * (len(axes) - at - 1))
     low, high = (_interpolated(_taken(x, at + 2, pixels), axes, at + 1) for pixels in (before, behind))
     return (1 - weight).view(shape) * low + weight.view(shape) * high

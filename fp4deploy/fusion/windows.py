@@ -16,7 +16,7 @@ from fp4deploy.plugins.runtime.torch_library import LIBRARY
 
 # So many terms are fused in seconds. 7x7 taps, in the 18 layers of a ConvNeXt, took more than two minutes of compiling
 # (16 cores beside an H200, torch 2.11, 2026-11-28).
-MAX_TAPS = 9
+MAX_TAPS, MAX_POOL_TAPS = 9, 25
 LIBRARY.define(
     "depthwise_conv2d(Tensor x, Tensor filters, int[] taps, int[] stride, int[] padding, int[] dilation) -> Tensor"
 )

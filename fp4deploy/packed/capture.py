@@ -72,8 +72,12 @@ class CapturedNetwork:
         self.network = network
         on_gpu = network.device.type == "cuda"
         self.enabled, self.compiled = enabled and on_gpu, compiled if on_gpu else "off"
-        self.programs: list[Program] = []  # those that were chosen
-        self._runs: dict[Shapes, tuple[tuple[torch.Tensor, ...], Callable[[], Result]]] = {}  # static inputs, run
+        self._runs: dict[Shapes, tuple[tuple[torch.Tensor, ...], Callable[[], Result], Program | None]] = {}
+
+    @property
+    def programs(self) -> list[Program]:
+        """Those of the shapes that a compiled program computes."""
+        return [program for *_, program in self._runs.values() if program is not None]
 
     def __call__(self, *inputs: torch.Tensor) -> Result:
         """Outputs for `inputs`, in memory of their own."""
@@ -94,36 +98,36 @@ class CapturedNetwork:
             if len(self._runs) >= SHAPES:
                 del self._runs[next(iter(self._runs))]
             static = tuple(x.to(device, dtype).clone() for x in inputs)
-            self._runs[shapes] = static, self._run(static)
-        static, run = self._runs[shapes]
+            self._runs[shapes] = static, *self._run(static)
+        static, run, _ = self._runs[shapes]
         for held, x in zip(static, inputs, strict=True):
             held.copy_(x)
         return run
 
-    def _run(self, inputs: tuple[torch.Tensor, ...]) -> Callable[[], Result]:
+    def _run(self, inputs: tuple[torch.Tensor, ...]) -> tuple[Callable[[], Result], Program | None]:
         """By the program or by the network's own steps, as was chosen."""
-        wanted = self.compiled if self.compiled != "auto" or left_to_torch(self.network.steps) else "off"
-        if wanted == "off":
-            return self._record(self.network, inputs)
-        name = choice_key(self.network.file, inputs)
-        choice = "program" if wanted == "on" else remembered(name)
+        network, mode = self.network, self.compiled
+        if mode == "off" or (mode == "auto" and not (network.by_default and left_to_torch(network.steps))):
+            return self._record(network, inputs), None
+        name = choice_key(network.file, inputs, self.enabled)
+        choice = "program" if mode == "on" else remembered(name)
         if choice == "kernels":
-            return self._record(self.network, inputs)
+            return self._record(network, inputs), None
         try:
             with progress("compiling the packed network for these sizes, once"):
-                program = compile_program(self.network.file, inputs)
-                run = self._record(lambda *inputs: self.network.named(program(*inputs)), inputs)
-        except UnavailableError as error:
+                program = compile_program(network.file, inputs)
+                run = self._record(lambda *inputs: network.named(program(*inputs)), inputs)
+        except (UnavailableError, RuntimeError) as error:  # of memory, too: the steps need less
             warnings.warn(f"{error} Its nodes are run by kernels of this package and by torch.", stacklevel=2)
-            return self._record(self.network, inputs)
+            return self._record(network, inputs), None
         if choice is None:
-            steps = self._record(self.network, inputs)
-            choice = "program" if _milliseconds(run) <= _milliseconds(steps) else "kernels"
+            steps = self._record(network, inputs)
+            with torch.cuda.device(network.device):
+                choice = "program" if _milliseconds(run) <= _milliseconds(steps) else "kernels"
             remember(name, choice)
             if choice == "kernels":
-                return steps
-        self.programs.append(program)
-        return run
+                return steps, None
+        return run, program
 
     @property
     def weights_bytes(self) -> int:
@@ -133,7 +137,7 @@ class CapturedNetwork:
     @property
     def replays(self) -> bool:
         """Whether a call replays one graph: capture is switched on, and failed for none of the shapes."""
-        return self.enabled and all(isinstance(run, Replay) for _, run in self._runs.values())
+        return self.enabled and all(isinstance(run, Replay) for _, run, _ in self._runs.values())
 
     def _record(self, compute: Callable[..., Result], inputs: tuple[torch.Tensor, ...]) -> Callable[[], Result]:
         if not self.enabled:

@@ -109,6 +109,8 @@ class PackedNetwork:
         marks = os.environ.get("FP4DEPLOY_NVTX", "off") == "on" and self.device.type == "cuda"
         self._range: Callable[[Step], AbstractContextManager[Any]] = _nvtx_range if marks else nullcontext
         self.pack: Pack = round_trip_nvfp4 if self.device.type == "cpu" else packed_form  # between two nodes
+        # Nobody asked for a form of its kernels, nor for marks of its nodes: a compiled program may stand for them.
+        self.by_default = on_gpu and weights is None and plain == "torch" and not marks
         self._decodes = weights != "packed" and decoded.available(self.device)
         self._own = plain == "kernel" and self.device.type == "cuda"
         self._packed: dict[str, Nvfp4Tensor] = {}

@@ -30,11 +30,13 @@ from torch import fx
 
 from fp4deploy import __version__
 from fp4deploy.errors import Fp4DeployError, InputError, UnavailableError, named_cause
+from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.fusion import values, windows
 from fp4deploy.packed.file import PackedFile
-from fp4deploy.packed.graph import GroupNormReLU, Layer, Pool, Reshape
+from fp4deploy.packed.graph import Conv2d, GroupNormReLU, Layer, Pool, Reshape
 from fp4deploy.packed.producers import Move, Produce, Step
-from fp4deploy.packed.writer import Writer
+from fp4deploy.packed.shapes import shapes_of
+from fp4deploy.packed.writer import Key, Writer
 from fp4deploy.plugins.runtime.cache import cache_folder, keep_compiled_private, keep_entry, key, read_entry
 
 EXPANSIONS: dict[Any, Callable[..., Any]] = {
@@ -86,19 +88,30 @@ def compile_mode() -> str:
 
 def left_to_torch(steps: Sequence[Step]) -> bool:
     """Whether single operators of torch compute some of the steps: then a compiler may join them."""
-    covered = (Layer, Produce, Move, GroupNormReLU, Reshape)
-    pools = [step for step in steps if isinstance(step, Pool) and step.op == "max_pool"]
-    return any(not isinstance(step, covered) and step not in pools for step in steps)
+    return not all(map(_is_covered, steps))
+
+
+def _is_covered(step: Step) -> bool:
+    """By kernels of this package, or a library's that nothing is fused with."""
+    if isinstance(step, Pool):
+        return step.op == "max_pool"
+    if isinstance(step, Conv2d):
+        return step.groups == 1
+    return isinstance(step, Layer | Produce | Move | GroupNormReLU | Reshape)
 
 
 def compile_program(file: PackedFile, inputs: Sequence[torch.Tensor]) -> Program:
     """What computes the outputs for inputs of these sizes, in the dtype and on the device of the first.
 
     Raises:
-        UnavailableError: the compiler is missing something (Triton, a C compiler), or fails on the network.
+        UnavailableError: the compiler is missing something (Triton, a C compiler), or fails on the network; on a CPU,
+            a network with parts of blocks, which torch 2.13 compiles to wrong code there (its loops are split, and the
+            last part is left out).
     """
     keep_compiled_private()
     device, dtype = inputs[0].device, inputs[0].dtype
+    if device.type == "cpu" and _has_partial_blocks(file):
+        raise UnavailableError("A packed network whose channels are no multiples of 16 is compiled for GPUs alone.")
     try:
         from torch._inductor import standalone_compile
 
@@ -113,16 +126,21 @@ def compile_program(file: PackedFile, inputs: Sequence[torch.Tensor]) -> Program
         raise
     except Exception as error:
         raise UnavailableError(f"The packed network was not compiled ({named_cause(error)}).") from error
-
     return Program(compiled, tuple(tensors))
 
 
-def choice_key(file: PackedFile, inputs: Sequence[torch.Tensor]) -> str:
-    """What a choice depends on: the network without the numbers of its weights, shapes, GPU and versions."""
+def _has_partial_blocks(file: PackedFile) -> bool:
+    shapes = shapes_of(file.graph)
+    packed = [form for form in file.graph.forms().values() if form.amax]
+    return any(shapes[form.name][1 if form.axis == "channels" else -1] % NVFP4_BLOCK for form in packed)
+
+
+def choice_key(file: PackedFile, inputs: Sequence[torch.Tensor], graphs: bool) -> str:
+    """What a choice depends on: the network without the numbers of its weights, shapes, GPU, versions, CUDA graphs."""
     from fp4deploy.plugins.aot.compile import triton_version
 
-    graph = file.graph.model_dump_json(exclude={"tensors"})
-    shapes = str([tuple(x.shape) for x in inputs])
+    graph = file.graph.model_dump_json(exclude={"tensors": {"__all__": {"sha256"}}})
+    shapes = f"{[tuple(x.shape) for x in inputs]} {graphs}"
     versions = f"{__version__} {torch.__version__} {triton_version()} {torch.backends.cudnn.version()}"
     return key(["packed program 1", graph, shapes, torch.cuda.get_device_name(inputs[0].device), versions])
 
@@ -144,7 +162,7 @@ def trace(writer: Writer, inputs: Sequence[torch.Tensor]) -> tuple[fx.GraphModul
     from torch.fx.experimental.proxy_tensor import make_fx
 
     tensors = writer.tensors()
-    names = list(tensors)
+    names: list[Key] = list(tensors)
 
     def run(*arguments: torch.Tensor) -> list[torch.Tensor]:
         read = dict(zip(names, arguments[: len(names)], strict=True))

@@ -10,7 +10,7 @@ compiled.
 
 **Layers.** What a layer in NVFP4 reads are decoded values (`fusion.values`), in FP16 times a power of two, in which
 they are exact. Its weight is decoded once, times another. cuBLAS and cuDNN sum in FP32; what the powers of two leave of
-both global scales multiplies the sum: a number in [1, 2), unless one of the scales is very small. So operands are those
+both global scales multiplies the sum: a number in [1, 2), unless scales are very small or large. So operands are those
 of the file, bit for bit, and a sum differs by its order and, for a convolution, by one rounding to FP16.
 
 **Precision between layers.** In FP16 what lies between two layers is computed in FP32 and rounded where it is written.
@@ -31,7 +31,7 @@ from fp4deploy.formats import Nvfp4Tensor, global_scale
 from fp4deploy.formats.constants import NVFP4_BLOCK, nvfp4_range
 from fp4deploy.fusion.resize import interpolate_linear, interpolate_nearest
 from fp4deploy.fusion.values import EXPONENTS, Scale, scale_of, values
-from fp4deploy.fusion.windows import MAX_TAPS, depthwise_conv2d, max_pool2d
+from fp4deploy.fusion.windows import MAX_POOL_TAPS, MAX_TAPS, depthwise_conv2d, max_pool2d
 from fp4deploy.models.input_encoding import encode_input
 from fp4deploy.packed.file import PackedFile
 from fp4deploy.packed.graph import (
@@ -62,17 +62,18 @@ from fp4deploy.plugins.gemm.convolution import small_k
 from fp4deploy.plugins.gemm.convolution.operators import FORMATS
 from fp4deploy.plugins.quantize import norm_pack as _norm_pack  # noqa: F401 - registers norm_coefficients
 
-Tensors = dict[str, torch.Tensor]
+Key = str | tuple[str, str]  # a tensor of the file; what is made of one of a layer, or of an amax
+Tensors = dict[Key, torch.Tensor]
 LAYOUT = (Flip, Permute, Repeat, Reshape, Roll, Select, Slice, Take)  # nodes that write no feature map
 ACTIVATION = -12  # exponent of the unit of activations: what is left for weights keeps their product in FP16's range
 
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """A layer's weight as torch's operator takes it; scale: what the layer's sum is multiplied with."""
+    """A layer's weight as torch's operator takes it; unit: what one of its values stands for."""
 
     values: torch.Tensor
-    scale: float
+    unit: float
 
 
 class Writer:
@@ -82,7 +83,7 @@ class Writer:
     """
 
     def __init__(self, file: PackedFile, device: torch.device, dtype: torch.dtype) -> None:
-        self.graph, self.dtype = file.graph, dtype
+        self.graph, self.forms, self.dtype = file.graph, file.graph.forms(), dtype
         layers = [node for node in file.graph.nodes if isinstance(node, Layer)]
         held = {name for node in layers for name in weight_names(node)}
         self.vectors = {k: v.to(device, torch.float32) for k, v in file.tensors.items() if k not in held}
@@ -90,19 +91,26 @@ class Writer:
         shapes = shapes_of(file.graph)
         self.weights = {node.layer: self._weight(file, node, shapes, device) for node in layers}
         self.positions = positions_of(file.graph, device)
+        last = {name: number for number, node in enumerate(file.graph.nodes) for name in node.inputs}
+        last |= {each.activation: len(file.graph.nodes) for each in file.graph.outputs}
+        self.last_read = [  # by each node: what is freed then
+            [name for name in dict.fromkeys(node.inputs) if last[name] == number]
+            for number, node in enumerate(file.graph.nodes)
+        ]
         self.convolved = {name for node in layers if not isinstance(node, Linear) for name in node.inputs}
         self.factors = self._factors(layers, {each.activation for each in file.graph.outputs})
 
     def tensors(self) -> Tensors:
         """Everything that the operators read besides the inputs, by name."""
-        named = {f"{name}.weight": weight.values for name, weight in self.weights.items()}
+        named: Tensors = {("weight", name): weight.values for name, weight in self.weights.items()}
         for amax, scale in self.scales.items():
-            named |= {f"{amax}.sixth": scale.sixth, f"{amax}.decode": scale.decode}
-        return named | self.vectors
+            named |= {("sixth", amax): scale.sixth, ("decode", amax): scale.decode}
+        named.update(self.vectors.items())
+        return named
 
     def outputs(self, tensors: Tensors, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The outputs of the network, from `tensors()` and inputs of the sizes that are to be written down."""
-        live: Tensors = {}
+        live: dict[str, torch.Tensor] = {}
         sizes = {
             f"{each.name}.{axis}": size
             for each, x in zip(self.graph.inputs, inputs, strict=True)
@@ -113,8 +121,10 @@ class Writer:
             x = x.to(self.dtype)
             x = encode_input(x) if self.graph.digits else x
             live |= {form.name: self._form(x, form, tensors) for form in each.outputs}
-        for node in self.graph.nodes:
+        for number, node in enumerate(self.graph.nodes):
             read = [live[name] for name in node.inputs]
+            for name in self.last_read[number]:
+                live.pop(name)
             early = [form for form in node.outputs if only_moves(node, form, read)]
             for form in early:
                 y = self._compute(node, [self._form(x, form, tensors) for x in read], context)
@@ -139,12 +149,12 @@ class Writer:
     def _quantized(self, x: torch.Tensor, form: Form, tensors: Tensors) -> torch.Tensor:
         name = str(form.amax)
         held = replace(
-            self.scales[name], sixth=tensors[f"{name}.sixth"], decode=tensors[f"{name}.decode"], amax=tensors[name]
+            self.scales[name], sixth=tensors["sixth", name], decode=tensors["decode", name], amax=tensors[name]
         )
         return values(x, held, 1 if form.axis == "channels" else -1, self.dtype)
 
     def _layer(self, node: Layer, inputs: list[torch.Tensor], tensors: Tensors) -> torch.Tensor:
-        weight, scale = tensors[f"{node.layer}.weight"], self.weights[node.layer].scale
+        weight, scale = tensors["weight", node.layer], self._factor(node)
         if node.outputs[0].name in self.factors:
             scale = 1.0
         bias = tensors[node.bias] if node.bias else None
@@ -193,7 +203,9 @@ class Writer:
         x = inputs[0] if inputs else torch.empty(0)
         if _has_kernel(node) and x.ndim == 4 and x.dtype == torch.float16:
             return self._normalized(cast("Norm | GroupNormReLU", node), x, context)
-        if isinstance(node, Pool) and node.op == "max_pool" and len(node.kernel) == 2 and not node.ceil_mode:
+        pools = isinstance(node, Pool) and node.op == "max_pool" and len(node.kernel) == 2 and not node.ceil_mode
+        if pools and math.prod(cast(Pool, node).kernel) <= MAX_POOL_TAPS:
+            node = cast(Pool, node)
             return max_pool2d(x, node.kernel, node.stride, node.padding, node.dilation)
         if isinstance(node, Concat) and node.dim == 1 and any(map(is_channels_last, inputs)):
             return _concatenated(inputs)
@@ -233,16 +245,16 @@ class Writer:
             alone = len(node.outputs) == 1 and node.outputs[0].amax is None and name not in kept and bool(readers)
             convolution = isinstance(node, Conv2d | ConvTranspose2d) and len(node.stride) == 2 and node.bias is None
             rectified = isinstance(node, Conv2d) and node.relu
-            if alone and convolution and not rectified and all(map(_has_kernel, readers)):
-                factors[name] = self.weights[node.layer].scale
+            if alone and convolution and not rectified and all(map(_has_kernel, readers)) and self._factor(node):
+                factors[name] = self._factor(node)
         return factors if self.dtype == torch.float16 else {}
 
     def _scales(self, file: PackedFile, layers: Sequence[Layer]) -> dict[str, Scale]:
         """By the name of an amax. A layer of several sources reads them in one unit."""
-        forms, whole = file.graph.forms(), set[str]()
-        names = sorted({form.amax for form in forms.values() if form.amax})
+        whole = set[str]()
+        names = sorted({form.amax for form in self.forms.values() if form.amax})
         for node in layers:
-            read = {str(forms[name].amax) for name in node.inputs if forms[name].amax}
+            read = {str(self.forms[name].amax) for name in node.inputs if self.forms[name].amax}
             if len({float(file.tensors[name]) for name in read}) > 1:
                 whole |= read
         exact = names if self.dtype == torch.float16 else []
@@ -250,6 +262,14 @@ class Writer:
             name: scale_of(self.vectors[name], ACTIVATION if name in exact and name not in whole else None)
             for name in names
         }
+
+    def _factor(self, node: Layer) -> float:
+        """What a layer's sum of decoded operands is multiplied with."""
+        if node.precision == "fp16" or self.dtype != torch.float16:
+            return 1.0
+        read = self.scales[str(self.forms[node.inputs[0]].amax)]
+        source = 1.0 if read.exponent is None else float(global_scale(read.amax)) / 2.0**read.exponent
+        return self.weights[node.layer].unit * source
 
     def _weight(self, file: PackedFile, node: Layer, shapes: Mapping[str, Shape], device: torch.device) -> Weight:
         names = weight_names(node)
@@ -260,21 +280,18 @@ class Writer:
         axis = -1 if isinstance(node, Linear) else 1
         channels = sum(shapes[name][axis] for name in node.inputs)
         packed = Nvfp4Tensor(codes, scales, amax, torch.Size(weight_shape(file.graph, node, channels)), node.e4m3_max)
-        read = self.scales[str(file.graph.forms()[node.inputs[0]].amax)]
         if self.dtype != torch.float16:
-            decoded, scale = packed.dequantize(self.dtype), 1.0
+            decoded, unit = packed.dequantize(self.dtype), 1.0
         else:
-            unit = float(global_scale(amax, node.e4m3_max))
-            if read.exponent is not None:
-                unit *= float(global_scale(read.amax))
             # Both units together next below both global scales, so that the sum is rounded in the range of the output.
+            read = self.scales[str(self.forms[node.inputs[0]].amax)]
+            first, scale = read.exponent or 0, float(global_scale(amax, node.e4m3_max))
+            both = scale if read.exponent is None else scale * float(global_scale(read.amax))
             low, high = EXPONENTS
-            first = read.exponent or 0
-            exponent = max(low, min(high, math.floor(math.log2(unit)) - first)) if unit > 0 else low
+            exponent = max(low, min(high, math.floor(math.log2(both)) - first)) if both > 0 else low
             whole = torch.full_like(amax, nvfp4_range(node.e4m3_max) * 2.0**exponent)
-            decoded = replace(packed, amax=whole).dequantize(torch.float16)
-            scale = unit / 2.0 ** (exponent + first)
-        return Weight(decoded.permute(weight_order(node, decoded.ndim)), scale)
+            decoded, unit = replace(packed, amax=whole).dequantize(torch.float16), scale / 2.0**exponent
+        return Weight(decoded.permute(weight_order(node, decoded.ndim)), unit)
 
 
 def is_channels_last(x: torch.Tensor) -> bool:

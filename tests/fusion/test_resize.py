@@ -16,6 +16,9 @@ CASES = [
     ((1, 1), (4, 4), None),
     ((6, 6), (1, 1), None),
     ((12, 10), None, (0.5, 0.25)),
+    ((8, 6), None, (1.1, 1.1)),  # sizes that stay are copied
+    ((8, 6), None, (1.1, 2.0)),
+    ((3, 2), (123, 82), None),  # torch's step of 41 is one pixel off
 ]
 
 

@@ -140,7 +140,7 @@ def test_a_layer_that_is_timed_keeps_what_it_reads() -> None:
 class Layered(Network):
     """A network of the kind that is compiled; its program computes x + 2."""
 
-    steps, file = (object(),), None
+    steps, file, by_default = (object(),), None, True
 
     def named(self, outputs: list[torch.Tensor]) -> torch.Tensor:
         return outputs[0]
@@ -158,7 +158,7 @@ def choices(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Choices instead of the cache, and a compiler that is at hand."""
     kept: dict[str, str] = {}
     monkeypatch.setattr(capture, "compile_program", lambda file, inputs: Compiled())
-    monkeypatch.setattr(capture, "choice_key", lambda file, inputs: str(inputs[0].shape))
+    monkeypatch.setattr(capture, "choice_key", lambda file, inputs, graphs: str(inputs[0].shape))
     monkeypatch.setattr(capture, "remembered", kept.get)
     monkeypatch.setattr(capture, "remember", kept.__setitem__)
     return kept
@@ -215,3 +215,36 @@ def test_compiled_without_graphs(choices: dict[str, str]) -> None:
     own = CapturedNetwork(network, enabled=False, compiled="on")
     assert torch.equal(own(image()), image() + 2)  # type: ignore[arg-type]
     assert not own.replays
+
+
+def test_what_does_not_fit_into_memory_is_run_by_kernels(
+    choices: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Large(Compiled):
+        def __call__(self, x: torch.Tensor) -> list[torch.Tensor]:
+            raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(capture, "compile_program", lambda file, inputs: Large())
+    network: Any = Layered()
+    with pytest.warns(UserWarning, match="out of memory"):
+        run = CapturedNetwork(network, compiled="auto").prepared(image())
+    assert torch.equal(run(), image() + 1)  # type: ignore[arg-type]
+
+
+def test_programs_go_with_their_shapes(choices: dict[str, str]) -> None:
+    network: Any = Layered()
+    own = CapturedNetwork(network, compiled="on")
+    for size in range(1, SHAPES + 4):
+        own.prepared(image(size))
+    assert len(own.programs) == SHAPES
+    held = weakref.ref(own)
+    run = own.prepared(image())
+    del own
+    assert held() is None  # no cycle, and `run` holds its own shape alone
+    assert torch.equal(run(), image() + 2)  # type: ignore[arg-type]
+
+
+def test_a_form_that_was_asked_for_is_kept(choices: dict[str, str]) -> None:
+    network: Any = Layered()
+    network.by_default = False  # such as weights="packed"
+    assert torch.equal(CapturedNetwork(network, compiled="auto").prepared(image())(), image() + 1)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from fp4deploy.errors import InputError, UnavailableError
@@ -57,11 +58,31 @@ def test_a_choice_is_of_a_network_a_size_and_a_gpu(monkeypatch: pytest.MonkeyPat
     names = iter(("NVIDIA H200", "NVIDIA H200", "NVIDIA H100"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: next(names, "NVIDIA H200"))
     file, x = network("FPN")
-    one = choice_key(file, [x])
-    assert one == choice_key(file, [x])
-    assert one != choice_key(file, [x])  # another GPU
-    assert one != choice_key(file, [x[:1]])
-    assert one != choice_key(network("ASPP")[0], [x])
+    one = choice_key(file, [x], True)
+    assert one == choice_key(file, [x], True)
+    assert one != choice_key(file, [x], True)  # another GPU
+    assert one != choice_key(file, [x[:1]], True)
+    assert one != choice_key(file, [x], False)  # launched one by one
+    assert one != choice_key(network("ASPP")[0], [x], True)
+
+
+def test_a_choice_is_of_a_width_and_not_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    x = torch.randn(1, 3, 8, 8)
+
+    def named(width: int) -> str:
+        layers = nn.Conv2d(3, width, 3), nn.Conv2d(width, width, 3), nn.Conv2d(width, 4, 1)
+        return choice_key(packed(nn.Sequential(*layers), x), [x], True)
+
+    assert named(16) == named(16)
+    assert named(16) != named(32)
+
+
+def test_parts_of_blocks_are_not_compiled_for_a_cpu() -> None:
+    x = torch.randn(1, 3, 8, 8)
+    file = packed(nn.Sequential(nn.Conv2d(3, 24, 3), nn.Conv2d(24, 16, 3), nn.Conv2d(16, 4, 1)), x)
+    with pytest.raises(UnavailableError, match="compiled for GPUs alone"):
+        compile_program(file, [x])
 
 
 def test_what_the_compiler_cannot_do_is_unavailable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

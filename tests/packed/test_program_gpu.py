@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 import fp4deploy as fd
-from fp4deploy.packed import PackedNetwork, program
+from fp4deploy.packed import PackedNetwork, capture, program
 from fp4deploy.packed.capture import CapturedNetwork, Replay
 from fp4deploy.packed.program import choice_key, compile_program
 from fp4deploy.packed.writer import Writer
@@ -50,11 +50,11 @@ def test_the_choice_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     x = images.to(GPU)
     captured = CapturedNetwork(PackedNetwork(file, GPU), compiled="auto")
     y = tree_leaves(captured(x))
-    name = choice_key(file, [x])
+    name = choice_key(file, [x], True)
     choice = program.remembered(name)
     assert choice in program.CHOICES
     assert bool(captured.programs) == (choice == "program")
-    monkeypatch.setattr(program, "remember", None)  # would be called again
+    monkeypatch.setattr(capture, "remember", None)  # would be called again
     again = CapturedNetwork(PackedNetwork(file, GPU), compiled="auto")
     assert all(torch.equal(*pair) for pair in zip(tree_leaves(again(x)), y, strict=True))
     assert captured.replays

@@ -12,12 +12,14 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+import fp4deploy as fd
 from fp4deploy.export.to_packed import pack_model
 from fp4deploy.formats import Nvfp4Tensor, global_scale
 from fp4deploy.packed import PackedFile, PackedNetwork, packed_file
-from fp4deploy.packed.graph import Conv2d, Layer, Resize, Take
+from fp4deploy.packed.graph import Layer, Resize, Take
 from fp4deploy.packed.program import trace
 from fp4deploy.packed.writer import Writer, is_channels_last, only_moves
+from fp4deploy.qat import round_to_deployed
 from tests.export.packable_networks import NETWORKS, deployed
 
 CPU = torch.device("cpu")
@@ -76,15 +78,14 @@ def test_operands_in_float16_are_those_of_the_file(name: str) -> None:
         unit = float(global_scale(amax, node.e4m3_max))
         read = writer.scales[str(file.graph.forms()[node.inputs[0]].amax)]
         assert read.exponent is not None
-        factor = weight.scale * 2.0**read.exponent / float(global_scale(read.amax))
-        torch.testing.assert_close(kept.double() * factor, q.dequantize(torch.float32).double(), rtol=3e-7, atol=0)
+        torch.testing.assert_close(kept.double() * weight.unit, q.dequantize(torch.float32).double(), rtol=3e-7, atol=0)
         ones = replace(q, amax=torch.tensor(6.0 * node.e4m3_max)).dequantize(torch.float32)
         ratio = (kept.float() / ones)[ones != 0].unique()
         assert len(ratio) == 1  # one power of two
         assert torch.frexp(ratio)[0].item() == 0.5
-        assert weight.scale == pytest.approx(
-            unit * float(global_scale(read.amax)) / (ratio.item() * 2.0**read.exponent)
-        )
+        assert weight.unit == pytest.approx(unit / ratio.item())
+        source = float(global_scale(read.amax)) / 2.0**read.exponent
+        assert writer._factor(node) == pytest.approx(weight.unit * source)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -127,17 +128,87 @@ def test_other_operators() -> None:
     assert (y - expected).norm() <= 2e-7 * expected.norm()
 
 
-def test_a_norm_takes_the_factor_of_the_sum_that_it_reads() -> None:
-    file, x = operators()
-    writer = Writer(file, CPU, torch.float16)
-    factors = {name: writer.factors[name] for name in writer.factors}
-    assert len(factors) == 1  # of `second`, which has no bias and is read by the norm alone
+class Normed(nn.Module):
+    """A layer in FP4 that reads the image, and a norm: operands are equal in FP16 and FP32, and no codes follow."""
+
+    def __init__(self, norm: nn.Module, bias: bool = False, relu: bool = False, both: bool = False) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Conv2d(16, 32, 3, padding=1, bias=bias), norm
+        self.relu, self.both = relu, both
+        with torch.no_grad():
+            self.layer.weight *= 0.03
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.layer(x)
+        y = torch.relu(y) if self.relu else y
+        z = torch.relu(self.norm(y))
+        return (y, z) if self.both else z
+
+
+@pytest.mark.parametrize(
+    ("norm", "options", "deferred"),
+    [
+        (nn.GroupNorm(4, 32, eps=1e-3), {}, True),
+        (nn.GroupNorm(4, 32, eps=1e-3), {"bias": True}, True),  # the norm's node adds it
+        (nn.InstanceNorm2d(32, eps=1e-3, affine=True), {}, True),
+        (nn.InstanceNorm2d(32, eps=1e-3, affine=True), {"bias": True}, False),
+        (nn.GroupNorm(4, 32, eps=1e-3), {"relu": True}, False),
+        (nn.GroupNorm(4, 32, eps=1e-3), {"both": True}, False),  # an output has its values
+        (nn.BatchNorm2d(32), {}, False),
+    ],
+)
+def test_float16_of_equal_operands_is_float32_but_for_roundings(
+    norm: nn.Module, options: dict[str, bool], deferred: bool
+) -> None:
+    """The factor of a sum is applied, or left to a norm, which then takes its epsilon and its bias with it."""
+    torch.manual_seed(2)
+    x = torch.randn(2, 16, 9, 11).half().float()
+    model = Normed(norm, **options).eval()
     with torch.no_grad():
-        (y,) = writer.outputs(writer.tensors(), [x])
-        writer.factors = {}
-        (scaled,) = writer.outputs(writer.tensors(), [x])
-    assert next(iter(factors.values())) != 1
-    torch.testing.assert_close(y, scaled, rtol=0.2, atol=0.05)  # once and twice rounded before FP4
+        for parameter in norm.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape)
+    fd.prepare(model, include="layer")
+    fd.calibrate(model, [x])
+    round_to_deployed(model)
+    file = packed_file(Path("own.fp4"), None, *pack_model(model, x, dynamic_size=False))
+    writer = Writer(file, CPU, torch.float16)
+    assert bool(writer.factors) == deferred
+    assert all(not 0.99 < factor < 1.01 for factor in writer.factors.values())
+    for y, expected in zip(written(file, x, torch.float16), written(file, x), strict=True):
+        torch.testing.assert_close(y.float(), expected, rtol=3e-3, atol=3e-3 * expected.abs().max().item())
+
+
+def test_weights_of_zeros_before_a_norm() -> None:
+    model = Normed(nn.GroupNorm(4, 32)).eval()
+    nn.init.zeros_(model.layer.weight)
+    x = torch.randn(1, 16, 4, 4)
+    fd.prepare(model, include="layer")
+    fd.calibrate(model, [x])
+    file = packed_file(Path("own.fp4"), None, *pack_model(model, x, dynamic_size=False))
+    assert written(file, x, torch.float16)[0].eq(0).all()
+
+
+def test_a_tensor_of_the_file_may_have_any_name() -> None:
+    """Here that of a layer's weight, which the module's code reads as well."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(self.a(x).relu()) @ self.a.weight
+
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, 32)
+    model = Tied().eval()
+    fd.prepare(model, include=["a", "b"])
+    fd.calibrate(model, [x])
+    file = packed_file(Path("own.fp4"), None, *pack_model(model, x, dynamic_size=False))
+    expected = PackedNetwork(file)(x)
+    assert isinstance(expected, torch.Tensor)
+    torch.testing.assert_close(written(file, x)[0], expected, rtol=1e-5, atol=1e-6)
+    assert (written(file, x, torch.float16)[0].float() - expected).norm() < 0.05 * expected.norm()
 
 
 def test_blocks_move_after_they_are_quantised() -> None:
@@ -150,15 +221,68 @@ def test_blocks_move_after_they_are_quantised() -> None:
     assert all(not only_moves(node, form, maps) for node, form in concat)  # a block would span both
 
 
-def test_two_sources_of_different_amax_keep_the_unit_of_the_contract() -> None:
-    file, x = network("ResNet encoder")
-    two = [node for node in file.graph.nodes if isinstance(node, Conv2d) and len(node.inputs) == 2]
-    name = str(file.graph.forms()[(two[0] if two else file.graph.nodes[-1]).inputs[0]].amax)
-    if not two:
-        pytest.skip("no convolution of two sources in this network")
-    tensors = {**file.tensors, name: file.tensors[name] * 2}
-    changed = replace(file, tensors=tensors)
-    assert written(changed, x)[0].isfinite().all()
+def two_sources(factor: float) -> tuple[PackedFile, list[torch.Tensor]]:
+    """Two images, packed with amaxes that differ by a factor and read by one convolution."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Conv2d(32, 16, 3, padding=1)
+
+        def forward(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+            return self.layer(torch.cat([one, other], 1))
+
+    torch.manual_seed(0)
+    images = [torch.randn(1, 16, 6, 6).half().float() for _ in range(2)]
+    model = Two().eval()
+    fd.prepare(model, include="layer")
+    fd.calibrate(model, [tuple(images)])
+    graph, tensors = pack_model(model, tuple(images), dynamic_size=False)
+    (form,) = graph.inputs[1].outputs
+    changed = graph.inputs[1].model_copy(update={"outputs": [form.model_copy(update={"amax": "other.amax"})]})
+    amax = tensors[str(form.amax)] * factor
+    graph = graph.model_copy(update={"inputs": [graph.inputs[0], changed]})
+    return packed_file(Path("own.fp4"), None, graph, {**tensors, "other.amax": amax}), images
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.7])
+def test_two_sources_of_different_amax_keep_the_unit_of_the_contract(factor: float) -> None:
+    file, images = two_sources(factor)
+    expected = PackedNetwork(file)(*images)
+    assert isinstance(expected, torch.Tensor)
+    for dtype in (torch.float32, torch.float16):
+        writer = Writer(file, CPU, dtype)
+        with torch.no_grad():
+            (y,) = writer.outputs(writer.tensors(), images)
+        torch.testing.assert_close(y.float(), expected, rtol=3e-3, atol=3e-3)
+
+
+def test_two_nodes_of_a_layer_have_a_factor_each() -> None:
+    """Of inputs with amaxes of their own: no file of this package has that, but a file may."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Conv2d(16, 16, 3, padding=1)
+
+        def forward(self, one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.layer(one), self.layer(other)
+
+    torch.manual_seed(0)
+    images = [torch.randn(1, 16, 6, 6).half().float() for _ in range(2)]
+    model = Twice().eval()
+    fd.prepare(model, include="layer")
+    fd.calibrate(model, [tuple(images)])
+    graph, tensors = pack_model(model, tuple(images), dynamic_size=False)
+    (form,) = graph.inputs[1].outputs
+    changed = graph.inputs[1].model_copy(update={"outputs": [form.model_copy(update={"amax": "other.amax"})]})
+    graph = graph.model_copy(update={"inputs": [graph.inputs[0], changed]})
+    file = packed_file(Path("own.fp4"), None, graph, {**tensors, "other.amax": tensors[str(form.amax)] * 5})
+    writer = Writer(file, CPU, torch.float16)
+    with torch.no_grad():
+        found = writer.outputs(writer.tensors(), images)
+    for y, expected in zip(found, tree_leaves(PackedNetwork(file)(*images)), strict=True):
+        torch.testing.assert_close(y.float(), expected, rtol=3e-3, atol=3e-3)
 
 
 def test_which_maps_are_in_channels_last() -> None:

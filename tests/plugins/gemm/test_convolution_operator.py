@@ -42,9 +42,9 @@ def test_what_torch_checks_of_an_operator(shape: tuple[int, ...], weight: tuple[
 
 def test_one_image_with_any_stride_of_its_batch_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[tuple[int, ...]] = []
-    convolution = torch.convolution
+    convolution = torch._convolution
     monkeypatch.setattr(
-        torch, "convolution", lambda x, *rest: read.append((x.data_ptr(), *x.stride())) or convolution(x, *rest)
+        torch, "_convolution", lambda x, *a, **b: read.append((x.data_ptr(), *x.stride())) or convolution(x, *a, **b)
     )
     pixels = torch.randn(6 * 5 * 4)
     x = pixels.as_strided((1, 4, 6, 5), (7, 1, 20, 4))

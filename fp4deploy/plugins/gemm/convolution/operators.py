@@ -46,8 +46,9 @@ def convolution(
             return y
     x, weight = _channels_last(x), _channels_last(weight)
     added = None if bias is None else bias.to(x.dtype)
-    with torch.backends.cudnn.flags(enabled=True, benchmark=True, deterministic=False, allow_tf32=False):
-        y = torch.convolution(x, weight, added, stride, padding, dilation, transposed, output_padding, groups)
+    # With cuDNN's choice by measurement, for this call alone: torch.backends.cudnn is of the whole process.
+    flags = {"benchmark": True, "deterministic": False, "cudnn_enabled": True, "allow_tf32": False}
+    y = torch._convolution(x, weight, added, stride, padding, dilation, transposed, output_padding, groups, **flags)
     return _channels_last(y.relu_() if relu else y)
 
 
