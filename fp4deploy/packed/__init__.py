@@ -7,9 +7,10 @@
 | `graph` | nodes and forms of activations: the JSON of the file as pydantic models |
 | `operators`, `shapes` | what each node computes in torch; the same on tensors without data gives all shapes |
 | `check` | names, shapes, types and values of a graph fit together |
-| `file`, `former` | reading, writing, digests; formats `packed/2` and `packed/1` |
+| `file`, `legacy` | reading, writing, digests; formats `packed/2` and `packed/1` |
 | `network` | running the nodes, on a GPU by kernels, on a CPU by decoding |
-| `capture` | the same as a CUDA graph |
+| `writer`, `program` | the nodes as operators on decoded values, and these compiled by Inductor |
+| `capture` | either form as a CUDA graph |
 | `memory`, `describe` | bytes of weights and activations; the table of `fp4deploy inspect` |
 
 Nothing in the file is code: tensors as safetensors, the network as JSON. This room knows tensors and nodes, not models;

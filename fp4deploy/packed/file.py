@@ -4,7 +4,7 @@ The metadata is one entry, `fp4deploy.packed`: a JSON object of strings.
 
 | key | what it is |
 |---|---|
-| `format` | `packed/5`, 4 or 3, the oldest that has all nodes; `packed/2` and `packed/1` (`former`) are read as well |
+| `format` | `packed/5`, 4 or 3, the oldest that has all nodes; `packed/2` and `packed/1` (`legacy`) are read as well |
 | `version` | version of fp4deploy that wrote it |
 | `card` | the model card, or "" |
 | `graph` | JSON: inputs, nodes, outputs, and of each tensor type, shape and SHA-256 (`graph.Graph`) |
@@ -36,13 +36,13 @@ from fp4deploy.formats import global_amax
 from fp4deploy.models.card import ModelCard
 from fp4deploy.models.checkpoint import digest, read_tensors, write_tensors
 from fp4deploy.packed.check import check_graph, check_values
-from fp4deploy.packed.former import FormerGraph
 from fp4deploy.packed.graph import Graph, Layer, TensorInfo, format_of
+from fp4deploy.packed.legacy import LegacyGraph
 from fp4deploy.system.files import digest_of
 
 SUFFIX = ".fp4"
 FORMATS = ("packed/5", "packed/4", "packed/3")  # the oldest that has all nodes is written
-FORMER = ("packed/2", "packed/1")
+LEGACY = ("packed/2", "packed/1")
 KEY = "fp4deploy.packed"
 SIGNED = ("format", "version", "card", "graph")
 AGAIN = "Write it again with: fp4deploy export --format packed"
@@ -120,7 +120,7 @@ def read_packed(path: Path) -> PackedFile:
     """
     path = Path(path)
     required = (*SIGNED, "sha256")
-    metadata, tensors = read_tensors(path, KEY, "packed network", (*FORMATS, *FORMER), required, AGAIN)
+    metadata, tensors = read_tensors(path, KEY, "packed network", (*FORMATS, *LEGACY), required, AGAIN)
     if not all(isinstance(value, str) for value in metadata.values()):
         raise InputError(f"{path}: its metadata '{KEY}' cannot be read. {AGAIN}")
     if metadata["sha256"] != _digest_of(metadata):
@@ -148,7 +148,7 @@ def _graph(path: Path, metadata: Mapping[str, str]) -> Graph:
                     f"{path}: {metadata['format']} has no node such as '{later[0].op}' of this graph. {AGAIN}"
                 )
             return graph
-        return FormerGraph.model_validate_json(metadata["graph"]).converted()
+        return LegacyGraph.model_validate_json(metadata["graph"]).converted()
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))

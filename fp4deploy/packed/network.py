@@ -68,7 +68,7 @@ from fp4deploy.plugins.gemm.reference import matmul_reference
 from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4
 from fp4deploy.plugins.quantize.norm_pack import FeatureMap, OutputForm, coefficients, norm_relu_pack
 from fp4deploy.plugins.quantize.pointwise_pack import Pointwise, pointwise_pack
-from fp4deploy.plugins.quantize.statistics import Moments, taken
+from fp4deploy.plugins.quantize.statistics import Moments, pop_moments
 from fp4deploy.plugins.runtime.availability import available
 
 Result = torch.Tensor | tuple[torch.Tensor, ...] | dict[str, torch.Tensor]
@@ -216,7 +216,7 @@ class PackedNetwork:
             moments: by activation; a convolution adds those of what a norm reads in `steps`, the norm takes them.
             pack: makes the packed forms on the CPU.
         """
-        given = taken(moments, node.inputs[0]) if isinstance(node, (GroupNormReLU, Norm)) else None
+        given = pop_moments(moments, node.inputs[0]) if isinstance(node, (GroupNormReLU, Norm)) else None
         if isinstance(node, GroupNormReLU):
             return self._norm(node, cast(torch.Tensor, inputs[0]), given, pack)
         if isinstance(node, Layer):
@@ -275,7 +275,7 @@ class PackedNetwork:
         other_ab = None if step.second is None else self._affine(step.second)
         ab = self._affine(step.first) if isinstance(step.first, Affine) else None
         if isinstance(step.first, Norm):
-            ab = self._normalizing(step.first, x, taken(moments, step.inputs[0]))
+            ab = self._normalizing(step.first, x, pop_moments(moments, step.inputs[0]))
         work = Pointwise(ab, others[0] if others else None, other_ab, step.activation, step.slope)
         if any(form.pooled for form in step.outputs) and (x.shape[1] % 2 or x.shape[2] % 2):
             (y,) = cast("list[torch.Tensor]", pointwise_pack(x, work, [OutputForm()]))

@@ -39,7 +39,7 @@ class Moments:
     tile: tuple[int, int] = (0, 0)
 
 
-def taken(moments: dict[str, Moments] | None, name: str) -> Moments | None:
+def pop_moments(moments: dict[str, Moments] | None, name: str) -> Moments | None:
     """Those of an activation, if there are any; they are not kept."""
     return None if moments is None else moments.pop(name, None)
 

@@ -35,7 +35,7 @@ One = Annotated[list[Name], Field(min_length=1, max_length=1)]
 Two = Annotated[list[Name], Field(min_length=2, max_length=2)]
 
 
-class FormerActivation(Strict):
+class LegacyActivation(Strict):
     """A named activation."""
 
     channels: Size
@@ -43,7 +43,7 @@ class FormerActivation(Strict):
     amax: Name | None = None
 
 
-class FormerLayer(Strict):
+class LegacyLayer(Strict):
     """What the convolutions shared."""
 
     layer: Name
@@ -52,7 +52,7 @@ class FormerLayer(Strict):
     bias: Name | None = None
 
 
-class FormerConv2d(FormerLayer):
+class LegacyConv2d(LegacyLayer):
     """A convolution of stride 1."""
 
     op: Literal["conv2d"]
@@ -61,7 +61,7 @@ class FormerConv2d(FormerLayer):
     padding: Padding
 
 
-class FormerConvTranspose2d(FormerLayer):
+class LegacyConvTranspose2d(LegacyLayer):
     """A transposed convolution of kernel 2 and stride 2."""
 
     op: Literal["conv_transpose2d"]
@@ -69,7 +69,7 @@ class FormerConvTranspose2d(FormerLayer):
     output: Name
 
 
-class FormerHead(FormerLayer):
+class LegacyHead(LegacyLayer):
     """The convolution that wrote the logits."""
 
     op: Literal["head"]
@@ -77,26 +77,26 @@ class FormerHead(FormerLayer):
     padding: Padding
 
 
-class FormerForm(Strict):
+class LegacyForm(Strict):
     """One output of a normalisation."""
 
     output: Name
     pooled: bool = False
 
 
-class FormerGroupNormReLU(Strict):
+class LegacyGroupNormReLU(Strict):
     """relu(GroupNorm(x + bias))."""
 
     op: Literal["group_norm_relu"]
     layer: Name
     inputs: One
-    outputs: Annotated[list[FormerForm], Field(min_length=1, max_length=64)]
+    outputs: Annotated[list[LegacyForm], Field(min_length=1, max_length=64)]
     groups: Size
     eps: Epsilon
     bias: Name | None = None
 
 
-class FormerConcat(Strict):
+class LegacyConcat(Strict):
     """Two plain activations, concatenated."""
 
     op: Literal["concat"]
@@ -104,16 +104,16 @@ class FormerConcat(Strict):
     output: Name
 
 
-FormerNode = Annotated[
-    FormerConv2d | FormerConvTranspose2d | FormerHead | FormerGroupNormReLU | FormerConcat, Field(discriminator="op")
+LegacyNode = Annotated[
+    LegacyConv2d | LegacyConvTranspose2d | LegacyHead | LegacyGroupNormReLU | LegacyConcat, Field(discriminator="op")
 ]
 
 
-class FormerGraph(Strict):
+class LegacyGraph(Strict):
     """The graph of `packed/1` and `packed/2`."""
 
-    images: dict[Name, FormerActivation]
-    steps: Annotated[list[FormerNode], Field(min_length=1, max_length=MOST_NODES)]
+    images: dict[Name, LegacyActivation]
+    steps: Annotated[list[LegacyNode], Field(min_length=1, max_length=MOST_NODES)]
     tensors: dict[Name, TensorInfo]
     digits: bool = False
 
@@ -133,15 +133,15 @@ class FormerGraph(Strict):
         return Form(name=name, amax=self.images[name].amax, pooled=pooled)
 
     def _node(self, step: Any) -> Node:
-        if isinstance(step, FormerGroupNormReLU):
+        if isinstance(step, LegacyGroupNormReLU):
             forms = [self._form(form.output, form.pooled) for form in step.outputs]
             return GroupNormReLU(
                 layer=step.layer, inputs=step.inputs, outputs=forms, groups=step.groups, eps=step.eps, bias=step.bias
             )
-        outputs = [Form(name=LOGITS) if isinstance(step, FormerHead) else self._form(step.output, False)]
-        if isinstance(step, FormerConcat):
+        outputs = [Form(name=LOGITS) if isinstance(step, LegacyHead) else self._form(step.output, False)]
+        if isinstance(step, LegacyConcat):
             return Concat(inputs=step.inputs, outputs=outputs)
         kept: dict[str, Any] = {name: getattr(step, name) for name in ("layer", "precision", "e4m3_max", "bias")}
-        if isinstance(step, FormerConvTranspose2d):
+        if isinstance(step, LegacyConvTranspose2d):
             return ConvTranspose2d(inputs=step.inputs, outputs=outputs, **kept)
         return Conv2d(inputs=step.inputs, outputs=outputs, padding=[step.padding] * 2, **kept)
