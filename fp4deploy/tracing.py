@@ -33,16 +33,18 @@ _FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 
 @cache
 def make_no_folder() -> None:
-    """Before torch.export or make_fx: let the trace make no folder for torch.compile, which it does not use.
+    """Before torch.export, make_fx or an optimizer: let them make no folder for torch.compile, which they do not use.
 
-    A trace imports torch's tool for the bisection of compilers, which looks for its state as it is imported: it makes
-    `torchinductor_USER` in the temporary folder, where another user may have taken the name, and sets the environment
-    variable, so that torch.compile would keep its shared libraries there later. It looks in torch's own folder instead,
-    where nobody bisects.
+    They import torch._dynamo and torch's tool for the bisection of compilers, which look for their state as they are
+    imported: they make
+    `torchinductor_USER` in the temporary folder, where another user may have taken the name, and set the environment
+    variable, so that torch.compile would keep its shared libraries there later. They look in torch's own folder
+    instead, where nobody bisects.
     """
     chosen = os.environ.get(_FOLDER)
     os.environ[_FOLDER] = str(Path(torch.__file__).parent)
     try:
+        import_module("torch._dynamo")
         import_module("torch._inductor.compiler_bisector")
     finally:
         del os.environ[_FOLDER]
