@@ -35,7 +35,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import onnxruntime
 import torch
 from torch import nn
 
@@ -48,6 +47,7 @@ from fp4deploy.models import build_unet
 from fp4deploy.models.sources import SOURCES
 from fp4deploy.packed import PackedNetwork, packed_file
 from fp4deploy.qat import calibrate, prepare, round_to_deployed
+from fp4deploy.system.onnx_runtime import ort
 
 RECIPE, CLASSES = "nvfp4_qat", 12
 EAGER, COMPILED = "torch eager", "torch.compile"
@@ -138,21 +138,21 @@ def compiled(model: nn.Module, eager: Run, batch: int, size: str) -> dict[str, R
     return {EAGER: eager, COMPILED: lambda: made(x)}
 
 
-def session(path: Path, threads: int) -> onnxruntime.InferenceSession:
+def session(path: Path, threads: int) -> ort.InferenceSession:
     """ONNX Runtime on so many threads; a canonical file is lowered first."""
     model = read_onnx(path)
     if not path.name.endswith(".portable.onnx"):
         model = to_portable(model)
-    options = onnxruntime.SessionOptions()
+    options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
 def forms(
     model: nn.Module,
     packed: dict[str, PackedNetwork],
-    sessions: dict[str, onnxruntime.InferenceSession],
+    sessions: dict[str, ort.InferenceSession],
     x: torch.Tensor,
 ) -> dict[str, Run]:
     """What is timed, by name, on images `x`."""

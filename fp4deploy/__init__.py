@@ -17,8 +17,14 @@ A name is imported when it is first used: `import fp4deploy` loads neither torch
 their modules, are listed in `__init__.pyi`, which type checkers read.
 """
 
+import os
+
 import lazy_loader
 
+from fp4deploy.system import usage_reports
+
 __version__ = "0.2.0"
+
+usage_reports.switch_off(os.environ)  # before a library that sends them is imported
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -6,6 +6,9 @@ Every stage appends a line when its file is whole: the file, what it was made of
 The last line of a file counts. `verify_run` walks the chain and compares it with the files that are there now: a file
 that was changed by hand, an engine of an older ONNX file, a checkpoint trained further after the export, other data.
 
+A file of a kind that the stages make, but which no line names, is no break of the chain, and nothing vouches for it:
+`unnamed` lists those, such as an engine that was copied into the run.
+
 This finds mistakes and damage. It does not prove who made a file: who can change a file can change the line. To prove
 that, sign RUN/provenance.jsonl with a tool made for it, such as cosign or gpg; it names everything else by digest.
 
@@ -28,7 +31,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fp4deploy.errors import InputError
 from fp4deploy.runs import Run, is_first_process, run_of
-from fp4deploy.system.files import append_line, digest_of, file_digest
+from fp4deploy.system.files import TEMPORARY, append_line, digest_of, file_digest
 from fp4deploy.system.schema import MOST_BYTES, Name, whole_lines
 
 FILE = "provenance.jsonl"
@@ -38,6 +41,8 @@ CONTENT = (".json", ".txt", ".csv", ".yaml", ".yml")  # suffixes of a dataset's 
 MOST_FILES = 2_000_000  # of a dataset
 MOST_CONTENT = 8 << 30  # bytes of its JSON and text files
 MOST_LINKS = 1000  # files of a run
+MADE = (".safetensors", ".onnx", ".fp4", ".plan")  # suffixes of what the stages make
+RESUMED = "state"  # the folder of what a training is resumed from; of no other stage's concern
 MOST_FOLDERS = 4  # datasets that one verification reads
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
@@ -110,6 +115,26 @@ def links(run: Run) -> list[Link]:
 def verify_run(run: Run) -> list[Finding]:
     """Compare every link with the files as they are now, from the data to the engines."""
     return _findings(run, links(run))
+
+
+def unnamed(run: Run) -> list[str]:
+    """Files of the run that a stage could have made and no line of the chain names, at most `MOST_LINKS`, sorted."""
+    named = {link.path for link in links(run)}
+    found: list[str] = []
+    seen = 0
+    for root, folders, files in os.walk(run.path):
+        folders[:] = sorted(name for name in folders if name != RESUMED and not TEMPORARY.fullmatch(name))
+        seen += len(files)
+        names = (_inside(run, Path(root) / name) for name in sorted(files) if name.lower().endswith(MADE))
+        found += [name for name in names if name not in named]
+        if len(found) > MOST_LINKS or seen > MOST_FILES:
+            break
+    return sorted(found)[:MOST_LINKS]
+
+
+def _inside(run: Run, path: Path) -> str:
+    """A file of the run as lines name it; a link stays the name that it has there."""
+    return path.relative_to(run.path).as_posix().encode(errors="surrogateescape").decode(errors="replace")
 
 
 def outdated(path: Path) -> str | None:

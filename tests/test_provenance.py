@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fp4deploy import provenance
-from fp4deploy.provenance import CHANGED, MISSING, OK, OUTDATED, links, outdated, record, verify_run
+from fp4deploy.provenance import CHANGED, MISSING, OK, OUTDATED, links, outdated, record, unnamed, verify_run
 from fp4deploy.runs import Run
 
 
@@ -45,6 +45,20 @@ def test_a_whole_chain(run: Run) -> None:
     assert [line["stage"] for line in lines] == ["train", "export", "build"]
     assert lines[1]["inputs"] == [{"path": "nvfp4/best.safetensors", "sha256": lines[0]["sha256"]}]
     assert lines[0]["inputs"][0]["path"] == str(run.path.parent / "data")
+
+
+def test_files_that_no_line_names_are_listed(run: Run) -> None:
+    assert unnamed(run) == []
+    for name in ("engines/copied.plan", "nvfp4/old.SAFETENSORS", "other/deep/net.onnx", "net.fp4"):
+        (run.path / name).parent.mkdir(parents=True, exist_ok=True)
+        (run.path / name).write_text("bytes")
+    for name in ("nvfp4/state/last.safetensors", "report.json", f".{'0' * 16}.partial/unet.onnx"):
+        (run.path / name).parent.mkdir(parents=True, exist_ok=True)
+        (run.path / name).write_text("bytes")
+    (run.path / "export" / "link.onnx").symlink_to(run.export_dir / "unet.onnx")
+    listed = ["engines/copied.plan", "export/link.onnx", "net.fp4", "nvfp4/old.SAFETENSORS", "other/deep/net.onnx"]
+    assert unnamed(run) == listed
+    assert set(statuses(run).values()) == {OK}
 
 
 def test_stages_are_walked_in_their_order(run: Run) -> None:

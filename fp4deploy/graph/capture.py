@@ -35,6 +35,7 @@ from fp4deploy.graph.retraced import decomposed, inline_regions, made_functional
 from fp4deploy.graph.sizes import Size, SizeError, axes_of, size_of
 from fp4deploy.graph.specialized import fixed_axis
 from fp4deploy.graph.unpooling import Unpooling
+from fp4deploy.tracing import make_no_folder
 
 PRODUCTS = ("linear", *(f"{kind}{axes}d" for kind in ("conv", "conv_transpose") for axes in (1, 2, 3)))
 DECOMPOSITIONS = 4  # rounds: a decomposition may give calls that are to be decomposed as well
@@ -114,6 +115,7 @@ def _export(
     shapes: Any = tuple(axes(x) for x in positional) if positional else {name: axes(x) for name, x in named.items()}
     plain = copied(model).cpu().eval()
     bound = BoundedSizes()
+    make_no_folder()
     try:
         with quiet(), torch.no_grad(), bound if dynamic_size else nullcontext(), Unpooling():
             program = torch.export.export(plain, positional, named, dynamic_shapes=shapes, strict=False)

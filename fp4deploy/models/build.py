@@ -25,6 +25,7 @@ from fp4deploy.models.sources import BACKBONES, SOURCES, call_factory, torchvisi
 from fp4deploy.models.spec import KNOWN, UNET, ModelSpec, require_named
 from fp4deploy.models.torchvision_detectors import require_layout
 from fp4deploy.models.unet import build_unet
+from fp4deploy.system.offline import offline
 
 
 def build_model(
@@ -56,11 +57,13 @@ def build_model(
     if digits:
         raise InputError(f"model.digits is an input encoding of this project's unet; {spec.text} has none.")
     if head is not None and spec.source == "torchvision":
-        return torchvision_detector(spec.name, head, spec.arguments)
+        with offline(spec.text):
+            return torchvision_detector(spec.name, head, spec.arguments)
     if head is not None:
         return pyramid_detector(_backbone(spec, channels, head), head, spec.text)
     if spec.known:
-        network = SOURCES[spec.source](spec.name, channels, spec.arguments)
+        with offline(spec.text):
+            network = SOURCES[spec.source](spec.name, channels, spec.arguments)
     else:
         network = call_factory(_factory(spec), spec.text, channels, spec.arguments)
     return with_logits(network, spec.text, channels, spec.output)
@@ -90,7 +93,8 @@ def _backbone(spec: ModelSpec, channels: int, head: DetectionHead) -> nn.Module:
             f"{', '.join(f'{name}:NAME' for name in BACKBONES)}, torchvision:fcos_resnet50_fpn, or a function of your "
             "own that returns them."
         )
-    return BACKBONES[spec.source](spec.name, head.strides, spec.arguments)
+    with offline(spec.text):
+        return BACKBONES[spec.source](spec.name, head.strides, spec.arguments)
 
 
 def _factory(spec: ModelSpec) -> Callable[..., Any]:

@@ -7,12 +7,15 @@ backbone fit the `encoder` of a network.
 
 Tensors of output layers may differ in the number of their output channels: such a layer keeps its random weights, since
 it has other classes. So may be absent what a backbone's file cannot have. A notice lists both.
+
+Weights are dense tensors of a floating-point type whose values are finite in the network's; torch would cast whatever
+else it can (integers, truth values, the real part of complex numbers), and a network of such numbers answers nothing.
 """
 
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,8 @@ from fp4deploy.errors import InputError, counted, first_line
 
 CONTAINERS = ("state_dict", "model_state_dict", "model")
 PARALLEL = "module."
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+NOT_NEGATIVE = ("running_var", "num_batches_tracked")
 _CLASSIFIERS = ("fc.", "classifier.", "head.", "last_linear.")  # of a backbone trained to classify
 Tensors = Mapping[str, torch.Tensor]
 
@@ -37,6 +42,7 @@ def load_initial(model: nn.Module, path: Path) -> str:
             is missing, unknown and of another shape.
     """
     tensors = read_weights(path)
+    _refuse(path, {name: _layout(value) for name, value in tensors.items()})
     wanted = model.state_dict()
     children = ["", *(f"{name}." for name, _ in model.named_children())]
     prefix = max(children, key=lambda child: sum(child + name in wanted for name in tensors))
@@ -54,9 +60,18 @@ def load_initial(model: nn.Module, path: Path) -> str:
     if unknown or missing or differing or len(heads) == len(given):
         raise InputError(f"{path} does not fit this network: {_difference(missing, unknown, differing)}.")
     loaded = {name: value for name, value in given.items() if name in wanted and name not in heads}
-    broken = [name for name, value in loaded.items() if not torch.isfinite(value).all()]
+    _refuse(path, {name: _kind(value, wanted[name]) for name, value in loaded.items()})
+    broken = [name for name, value in loaded.items() if not torch.isfinite(value.to(wanted[name].dtype)).all()]
     if broken:
-        raise InputError(f"{path} holds NaN or Inf in {', '.join(broken[:3])}.")
+        raise InputError(
+            f"{path} holds NaN, Inf or numbers beyond FP32 in {', '.join(broken[:3])}. Take an earlier file of weights."
+        )
+    negative = [name for name, value in loaded.items() if name.endswith(NOT_NEGATIVE) and (value < 0).any()]
+    if negative:
+        raise InputError(
+            f"{path} holds negative variances or counts in {', '.join(negative[:3])}; valid: from 0. Take an earlier "
+            "file of weights."
+        )
     model.load_state_dict(loaded, strict=False)
     notice = f"{counted(len(loaded), 'tensor')} of {path}"
     if prefix:
@@ -121,6 +136,44 @@ def _require_stored(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             if sum(part.file_size for part in archive.infolist()) > path.stat().st_size:
                 raise ValueError("it is compressed, which torch.save does not do")
+
+
+def _refuse(path: Path, reasons: Mapping[str, str | None]) -> None:
+    """Raise InputError for the tensors that have a reason."""
+    refused = [(name, reason) for name, reason in reasons.items() if reason]
+    if refused:
+        more = f" ({len(refused) - 1} more)" if len(refused) > 1 else ""
+        raise InputError(
+            f"{path} holds no weights in {refused[0][0]}{more}: {refused[0][1]}. Valid: dense tensors of "
+            f"{_types(FLOATS)}. Save the file again, each tensor by value.dequantize() if it is quantized, "
+            "value.to_dense() if it is sparse, and value.float()."
+        )
+
+
+def _layout(value: torch.Tensor) -> str | None:
+    """Why a tensor has no plain array of numbers; None where it has."""
+    if value.is_nested:
+        return "it is a nested tensor"
+    if value.layout != torch.strided:
+        return f"it is a sparse tensor ({str(value.layout).removeprefix('torch.')})"
+    if value.is_quantized:
+        return f"it is a quantized tensor ({_types([value.dtype])})"
+    return "it is a meta tensor, which has no numbers" if value.is_meta else None
+
+
+def _kind(given: torch.Tensor, wanted: torch.Tensor) -> str | None:
+    """Why the type of a tensor cannot be that of the network's; None where it can."""
+    if wanted.is_floating_point():
+        fits = given.dtype in FLOATS
+    elif wanted.is_complex() or wanted.dtype == torch.bool:
+        fits = given.dtype == wanted.dtype
+    else:
+        fits = torch.can_cast(given.dtype, wanted.dtype) and given.dtype != torch.bool
+    return None if fits else f"it is {_types([given.dtype])}, and the network has {_types([wanted.dtype])} there"
+
+
+def _types(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 def _other_classes(given: torch.Tensor, wanted: torch.Tensor) -> bool:

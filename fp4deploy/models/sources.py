@@ -1,8 +1,10 @@
 """Networks of other libraries, one builder a source: (name, output channels, arguments) -> untrained module.
 
 The libraries are the extra `zoo`, imported when one is named. No weights are ever downloaded: every builder asks for
-random weights, and an argument that would fetch or unpickle some is refused. A checkpoint's card may hold these names
-and arguments, so both are checked before a library sees them.
+random weights, also of classes that download some by default, and an argument that would fetch or unpickle some is
+refused. A checkpoint's card may hold these names and arguments, so both are checked before a library sees them: an
+argument does not replace the name, and no text names a file, a folder, an address or a repository of a hub.
+`models.build` calls the builders without a connection (`system.offline`).
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ from fp4deploy.requirements import ZOO
 
 CLASS_ARGUMENTS = ("classes", "num_classes", "out_channels", "n_classes", "channels_out")
 _FETCHING = re.compile("pretrain|weights|checkpoint|url|hub|path|file|cache", re.IGNORECASE)
+_PRETRAINED = re.compile(r"pretrain|encoder_weights\Z|weights_backbone\Z|weights\Z|url|download", re.IGNORECASE)
 _NAME = re.compile(r"[\w.\-]+\Z")
+_TEXT = re.compile(r"[\w.\-+ ]{0,100}\Z")
+_FILE = re.compile(r"\.(bin|ckpt|gz|h5|json|npz|onnx|pickle|pkl|pt|pth|safetensors|tar|ya?ml|zip)\Z", re.IGNORECASE)
 Arguments = Mapping[str, Any]
 
 
@@ -86,7 +91,7 @@ def _smp(name: str, channels: int, arguments: Arguments) -> nn.Module:
     architecture, _, encoder = name.partition("/")
     kinds = {key: value for key, value in vars(smp).items() if inspect.isclass(value) and issubclass(value, nn.Module)}
     kind = _chosen(architecture, kinds, "smp:ARCHITECTURE/ENCODER")
-    given = _harmless(f"smp:{name}", arguments) | {"encoder_weights": None}
+    given = _harmless(f"smp:{name}", arguments, ("encoder_name",) if encoder else ()) | {"encoder_weights": None}
     if encoder:
         given["encoder_name"] = _plain_name(encoder)
     return call_factory(kind, f"smp:{name}", channels, given)
@@ -132,18 +137,19 @@ def _monai(name: str, channels: int, arguments: Arguments) -> nn.Module:
     kind = _chosen(name, kinds, "monai:NAME")
     usual = {"spatial_dims": 2, "in_channels": 3, "out_channels": channels}
     own = {key: value for key, value in usual.items() if key in _parameters(kind)}
-    return call_factory(kind, f"monai:{name}", channels, own | _harmless(f"monai:{name}", arguments))
+    given = _harmless(f"monai:{name}", arguments) | _random_weights(kind)
+    return call_factory(kind, f"monai:{name}", channels, own | given)
 
 
 def _timm(name: str, channels: int, arguments: Arguments) -> nn.Module:
     """A backbone as a pyramid of features, under a plain decoder; `decoder_width` is the decoder's."""
     timm = _library("timm")
-    given = _harmless(f"timm:{name}", arguments)
+    given = _harmless(f"timm:{name}", arguments, ("model_name",))
     width = given.pop("decoder_width", 64)
     if not timm.is_model(_plain_name(name)):
         raise InputError(f"timm has no model '{name}'.{suggest(name, timm.list_models())} Write timm:NAME.")
     wanted = {"pretrained": False, "features_only": True}
-    backbone = call_factory(timm.create_model, f"timm:{name}", channels, {"model_name": name, **given, **wanted})
+    backbone = call_factory(timm.create_model, f"timm:{name}", channels, {**given, "model_name": name, **wanted})
     backbone = _channels_first(backbone)
     return PyramidSegmenter(backbone, tuple(backbone.feature_info.channels()), channels, width)  # type: ignore[union-attr, operator]
 
@@ -151,10 +157,10 @@ def _timm(name: str, channels: int, arguments: Arguments) -> nn.Module:
 def _timm_maps(name: str, strides: Sequence[int], arguments: Arguments) -> nn.Module:
     """A backbone that returns its feature maps of these strides, as far as it has them."""
     timm = _library("timm")
-    given = _harmless(f"timm:{name}", arguments)
+    given = _harmless(f"timm:{name}", arguments, ("model_name",))
     if not timm.is_model(_plain_name(name)):
         raise InputError(f"timm has no model '{name}'.{suggest(name, timm.list_models())} Write timm:NAME.")
-    wanted = {"model_name": name, **given, "pretrained": False, "features_only": True}
+    wanted = {**given, "model_name": name, "pretrained": False, "features_only": True}
     whole: Any = call_factory(timm.create_model, f"timm:{name}", 0, wanted)
     kept = [place for place, stride in enumerate(whole.feature_info.reduction()) if stride in strides]
     return _channels_first(call_factory(timm.create_model, f"timm:{name}", 0, {**wanted, "out_indices": tuple(kept)}))
@@ -200,8 +206,30 @@ def _plain_name(name: str) -> str:
     return name
 
 
-def _harmless(name: str, arguments: Arguments) -> dict[str, Any]:
-    """The arguments, after a check that none fetches or unpickles weights."""
+def _random_weights(factory: Callable[..., Any]) -> dict[str, Any]:
+    """Arguments by which a factory that takes trained weights on its own does not: False for switches, else None."""
+    found = {key: each for key, each in _parameters(factory).items() if _PRETRAINED.search(key)}
+    optional = {key: each.default for key, each in found.items() if each.default is not each.empty}
+    return {key: False if isinstance(usual, bool) else None for key, usual in optional.items()}
+
+
+def _harmless(name: str, arguments: Arguments, named: Sequence[str] = ()) -> dict[str, Any]:
+    """The arguments, after a check that none fetches or unpickles weights, names a place, or replaces the model's name.
+
+    named: the arguments that the model's name stands for.
+    """
+    renamed = [key for key in arguments if key in named]
+    if renamed:
+        raise InputError(
+            f"{name}: the argument {renamed[0]} is not passed on, because the name says it. Name the other."
+        )
+    places = [text for text in _texts(arguments) if not _TEXT.match(text) or _FILE.search(text)]
+    if places:
+        raise InputError(
+            f"{name}: {places[0][:100]!r} is not passed on, because it may name a file, an address or a repository. "
+            "Texts in model.args are letters, digits, spaces, '.', '-', '_' and '+', at most 100. Give trained weights "
+            "with --init FILE (.safetensors, or .pth of tensors)."
+        )
     refused = [key for key in _keys(arguments) if _FETCHING.search(key)]
     if refused:
         raise InputError(
@@ -215,6 +243,15 @@ def _keys(value: Any) -> list[str]:
     if isinstance(value, Mapping):
         return [str(key) for key in value] + [key for each in value.values() for key in _keys(each)]
     return [key for each in value for key in _keys(each)] if isinstance(value, list | tuple) else []
+
+
+def _texts(value: Any) -> list[str]:
+    """All texts in a value, also keys, and what is no number, list or mapping as a text."""
+    if isinstance(value, Mapping):
+        return [text for pair in value.items() for each in pair for text in _texts(each)]
+    if isinstance(value, list | tuple):
+        return [text for each in value for text in _texts(each)]
+    return [] if value is None or isinstance(value, bool | int | float) else [str(value)]
 
 
 def _listed(given: Arguments) -> str:

@@ -38,6 +38,7 @@ from fp4deploy.packed.producers import Move, Produce, Step
 from fp4deploy.packed.shapes import shapes_of
 from fp4deploy.packed.writer import Key, Writer
 from fp4deploy.plugins.runtime.cache import cache_folder, keep_compiled_private, keep_entry, key, read_entry
+from fp4deploy.tracing import make_no_folder
 
 EXPANSIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.fp4deploy.nvfp4_values.default: values.elementary_values,
@@ -168,6 +169,7 @@ def trace(writer: Writer, inputs: Sequence[torch.Tensor]) -> tuple[fx.GraphModul
         read = dict(zip(names, arguments[: len(names)], strict=True))
         return writer.outputs(read, arguments[len(names) :])
 
+    make_no_folder()
     with torch.no_grad():
         module = make_fx(run, pre_dispatch=True)(*tensors.values(), *inputs)
         return module, _folded(module, list(tensors.values()))

@@ -1,6 +1,10 @@
 """Video files and cameras: frames in, a video with the classes or objects drawn over it out. By OpenCV (extra `video`).
 
 Frames are read, predicted and written one batch at a time, so a video of any length takes the memory of one batch.
+
+OpenCV's FFmpeg goes by the content of a file and not by its name, and some of its formats are lists of other files and
+addresses (`ffconcat`, `#EXTM3U`, `<MPD>`, SDP): a download `clip.mp4` could show another file of this machine, or ask a
+server. A file is opened only where it begins as a container that holds its frames itself.
 """
 
 from __future__ import annotations
@@ -25,6 +29,13 @@ from fp4deploy.system.files import atomic_write
 RATE = 25.0  # frames a second where the source does not tell
 FASTEST = 1000.0
 CODEC = "mp4v"
+# The first byte of a list of files is never 0, and FFmpeg scores none of them above AVI or a named Matroska document.
+CONTAINERS = {
+    "MP4, MOV": re.compile(rb"\x00.{3}(ftyp|moov|mdat|free|skip|wide|pnot)", re.DOTALL),
+    "AVI": re.compile(rb"RIFF.{4}AVI ", re.DOTALL),
+    "Matroska, WebM": re.compile(rb"\x1a\x45\xdf\xa3.{0,200}\x42\x82.(matroska|webm)", re.DOTALL),
+    "MPEG": re.compile(rb"\x00\x00\x01[\xb0-\xbf]"),
+}
 
 
 def require_opencv() -> None:
@@ -39,12 +50,14 @@ def opened(source: str) -> Iterator[Any]:
     """A video or a camera ("camera:0") as OpenCV reads it, closed at the end.
 
     Raises:
-        UnavailableError: OpenCV is missing. InputError: the source cannot be opened.
+        UnavailableError: OpenCV is missing. InputError: the source cannot be opened, or is a list of other files.
     """
     require_opencv()
     import cv2
 
     live = source.startswith(CAMERA)
+    if not live:
+        _require_container(Path(source))
     capture = cv2.VideoCapture(_camera(source) if live else os.path.abspath(source))  # never "tcp:..." of a file name
     try:
         if not capture.isOpened():
@@ -52,6 +65,19 @@ def opened(source: str) -> Iterator[Any]:
         yield capture
     finally:
         capture.release()
+
+
+def _require_container(path: Path) -> None:
+    """Refuse a file that begins as none of `CONTAINERS`; one that is not there is left to OpenCV."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        start = file.read(256)
+    if not any(pattern.match(start) for pattern in CONTAINERS.values()):
+        raise InputError(
+            f"{path} is no video by its content. Valid: {', '.join(CONTAINERS)}; lists of other files (ffconcat, M3U, "
+            f"DASH, SDP) are not followed. Convert it: ffmpeg -i {path.name} {path.stem}_converted.mp4"
+        )
 
 
 def predict_video(

@@ -34,6 +34,7 @@ from fp4deploy.ptq.forward import autocast, call_of, order_of
 from fp4deploy.ptq.grid import choose_scales, signed_values, steps
 from fp4deploy.ptq.matrix import WeightMatrix, blocks, fp4_layers
 from fp4deploy.qat.layers import QuantizedLayer
+from fp4deploy.tracing import make_no_folder
 
 STRETCH, OFFSET = 1.2, -0.1
 WARM = 0.2  # share of the iterations without the regulariser
@@ -178,6 +179,7 @@ def _learn(
     rounded = {id(each.v) for each in roundings}
     others = [each for name, each in module.named_parameters() if name.endswith("bias") or ".norm" in f".{name}"]
     others = [each for each in others if each.is_floating_point() and id(each) not in rounded]
+    make_no_folder()
     optimizer = torch.optim.Adam(
         [{"params": [each.v for each in roundings], "lr": rate}, {"params": others, "lr": min(0.002, 0.1 * rate)}]
     )

@@ -23,6 +23,7 @@ from fp4deploy.export.to_onnx import ExportResult, export_onnx
 from fp4deploy.export.to_packed import PackedResult, pack
 from fp4deploy.models import ModelCard, build_unet, save_checkpoint
 from fp4deploy.qat import calibrate, prepare
+from fp4deploy.tracing import make_no_folder
 
 Precision = Literal["fp16", "nvfp4"]
 RECIPE = "nvfp4_qat"
@@ -120,6 +121,7 @@ class Context:
 
 def fit(model: nn.Module, images: torch.Tensor, masks: torch.Tensor) -> None:
     """Train for `STEPS` on random batches, by Adam and cross-entropy; deterministic under torch's seed."""
+    make_no_folder()
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     for _ in range(STEPS):
         batch = torch.randperm(len(images))[:BATCH]

@@ -12,8 +12,6 @@ objects are decoded by fp4deploy.
 from __future__ import annotations
 
 import json
-import shutil
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from fp4deploy.export.engine.build import open_plan
 from fp4deploy.export.onnx.canonical import read_onnx
 from fp4deploy.export.onnx.decomposed import to_portable
 from fp4deploy.models.card import CARD_KEY, ModelCard
-from fp4deploy.system.files import atomic_write
+from fp4deploy.system.files import replace_folder, require_own_folder
 from fp4deploy.tasks import task_of
 
 HERE = Path(__file__).parent
@@ -50,7 +48,7 @@ class Served:
 
 
 def write_repository(path: Path, out: Path, name: str | None = None, most: int = 8) -> list[Path]:
-    """Write the repository of an exported model; folders of the same names are replaced.
+    """Write the repository of an exported model; folders that this function wrote are replaced, and no others.
 
     Args:
         path: an .onnx file that `fp4deploy export` wrote (a canonical one is decomposed first, because ONNX Runtime has
@@ -64,7 +62,7 @@ def write_repository(path: Path, out: Path, name: str | None = None, most: int =
 
     Raises:
         InputError: a file of another kind, without a model card, an engine that the server has no backend for, or a
-            folder that cannot be written.
+            folder that cannot be written, or that holds what this function did not write; then none is.
     """
     path = Path(path)
     name = name or path.name.partition(".")[0]
@@ -78,8 +76,14 @@ def write_repository(path: Path, out: Path, name: str | None = None, most: int =
             f"{name}_postprocess": _postprocess(name, served),
             f"{name}_segment": _ensemble(name, served),
         }
+    for folder in folders:
+        require_own_folder(Path(out) / folder)
     for folder, files in folders.items():
-        _replace(Path(out) / folder, files)
+        with replace_folder(Path(out) / folder) as temporary:
+            for inner, content in files.items():
+                target = temporary / inner
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(content)
     return [Path(out) / folder for folder in folders]
 
 
@@ -222,18 +226,3 @@ def _parameters(values: dict[str, Any]) -> str:
         for key, value in values.items()
     )
     return "".join(lines)
-
-
-def _replace(folder: Path, files: Files) -> None:
-    """Write a folder whole; an older one of the same name goes only when the new one is in its place."""
-    new, old = (folder.with_name(f".{folder.name}.{age}") for age in ("new", "old"))
-    with atomic_write(new) as temporary:
-        for name, content in files.items():
-            target = temporary / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(content)
-    shutil.rmtree(old, ignore_errors=True)
-    with suppress(FileNotFoundError):
-        folder.rename(old)
-    new.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)

@@ -10,6 +10,9 @@ there and empty. The content is synchronised (fsync) before the rename, the fold
 where anything exists, also a symbolic link, so that nobody can prepare a link for the writer to follow. The file inside
 is created by the caller as any other, with the permissions of the umask.
 
+**Folders that are replaced.** `replace_folder` puts a list of digests into the folder that it writes, and replaces only
+a folder that holds what its list says and nothing else: what somebody added or changed is never removed.
+
 **Killed writers.** A writer holds a lock on its temporary folder, which the system gives back when it dies. The first
 write of another process to the same place removes the folders that are not locked.
 """
@@ -35,6 +38,8 @@ except ImportError:  # Windows: what killed processes leave stays
     fcntl = None  # type: ignore[assignment]
 
 MOST_DIGESTED = 64 << 30  # bytes
+MANIFEST = ".fp4deploy.sha256"  # in a folder of `replace_folder`, as sha256sum writes it
+MOST_MANIFEST = 1 << 20  # bytes
 TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.partial")
 
 _tidied: set[Path] = set()  # folders that this process has looked through
@@ -72,6 +77,87 @@ def atomic_write(path: Path) -> Iterator[Path]:
             shutil.rmtree(private, ignore_errors=True)
         if lock is not None:
             os.close(lock)
+
+
+@contextmanager
+def replace_folder(path: Path) -> Iterator[Path]:
+    """`atomic_write` of a folder, which the caller fills; it may replace one that this function wrote.
+
+    Raises:
+        InputError: as `require_own_folder` and `atomic_write`; `path` keeps its previous content.
+    """
+    require_own_folder(path)
+    old = path.with_name(f".{path.name}.{os.urandom(8).hex()}.old")
+    try:
+        with atomic_write(path) as temporary:
+            temporary.mkdir()
+            yield temporary
+            lines = [f"{file_digest(temporary / name)}  {name}\n" for name in _contents(temporary)]
+            (temporary / MANIFEST).write_text("".join(lines), encoding="utf-8", newline="")
+            _synchronise(temporary)
+            require_own_folder(path)
+            if path.exists():
+                path.rename(old)
+    except BaseException:
+        if old.exists() and not path.exists():
+            old.rename(path)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def require_own_folder(path: Path) -> None:
+    """Refuse to replace anything but an empty folder, and one that `replace_folder` wrote and nobody has changed.
+
+    Raises:
+        InputError: `path` is something else; the message names what would be lost.
+    """
+    foreign = _foreign(path)
+    if foreign is not None:
+        raise InputError(
+            f"{path} is in the way: {foreign}, and only what fp4deploy wrote is ever replaced. Move it away, or choose "
+            "another place with --out."
+        )
+
+
+def _foreign(path: Path) -> str | None:
+    """What is in a folder's place that `replace_folder` did not write, as a clause; None where nothing is."""
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        return "it is no folder"
+    try:
+        names = _contents(path) if path.is_dir() else []
+        listed = _listed(path / MANIFEST)
+        for name in names:
+            if listed is None:
+                return f"it holds {name}, and no list of what fp4deploy wrote"
+            if name not in listed:
+                return f"fp4deploy did not write its {name}"
+            if (path / name).is_symlink() or file_digest(path / name) != listed[name]:
+                return f"its {name} was changed"
+    except (OSError, InputError) as error:
+        return f"it cannot be read ({error})"
+    return None
+
+
+def _contents(folder: Path) -> list[str]:
+    """All files and links below a folder by their relative names; not its list."""
+    found = []
+    for root, folders, files in os.walk(folder, onerror=_raise):
+        here = Path(root)
+        links = [name for name in folders if (here / name).is_symlink()]
+        found += [(here / name).relative_to(folder).as_posix() for name in (*files, *links)]
+    return sorted(name for name in found if name != MANIFEST)
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _listed(manifest: Path) -> dict[str, str] | None:
+    """Digests by name; None where there is no list."""
+    if manifest.is_symlink() or not manifest.is_file() or manifest.stat().st_size > MOST_MANIFEST:
+        return None
+    lines = manifest.read_bytes().decode("utf-8", "replace").splitlines()
+    return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
 
 
 def require_writable(*paths: Path | None) -> None:

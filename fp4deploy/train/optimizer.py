@@ -28,6 +28,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fp4deploy.models.checkpoint import QUANTIZER_BUFFERS
+from fp4deploy.tracing import make_no_folder
 
 
 def make_optimizer(
@@ -49,6 +50,7 @@ def make_optimizer(
     ]
     if clips:
         groups.append({"params": clips, "weight_decay": clip_decay, "lr_factor": clip_lr})
+    make_no_folder()
     device = others[0].device
     if device.type != "cuda":
         return torch.optim.AdamW(groups, lr=lr)

@@ -26,6 +26,11 @@ static std::array<float, 3> numbers(const std::string& card, const std::string& 
 
 int main(int count, char** words) try {
     if (count != 4) throw std::runtime_error("usage: segment-ort MODEL.onnx IMAGE.ppm MASK.pgm");
+#ifdef _WIN32  // before the environment exists: ONNX Runtime reports to its vendor by default
+    _putenv_s("ORT_DISABLE_TELEMETRY", "1");
+#else
+    setenv("ORT_DISABLE_TELEMETRY", "1", 1);
+#endif
     Ort::Env environment(ORT_LOGGING_LEVEL_WARNING, "segment");
     Ort::Session session(environment, words[1], Ort::SessionOptions());
     Ort::AllocatorWithDefaultOptions allocator;

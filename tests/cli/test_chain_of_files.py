@@ -59,6 +59,15 @@ def test_bench_report_and_verify(run: Path, invoke: Invoke, shapes: Path) -> Non
         "fp16/best.safetensors", "export/unet-fp16.onnx",
     ]  # fmt: skip
 
+    assert json.loads(verified.stdout)["unnamed"] == []
+    (run / "engines").mkdir()
+    (run / "engines" / "copied.plan").write_bytes(b"machine code")
+    other = invoke("verify")
+    assert other.exit_code == 0
+    assert "engines/copied.plan: no stage recorded it" in " ".join(other.stdout.split())
+    assert "does not name 1 file" in " ".join(other.stderr.split())
+    assert json.loads(invoke("verify", "--json").stdout)["unnamed"] == ["engines/copied.plan"]
+
     with (run / "fp16" / "best.safetensors").open("ab") as file:
         file.write(b"\0")
     broken = invoke("verify")

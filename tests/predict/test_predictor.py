@@ -31,7 +31,7 @@ from fp4deploy.predict import predictor as module
 from fp4deploy.predict.prediction import Prediction
 from fp4deploy.predict.predictor import Predictor, class_map, load
 from fp4deploy.predict.sources import find_sources
-from fp4deploy.predict.video import RATE, predict_video, stated_rate
+from fp4deploy.predict.video import RATE, opened, predict_video, stated_rate
 from fp4deploy.predict.write import predict_files
 from fp4deploy.runs import Run
 from tests.predict.pointwise import Pointwise, card, classes_of, photo
@@ -299,6 +299,52 @@ def test_a_camera_has_a_number(number: str, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "cv2", cv2)
     with pytest.raises(InputError, match="names no camera; write its number"):
         predict_video(Predictor(Pointwise(card())), f"camera:{number}", tmp_path / "out.mp4", batch=1)
+
+
+LISTS = [b"ffconcat version 1.0\nfile other.mp4\n", b"#EXTM3U\n", b"<?xml?><MPD>", b"v=0\r\no=- 0 0", b"", b"\0" * 300]
+LISTS += [
+    b"\xef\xbb\xbfffconcat version 1.0\n",
+    b"v=0\nftyp\nc=IN IP4 127.0.0.1\n",
+    b"RIFF0000WAVE",
+    b"\x1a\x45\xdf\xa3\nc=IN IP4",
+]
+
+
+@pytest.mark.parametrize("content", LISTS)
+def test_a_list_of_other_files_is_no_video(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cv2 = types.ModuleType("cv2")
+    vars(cv2).update(VideoCapture=None)  # not called
+    monkeypatch.setitem(sys.modules, "cv2", cv2)
+    path = tmp_path / "clip.mp4"
+    path.write_bytes(content)
+    with (
+        pytest.raises(InputError, match=r"is no video by its content\. Valid: MP4, MOV, AVI"),
+        opened(str(path)),
+    ):
+        pass
+
+
+STARTS = [
+    b"\0\0\0\x20ftypisom",
+    b"\0\0\0\x08wide\0\0",
+    b"RIFF\x10\0\0\0AVI LIST",
+    b"\0\0\x01\xba\x44",
+    b"\0\0\x01\xb0\x01",
+]
+STARTS += [b"\x1a\x45\xdf\xa3\x01\0\0\0\0\0\0\x1f\x42\x86\x81\x01\x42\x82\x84webm"]
+STARTS += [b"\x1a\x45\xdf\xa3\xa3\x42\x86\x81\x01\x42\xf7\x81\x01\x42\x82\x88matroska"]
+
+
+@pytest.mark.parametrize("content", STARTS)
+def test_containers_are_opened(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cv2, capture = types.ModuleType("cv2"), MagicMock()
+    vars(cv2).update(VideoCapture=capture)
+    monkeypatch.setitem(sys.modules, "cv2", cv2)
+    path = tmp_path / "clip.mp4"
+    path.write_bytes(content)
+    with opened(str(path)) as found:
+        assert found is capture.return_value
+    capture.assert_called_once_with(str(path))
 
 
 def test_a_video_of_a_detector_counts_boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

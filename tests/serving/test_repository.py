@@ -41,10 +41,10 @@ def repository(untrained: Run, tmp_path_factory: pytest.TempPathFactory) -> Path
 def test_the_folders(repository: Path) -> None:
     files = sorted(str(path.relative_to(repository)) for path in repository.rglob("*") if path.is_file())
     assert files == [
-        "unet/1/model.onnx", "unet/config.pbtxt", "unet/labels.txt",
-        "unet_postprocess/1/model.py", "unet_postprocess/config.pbtxt",
-        "unet_preprocess/1/model.py", "unet_preprocess/config.pbtxt",
-        "unet_segment/1/.keep", "unet_segment/config.pbtxt",
+        "unet/.fp4deploy.sha256", "unet/1/model.onnx", "unet/config.pbtxt", "unet/labels.txt",
+        "unet_postprocess/.fp4deploy.sha256", "unet_postprocess/1/model.py", "unet_postprocess/config.pbtxt",
+        "unet_preprocess/.fp4deploy.sha256", "unet_preprocess/1/model.py", "unet_preprocess/config.pbtxt",
+        "unet_segment/.fp4deploy.sha256", "unet_segment/1/.keep", "unet_segment/config.pbtxt",
     ]  # fmt: skip
 
 
@@ -318,3 +318,25 @@ def test_instance_models_have_no_ensemble(untrained: Run, tmp_path: Path, monkey
     card = dataclasses.replace(served.card, task="instance", head=head)
     monkeypatch.setattr(module, "_served", lambda path, most: dataclasses.replace(served, card=card))
     assert [path.name for path in write_repository(Path("unet.onnx"), tmp_path)] == ["unet"]
+
+
+@pytest.mark.parametrize("folder", ["unet", "unet_segment"])
+def test_a_folder_of_the_user_is_never_replaced(untrained: Run, tmp_path: Path, folder: str) -> None:
+    mine = tmp_path / folder / "weights.txt"
+    mine.parent.mkdir()
+    mine.write_text("a month of work")
+    with pytest.raises(InputError, match=rf"{folder} is in the way: it holds weights.txt.*Move it away"):
+        write_repository(untrained.export_dir / "unet.onnx", tmp_path)
+    assert mine.read_text() == "a month of work"
+    assert [path.name for path in tmp_path.iterdir()] == [folder]
+
+
+def test_a_repository_is_replaced_as_long_as_nobody_has_changed_it(untrained: Run, tmp_path: Path) -> None:
+    model = untrained.export_dir / "unet.onnx"
+    first = write_repository(model, tmp_path)
+    assert write_repository(model, tmp_path) == first
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in first)
+    (tmp_path / "unet" / "config.pbtxt").write_text("instance_group [ ]")
+    with pytest.raises(InputError, match=r"its config\.pbtxt was changed"):
+        write_repository(model, tmp_path)
+    assert (tmp_path / "unet" / "config.pbtxt").read_text() == "instance_group [ ]"

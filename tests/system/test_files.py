@@ -14,7 +14,15 @@ import pytest
 
 from fp4deploy.errors import InputError
 from fp4deploy.system import files
-from fp4deploy.system.files import append_line, atomic_write, digest_of, file_digest, require_writable
+from fp4deploy.system.files import (
+    MANIFEST,
+    append_line,
+    atomic_write,
+    digest_of,
+    file_digest,
+    replace_folder,
+    require_writable,
+)
 from fp4deploy.system.schema import whole_lines
 
 
@@ -242,3 +250,70 @@ def test_a_file_that_may_never_end_is_not_digested(tmp_path: Path, monkeypatch: 
     (tmp_path / "a").write_bytes(b"abcd")
     with pytest.raises(InputError, match="is larger than"):
         file_digest(tmp_path / "a")
+
+
+def written(path: Path, text: str = "content") -> None:
+    with replace_folder(path) as temporary:
+        (temporary / "1").mkdir()
+        (temporary / "1" / "file").write_text(text)
+
+
+def test_a_folder_is_replaced_where_it_was_written_by_the_same_function(tmp_path: Path) -> None:
+    path = tmp_path / "folder"
+    for text in ("first", "second"):
+        written(path, text)
+        assert (path / "1" / "file").read_text() == text
+        assert [each.name for each in tmp_path.iterdir()] == ["folder"]
+    (tmp_path / "empty").mkdir()
+    written(tmp_path / "empty")
+
+
+@pytest.mark.parametrize("change", ["added", "changed", "link", "list removed", "list link", "deep"])
+def test_what_somebody_added_or_changed_is_not_replaced(tmp_path: Path, change: str) -> None:
+    path, other = tmp_path / "folder", tmp_path / "other"
+    other.write_text("content")
+    written(path)
+    match change:
+        case "added":
+            (path / "2").write_text("mine")
+        case "changed":
+            (path / "1" / "file").write_text("mine")
+        case "link":
+            (path / "1" / "file").unlink()
+            (path / "1" / "file").symlink_to(other)
+        case "list removed":
+            (path / MANIFEST).unlink()
+        case "list link":
+            (path / MANIFEST).rename(tmp_path / "list")
+            (path / MANIFEST).symlink_to(tmp_path / "list")
+        case "deep":
+            (path / "1" / "2").mkdir()
+            (path / "1" / "2" / "file").write_text("mine")
+    before = sorted(each.relative_to(path) for each in path.rglob("*"))
+    with pytest.raises(InputError, match="is in the way"):
+        written(path, "new")
+    assert sorted(each.relative_to(path) for each in path.rglob("*")) == before
+    assert (path / "1" / "file").read_text() != "new"
+
+
+def test_a_link_or_a_file_is_no_folder_to_replace(tmp_path: Path) -> None:
+    written(tmp_path / "there")
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    (tmp_path / "file").write_text("mine")
+    for name in ("link", "file"):
+        with pytest.raises(InputError, match="it is no folder"):
+            written(tmp_path / name)
+
+
+def test_a_folder_stays_where_writing_its_successor_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "folder"
+    written(path)
+    with pytest.raises(ZeroDivisionError), replace_folder(path):
+        raise ZeroDivisionError
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(InputError, match="could not be written"):
+        written(path, "new")
+    monkeypatch.setattr(os, "replace", replace)
+    assert (path / "1" / "file").read_text() == "content"
+    assert [each.name for each in tmp_path.iterdir()] == ["folder"]

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 
 from fp4deploy.bench.runtimes.ports import Extent, Port
 from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.layers import layers_of
 from fp4deploy.models.card import CARD_KEY, ModelCard
+from fp4deploy.system.onnx_runtime import ort
 
 WEIGHTS: dict[int, str] = {
     onnx.TensorProto.FLOAT: "FP32", onnx.TensorProto.FLOAT16: "FP16", onnx.TensorProto.BFLOAT16: "BF16",

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 
 from fp4deploy.bench.environment import cpu_name
 from fp4deploy.bench.latency import time_cpu
@@ -32,6 +31,7 @@ from fp4deploy.export.onnx.canonical import foreign_graph, is_canonical
 from fp4deploy.export.onnx.session import FATAL, portable_session
 from fp4deploy.export.onnx.trt_operators import has_trt_operators
 from fp4deploy.models.card import ModelCard
+from fp4deploy.system.onnx_runtime import ort
 
 LIKE = "Give --like the network's own classes and size."
 

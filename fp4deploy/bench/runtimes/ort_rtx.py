@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 import torch
 
 from fp4deploy.bench.latency import time_cpu
@@ -32,6 +31,7 @@ from fp4deploy.export import read_onnx
 from fp4deploy.export.onnx.canonical import is_canonical
 from fp4deploy.models.card import ModelCard
 from fp4deploy.requirements import ORT_RTX
+from fp4deploy.system.onnx_runtime import ort
 
 TITLE = "ONNX Runtime's TensorRT-RTX provider"
 TYPES = {"tensor(float16)": (torch.float16, np.float16), "tensor(float)": (torch.float32, np.float32)}

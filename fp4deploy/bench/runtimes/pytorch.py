@@ -28,6 +28,7 @@ from fp4deploy.bench.runtimes.ports import Outputs, fed, image_port
 from fp4deploy.bench.runtimes.precision import of_layers
 from fp4deploy.bench.runtimes.protocol import Array, Given
 from fp4deploy.errors import InputError, UnavailableError
+from fp4deploy.plugins.runtime.cache import keep_compiled_private
 from fp4deploy.qat import load_model, quantized_layers
 from fp4deploy.qat.prepare import is_fp8
 
@@ -61,6 +62,7 @@ class TorchRuntime:
             model = model.half()
         self._model: Callable[[torch.Tensor], Any] = model
         if form in MODES:
+            keep_compiled_private()
             self._model = torch.compile(model, mode=MODES[form])
         self.name = f"torch {torch.__version__.partition('+')[0]} ({self._where(form)})"
         self.device = torch.cuda.get_device_name(self._device) if self.cuda else cpu_name()

@@ -60,6 +60,7 @@ from fp4deploy.models.card import CARD_KEY, ModelCard
 from fp4deploy.qat.computed import masters, torch_class
 from fp4deploy.qat.layers import QuantConvTranspose2d, QuantLinear
 from fp4deploy.qat.prepare import layer_plan, quantized_layers
+from fp4deploy.tracing import make_no_folder
 
 ATTENTION_AXES = "only 4D query, key, and value are supported"  # says torch's exporter
 INPUT, OUTPUT, BATCH = "image", "logits", "N"
@@ -175,6 +176,8 @@ def _trace(model: nn.Module, examples: Examples, dynamic_size: bool) -> ir.Model
         return {0: batch, **free}
 
     shapes: Any = {name: axes(x) for name, x in named.items()} or tuple(axes(x) for x in positional)
+
+    make_no_folder()
 
     def export() -> torch.onnx.ONNXProgram:
         program = torch.onnx.export(

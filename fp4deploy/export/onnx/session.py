@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import onnx
-import onnxruntime
 
 from fp4deploy.errors import InputError, first_line
+from fp4deploy.system.onnx_runtime import ort
 
-NOT_IMPLEMENTED = onnxruntime.capi.onnxruntime_pybind11_state.NotImplemented
+NOT_IMPLEMENTED = ort.capi.onnxruntime_pybind11_state.NotImplemented
 FATAL = 4  # log level: an error is raised as well, and the log prints names of the file as they are
 
 
-def portable_session(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
+def portable_session(model: onnx.ModelProto) -> ort.InferenceSession:
     """An ONNX Runtime CPU session of a decomposed graph; raises ONNX Runtime's own errors."""
-    options = onnxruntime.SessionOptions()
+    options = ort.SessionOptions()
     options.log_severity_level = FATAL
-    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
-def verifying_session(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
+def verifying_session(model: onnx.ModelProto) -> ort.InferenceSession:
     """A session that is compared with torch.
 
     Raises:

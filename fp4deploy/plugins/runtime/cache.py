@@ -71,7 +71,9 @@ def keep_compiled_private() -> None:
     Raises:
         InputError: as `cache_folder`.
     """
-    if not os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+    chosen = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    usual = os.path.join(tempfile.gettempdir(), "torchinductor_")  # torch sets the variable itself where it is not set
+    if not chosen or chosen.startswith(usual):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder() / "inductor")
 
 

@@ -98,6 +98,9 @@ def test_what_torch_compiles_is_kept_in_it(folder: Path, monkeypatch: pytest.Mon
     cache.keep_compiled_private()
     assert Path(cache_dir_utils.cache_dir()) == folder / "inductor"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", cache_dir_utils.default_cache_dir())  # as a trace of torch leaves it
+    cache.keep_compiled_private()
+    assert Path(cache_dir_utils.cache_dir()) == folder / "inductor"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/chosen")
     cache.keep_compiled_private()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/chosen"
