@@ -22,6 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fp4deploy.errors import InputError
+from fp4deploy.formats import tracked_amax
 from fp4deploy.graph.copied import copied
 from fp4deploy.models.initial import read_containers
 from fp4deploy.qat.layers import QUANTIZED
@@ -170,7 +171,7 @@ def from_modelopt(network: nn.Module, quantized: Quantized) -> list[Transfer]:
         amax = quantized.quantizers[name]["input"].amax
         assert amax is not None
         assert layer.input_amax is not None
-        layer.input_amax.data.copy_(amax.max())
+        layer.input_amax.data.copy_(tracked_amax(amax.max(), amax.max(), 1.0))
     return found
 
 
