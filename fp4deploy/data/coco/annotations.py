@@ -21,6 +21,7 @@ from fp4deploy.system.schema import briefly, read_bytes
 
 MOST_JSON_BYTES = 2 << 30  # COCO's largest file has 0.5 GB
 LONGEST_NAME = 500
+FLAGS = {"": 0, "0": 0, "0.0": 0, "false": 0, "no": 0, "1": 1, "1.0": 1, "true": 1, "yes": 1}
 
 
 @dataclass(frozen=True)
@@ -233,17 +234,35 @@ def _parse_region(parsed: CocoFile, record: dict[str, Any]) -> None:
     except RegionError as error:
         parsed.report("broken-segmentation", f"annotation {record['id']} {error}.", record["id"])
         return
+    crowd = _flag(record.get("iscrowd"))
+    if crowd is None:
+        cause = f"annotation {record['id']} has an iscrowd of {briefly(record['iscrowd'])}; valid: 0, 1."
+        parsed.report("broken-annotation", cause, record["id"])
+        return
     area: Any = record.get("area")
     annotation = Annotation(
         id=record["id"],
         image_id=record["image_id"],
         category_id=record["category_id"],
-        crowd=bool(record.get("iscrowd", 0)),
+        crowd=crowd,
         segmentation=segmentation,
         box=record.get("bbox"),
         area=float(area) if type(area) in (int, float) and 0 <= area < 1e18 else None,
     )
     parsed.annotations.append(annotation)
+
+
+def _flag(value: object) -> bool | None:
+    """A truth value, also one that a converter wrote as text; None where it is none.
+
+    >>> [_flag(value) for value in (1, "0", "false", " True", None, 0.0, "crowd")]
+    [True, False, False, True, False, False, None]
+    """
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    if isinstance(value, str):
+        value = FLAGS.get(value.strip().lower())
+    return bool(value) if isinstance(value, int | float) and value in (0, 1) else None
 
 
 def _listed(ids: list[int]) -> str:
