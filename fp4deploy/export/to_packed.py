@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +24,9 @@ from fp4deploy.export.packing import Tensors, packed_graph
 from fp4deploy.export.verify.outputs import check_request, validation_images
 from fp4deploy.export.verify.packed import PackedAgreement, require_packed, verify_packed
 from fp4deploy.graph import UnsettledSizes, capture
-from fp4deploy.graph.capture import Inputs
+from fp4deploy.graph.capture import Inputs, arguments
 from fp4deploy.graph.copied import copied
+from fp4deploy.graph.randomness import refuse_random
 from fp4deploy.models.input_encoding import ENCODED_CHANNELS
 from fp4deploy.packed import Graph, PackedFile, PackedNetwork, packed_file, write_packed
 from fp4deploy.packed.capture import CapturedNetwork, graphs_enabled
@@ -138,8 +140,10 @@ def pack_model(model: nn.Module, example_inputs: Inputs, dynamic_size: bool = Tr
         model = nn.Sequential(model)
     digits = bool(getattr(model, "digits", False))
     plain = restore(copied(model))
+    refuse_random(plain, *arguments(example_inputs))
     # Not `quantized_layers`, which names each once: a captured layer may have another of its names.
     quantised = {name for name, each in model.named_modules(remove_duplicate=False) if isinstance(each, QuantizedLayer)}
+    _untie(plain, quantised)
     if digits:  # the graph begins with the encoded image
         plain.digits = False  # type: ignore[assignment]
         if not isinstance(example_inputs, torch.Tensor):
@@ -159,6 +163,19 @@ def pack_model(model: nn.Module, example_inputs: Inputs, dynamic_size: bool = Tr
     fixed = written(False)  # an error that is no matter of sizes is raised again
     warnings.warn(f"{_cause(refused)} The packed network takes inputs of the example's size alone.", stacklevel=2)
     return fixed
+
+
+def _untie(model: nn.Module, names: Collection[str]) -> None:
+    """Give each of these layers parameters of its own, in place.
+
+    A captured node knows its layer by the parameter's name; layers that share a weight have other biases and scales.
+    """
+    seen: set[int] = set()
+    for layer in {id(each): each for each in map(model.get_submodule, sorted(names))}.values():
+        for name, parameter in layer._parameters.items():
+            if parameter is not None and id(parameter) in seen:
+                layer._parameters[name] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+            seen.add(id(parameter))
 
 
 def _cause(error: InputError) -> str:

@@ -285,7 +285,7 @@ def _layers_with_weights(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _is_gemm(layer: nn.Module) -> bool:
-    return torch_class(layer) is not None and why_not_plain(layer) is None
+    return torch_class(layer) is not None and _hooked(layer) is None and why_not_plain(layer) is None
 
 
 def _kind(layer: nn.Module) -> str:
@@ -316,6 +316,8 @@ def _reason_to_keep(name: str, layer: nn.Module, ends: Ends, include: Selection,
 def _reason_impossible(layer: nn.Module) -> str | None:
     """Why no recipe can quantise this layer; None where one can."""
     parent = torch_class(layer)
+    if parent is not None and (hooked := _hooked(layer)):
+        return hooked
     if parent is not None:
         reason = why_not_plain(layer)
         return reason and f"a subclass of {parent.__name__}: {reason}"
@@ -324,6 +326,17 @@ def _reason_impossible(layer: nn.Module) -> str | None:
     if isinstance(layer, nn.MultiheadAttention):
         return "multiplies its weights itself; write its projections as Linear layers to quantise them"
     return f"{type(layer).__name__} is none of {', '.join(kind.__name__ for kind in QUANTIZED)}"
+
+
+def _hooked(layer: nn.Module) -> str | None:
+    """A weight or bias that is no parameter but an attribute, which a hook sets before each forward."""
+    set_by_hook = [name for name in ("weight", "bias") if isinstance(vars(layer).get(name), torch.Tensor)]
+    if not set_by_hook:
+        return None
+    return (
+        f"a hook computes its {' and '.join(set_by_hook)} (weight_norm, spectral_norm or prune of torch.nn.utils); use "
+        "torch.nn.utils.parametrizations, or make it permanent with remove_weight_norm or prune.remove"
+    )
 
 
 def _hidden_children(model: nn.Module) -> dict[str, str]:

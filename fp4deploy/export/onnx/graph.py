@@ -54,12 +54,13 @@ from fp4deploy.graph.capture import (
 )
 from fp4deploy.graph.copied import copied
 from fp4deploy.graph.growth import BoundedSizes, undecided, unsettled
+from fp4deploy.graph.randomness import refuse_random
 from fp4deploy.graph.specialized import watched
 from fp4deploy.graph.unpooling import Unpooling
 from fp4deploy.models.card import CARD_KEY, ModelCard
 from fp4deploy.qat.computed import masters, torch_class
 from fp4deploy.qat.layers import QuantConvTranspose2d, QuantLinear
-from fp4deploy.qat.prepare import layer_plan, quantized_layers
+from fp4deploy.qat.prepare import layer_plan, quantized_layers, restore
 
 ATTENTION_AXES = "only 4D query, key, and value are supported"  # says torch's exporter
 INPUT, OUTPUT, BATCH = "image", "logits", "N"
@@ -96,6 +97,7 @@ def export_graph(
     ['Conv', 'Relu']
     """
     constants, refused = _constants(model)
+    refuse_random(restore(copied(model)), *_examples(input_shape))
     traced = _trace(_traceable(model, constants, refused), _examples(input_shape), dynamic_size)
     reached = marked_layers(traced)
     leaves = {name for name, module in model.named_modules() if not any(module.children())}
