@@ -114,13 +114,18 @@ def compile(model: nn.Module, example_inputs: Inputs) -> CapturedNetwork:
     torch.Size([2, 8, 14, 14])
     """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    file = _deployed_file(model, Path("compiled.fp4"), tree_map(torch.Tensor.cpu, example_inputs))[1]
+    file = _deployed_file(model, Path("compiled.fp4"), tree_map(_float, example_inputs))[1]
     return CapturedNetwork(PackedNetwork(file, device), graphs_enabled(), compile_mode())
+
+
+def _float(x: torch.Tensor) -> torch.Tensor:
+    """On the CPU; numbers as float32."""
+    return x.cpu().float() if x.is_floating_point() else x.cpu()
 
 
 def _deployed_file(model: nn.Module, out: Path, example_inputs: Inputs) -> tuple[nn.Module, PackedFile]:
     """A module as it is deployed, on the CPU, and its packed network."""
-    deployed = copied(model).cpu().eval()
+    deployed = copied(model).cpu().float().eval()  # also of a module in FP16
     round_to_deployed(deployed)
     return deployed, packed_file(out, None, *pack_model(deployed, example_inputs), about=json.dumps(about(None, None)))
 
@@ -190,6 +195,7 @@ def _pack_module(model: nn.Module, out: Path, example_inputs: Inputs | None, ver
         )
     if out.suffix != SUFFIX:
         raise InputError(f"The name of a packed network should end in {SUFFIX}, and {out.name} does not.")
+    example_inputs = tree_map(_float, example_inputs)
     deployed, file = _deployed_file(model, out, example_inputs)
     verification = None
     if verify:

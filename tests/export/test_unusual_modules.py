@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune, spectral_norm, weight_norm
 
+from fp4deploy.errors import InputError
 from fp4deploy.export import export_onnx
 from fp4deploy.export.to_packed import pack
 from fp4deploy.models.checkpoint import read_signed, write_tensors
@@ -106,3 +107,33 @@ def test_a_layer_whose_weight_a_hook_computes_stays_in_fp16_and_is_exported(
     calibrate(prepare(model), x)
     with warnings.catch_warnings():
         export_onnx(model.eval(), x, str(tmp_path / "m.onnx"))
+
+
+def calibrated(middle: nn.Module, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    layers = (conv(3, 32), middle, conv(32, 32), nn.ReLU(), conv(32, 32), nn.ReLU(), conv(32, 5, 1))
+    model, x = prepare(nn.Sequential(*layers).to(dtype)), torch.randn(2, 3, 32, 32).to(dtype)
+    calibrate(model, x)
+    return model.eval(), x
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("divisor", [5, 9])
+def test_average_pooling_with_another_divisor_is_exported(tmp_path: Path, divisor: int, padded: bool) -> None:
+    model, x = calibrated(nn.AvgPool2d((3, 2), 2, 1, count_include_pad=padded, divisor_override=divisor))
+    result = export_onnx(model, x, str(tmp_path / "m.onnx"))
+    assert result.verification is not None
+    assert result.verification.layerwise is None
+
+
+def test_what_has_no_form_in_onnx_is_named(tmp_path: Path) -> None:
+    model, x = calibrated(nn.AvgPool2d(3, 2, 1, ceil_mode=True, divisor_override=5))
+    with pytest.raises(InputError, match="ceil_mode and divisor_override=5 has no form .* Set ceil_mode=False"):
+        export_onnx(model, x, str(tmp_path / "m.onnx"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_module_in_half_precision_is_packed(tmp_path: Path, dtype: torch.dtype) -> None:
+    model, x = calibrated(nn.ReLU(), dtype)
+    assert pack(model, tmp_path / "m.fp4", example_inputs=x).verification is not None
+    assert next(model.parameters()).dtype == dtype

@@ -41,6 +41,7 @@ from fp4deploy.export.onnx.floor import TRANSLATIONS
 from fp4deploy.export.onnx.layer_constants import CONVOLUTIONS, Fp8Constants, LayerConstants, layer_constants
 from fp4deploy.export.onnx.mixed_types import MixedTypes
 from fp4deploy.export.onnx.naming import ForgetTracing, NameAfterModules
+from fp4deploy.export.onnx.pooling import Divisors
 from fp4deploy.export.onnx.qdq import ACTIVATION_MARKER, MARKER_DOMAIN, WEIGHT_MARKER, LowerMarkers, marked_layers
 from fp4deploy.graph.capture import (
     Inputs,
@@ -203,6 +204,7 @@ def _trace(model: nn.Module, examples: Examples, dynamic_size: bool) -> ir.Model
             bound if dynamic_size else nullcontext(),
             Unpooling(),
             MixedTypes(),
+            Divisors(),
         ):
             try:
                 program = export()
