@@ -78,7 +78,7 @@ def bench_artifact(
         model=model or runtime.card.precision,
         backend=runtime.name,
         precision=runtime.precision,
-        size_bytes=path.stat().st_size,
+        size_bytes=size_of(path),
         sha256=file_digest(path),
         miou=_finite(scores.miou) if scores else None,
         ap=_finite(instances.ap) if instances else None,
@@ -103,6 +103,22 @@ def bench_artifact(
     )
 
 
+def size_of(path: Path) -> int:
+    """Bytes of an artefact, with the files beside it in which an ONNX file keeps its tensors."""
+    size = path.stat().st_size
+    if path.suffix != ".onnx":
+        return size
+    import onnx
+
+    try:
+        tensors = onnx.load(path, load_external_data=False).graph.initializer
+    except Exception:  # whoever opens it says what is wrong
+        return size
+    names = {entry.value for each in tensors for entry in each.external_data if entry.key == "location"}
+    beside = {path.parent / Path(name).name for name in names}
+    return size + sum(each.stat().st_size for each in beside if each.is_file())
+
+
 def bench_or_explain(path: Path, data: Path | None, *, model: str | None = None, **settings: Any) -> ArtifactEntry:
     """Like `bench_artifact`, but an engine that cannot run here becomes a row saying so, without numbers."""
     try:
@@ -122,7 +138,7 @@ def not_run(path: Path, reason: str, *, model: str | None = None, provider: str 
         model=model or precision,
         backend=built_by(ledger) if ledger else runtimes.get(path.suffix, "unknown builder"),
         precision=of_engine(ledger, precision),
-        size_bytes=path.stat().st_size,
+        size_bytes=size_of(path),
         sha256=file_digest(path),
         status=UNAVAILABLE if path.suffix in runtimes else NOT_RUN,
         reason=reason,

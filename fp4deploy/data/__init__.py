@@ -12,6 +12,7 @@ from fp4deploy.data.generated.shapes import generate_shapes
 from fp4deploy.data.importing.folder import import_coco
 from fp4deploy.data.inspection.balance import ClassCounts, cached_counts, class_balance, count_classes
 from fp4deploy.data.inspection.check import check_dataset
+from fp4deploy.data.inspection.labels import require_labels
 from fp4deploy.data.inspection.summary import parse_splits, summarise
 from fp4deploy.data.loader import EpochLoader, end_workers, eval_loader, train_loader
 from fp4deploy.data.part import repeated
@@ -67,6 +68,7 @@ __all__ = [
     "open_instances",
     "parse_splits",
     "repeated",
+    "require_labels",
     "summarise",
     "train_loader",
     "validation_set",

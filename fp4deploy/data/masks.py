@@ -18,16 +18,27 @@ labelled, but as something the model has no class for. Images without a mask are
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fp4deploy.data.coco.annotations import parse
 from fp4deploy.data.images import Colours, ImageError, read_class_ids, read_image
 from fp4deploy.data.layouts import find_annotations, find_images, mask_files, split_images
-from fp4deploy.data.sample import ALL_SPLITS, IGNORE, SPLITS, TEST, Pixels, Sample, data_error, select_classes
-from fp4deploy.system.schema import lines_of, read_bytes
+from fp4deploy.data.sample import (
+    ALL_SPLITS,
+    IGNORE,
+    MAX_CLASSES,
+    SPLITS,
+    TEST,
+    Pixels,
+    Sample,
+    data_error,
+    select_classes,
+)
+from fp4deploy.system.schema import lines_of, read_bytes, text_of
 
 MOST_LISTING_BYTES = 1 << 20  # of classes.txt and labelmap.txt
 LABEL = re.compile(r"([^:]{1,200}):(\d{1,3}),(\d{1,3}),(\d{1,3}):[^:]*:[^:]*")
@@ -63,6 +74,14 @@ class MaskDataset:
             raise data_error(root, f"The mask {lonely[0]} has no image in {folder}.{more}")
         self._pairs = [(images[stem], path) for stem, path in masks.items()]
         values = class_values(root)
+        self.values, self.named = max(values.values(), default=0) + 1, not are_numbers(values)
+        if not self.named and self.values >= MAX_CLASSES and not classes:
+            raise data_error(
+                root,
+                f"The masks under {root / 'masks'} hold values up to {self.values - 1}, and each is a class. Grey "
+                "levels are those of binary masks that were blurred, resized or stored as JPEG: write 0 and 1, by a "
+                "threshold.",
+            )
         self.class_names = select_classes(list(values), classes, root)
         self._colours = class_colours(root)
         self._class_of = np.full(256, IGNORE, dtype=np.uint8)
@@ -71,6 +90,25 @@ class MaskDataset:
 
     def __len__(self) -> int:
         return len(self._pairs)
+
+    def histogram(self, places: Sequence[int] | None = None) -> NDArray[np.int64]:
+        """[256]: how many pixels of the masks at these places, or of all, have each value.
+
+        Raises:
+            InputError: a mask cannot be decoded.
+        """
+        counts = np.zeros(256, np.int64)
+        for place in range(len(self)) if places is None else places:
+            path = self._pairs[place][1]
+            try:
+                counts += np.bincount(read_class_ids(path, self._colours).ravel(), minlength=256)
+            except ImageError as error:
+                raise data_error(self.root, f"{path} {error}") from error
+        return counts
+
+    def classes_of(self, values: NDArray[np.int64]) -> set[int]:
+        """The classes that these values of the masks stand for."""
+        return set(self._class_of[values].tolist()) - {IGNORE}
 
     def load(self, index: int) -> Sample:
         """Decode one image and its mask.
@@ -108,7 +146,7 @@ def class_values(root: Path) -> dict[str, int]:
             return {named[value]: value for value in sorted(named) if 0 <= value < IGNORE}
     listing = root / "classes.txt"
     if listing.is_file():
-        names = [line.strip() for line in read_bytes(listing, MOST_LISTING_BYTES).decode(errors="replace").splitlines()]
+        names = [line.strip() for line in text_of(read_bytes(listing, MOST_LISTING_BYTES)).splitlines()]
         names = names[: max((n for n, name in enumerate(names, start=1) if name), default=0)]
         if not names or len(set(names)) < len(names) or "" in names or len(names) > IGNORE:
             raise data_error(root, f"{listing} must hold one class a line: no empty lines, no repeats, at most 255.")
@@ -117,6 +155,11 @@ def class_values(root: Path) -> dict[str, int]:
     if named_colours:
         return {name: value for value, (name, _) in enumerate(named_colours)}
     return {f"class_{value}": value for value in range(_largest_value(root) + 1)}
+
+
+def are_numbers(values: Mapping[str, int]) -> bool:
+    """Whether the classes are called by their values, for want of names."""
+    return all(name == f"class_{value}" for name, value in values.items())
 
 
 def class_colours(root: Path) -> Colours | None:
@@ -133,8 +176,9 @@ def _label_map(root: Path) -> list[tuple[str, tuple[int, int, int]]]:
     """Names and colours of CVAT's labelmap.txt; [] where there is none."""
     path = root / "labelmap.txt"
     found = []
-    for line in lines_of(path, MOST_LISTING_BYTES):
-        text = line.decode("utf-8", errors="replace").strip()
+    content = text_of(b"\n".join(lines_of(path, MOST_LISTING_BYTES)))
+    for line in content.splitlines():
+        text = line.strip()
         if not text or text.startswith("#"):
             continue
         match = LABEL.fullmatch(text)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,8 +25,9 @@ from fp4deploy.export.packing import Tensors, packed_graph
 from fp4deploy.export.verify.outputs import check_request, validation_images
 from fp4deploy.export.verify.packed import PackedAgreement, require_packed, verify_packed
 from fp4deploy.graph import UnsettledSizes, capture
-from fp4deploy.graph.capture import Inputs
+from fp4deploy.graph.capture import Inputs, arguments
 from fp4deploy.graph.copied import copied
+from fp4deploy.graph.randomness import refuse_random
 from fp4deploy.models.input_encoding import ENCODED_CHANNELS
 from fp4deploy.packed import Graph, PackedFile, PackedNetwork, packed_file, write_packed
 from fp4deploy.packed.capture import CapturedNetwork, graphs_enabled
@@ -112,14 +115,20 @@ def compile(model: nn.Module, example_inputs: Inputs) -> CapturedNetwork:
     torch.Size([2, 8, 14, 14])
     """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    example = tree_map(lambda each: each.cpu() if isinstance(each, torch.Tensor) else each, example_inputs)
-    file = _deployed_file(model, Path("compiled.fp4"), example)[1]
+    file = _deployed_file(model, Path("compiled.fp4"), tree_map(_float, example_inputs))[1]
     return CapturedNetwork(PackedNetwork(file, device), graphs_enabled(), compile_mode())
+
+
+def _float(x: Any) -> Any:
+    """A tensor on the CPU, numbers as float32; anything else as it is, to be refused by name."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    return x.cpu().float() if x.is_floating_point() else x.cpu()
 
 
 def _deployed_file(model: nn.Module, out: Path, example_inputs: Inputs) -> tuple[nn.Module, PackedFile]:
     """A module as it is deployed, on the CPU, and its packed network."""
-    deployed = copied(model).cpu().eval()
+    deployed = copied(model).cpu().float().eval()  # also of a module in FP16
     round_to_deployed(deployed)
     return deployed, packed_file(out, None, *pack_model(deployed, example_inputs), about=json.dumps(about(None, None)))
 
@@ -139,8 +148,10 @@ def pack_model(model: nn.Module, example_inputs: Inputs, dynamic_size: bool = Tr
         model = nn.Sequential(model)
     digits = bool(getattr(model, "digits", False))
     plain = restore(copied(model))
+    refuse_random(plain, *arguments(example_inputs))
     # Not `quantized_layers`, which names each once: a captured layer may have another of its names.
     quantised = {name for name, each in model.named_modules(remove_duplicate=False) if isinstance(each, QuantizedLayer)}
+    _untie(plain, quantised)
     if digits:  # the graph begins with the encoded image
         plain.digits = False  # type: ignore[assignment]
         if not isinstance(example_inputs, torch.Tensor):
@@ -162,6 +173,19 @@ def pack_model(model: nn.Module, example_inputs: Inputs, dynamic_size: bool = Tr
     return fixed
 
 
+def _untie(model: nn.Module, names: Collection[str]) -> None:
+    """Give each of these layers parameters of its own, in place.
+
+    A captured node knows its layer by the parameter's name; layers that share a weight have other biases and scales.
+    """
+    seen: set[int] = set()
+    for layer in {id(each): each for each in map(model.get_submodule, sorted(names))}.values():
+        for name, parameter in layer._parameters.items():
+            if parameter is not None and id(parameter) in seen:
+                layer._parameters[name] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+            seen.add(id(parameter))
+
+
 def _cause(error: InputError) -> str:
     """Why sizes do not stay free, without advice that is of the other case."""
     return error.cause if isinstance(error, UnsettledSizes) else f"With free sizes: {str(error).partition('. ')[0]}."
@@ -174,6 +198,7 @@ def _pack_module(model: nn.Module, out: Path, example_inputs: Inputs | None, ver
         )
     if out.suffix != SUFFIX:
         raise InputError(f"The name of a packed network should end in {SUFFIX}, and {out.name} does not.")
+    example_inputs = tree_map(_float, example_inputs)
     deployed, file = _deployed_file(model, out, example_inputs)
     verification = None
     if verify:

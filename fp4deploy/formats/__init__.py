@@ -24,7 +24,16 @@ from fp4deploy.formats.mxfp4 import (
 )
 from fp4deploy.formats.nvfp4 import Nvfp4Tensor, fake_quantize_nvfp4, quantize_nvfp4
 from fp4deploy.formats.philox import philox4x32, random_bytes
-from fp4deploy.formats.scales import block_scales, block_step, deployed_amax, finite_amax, global_amax, global_scale
+from fp4deploy.formats.scales import (
+    ZEROS_AMAX,
+    block_scales,
+    block_step,
+    deployed_amax,
+    finite_amax,
+    global_amax,
+    global_scale,
+    tracked_amax,
+)
 from fp4deploy.formats.swizzle import swizzle_scales, unswizzle_scales
 
 BLOCK, MX_BLOCK = NVFP4_BLOCK, MXFP4_BLOCK  # their names in version 0.1
@@ -38,6 +47,7 @@ __all__ = [
     "MXFP4_BLOCK",
     "MX_BLOCK",
     "NVFP4_BLOCK",
+    "ZEROS_AMAX",
     "FourOverSix",
     "Fp8Tensor",
     "Mxfp4Tensor",
@@ -69,6 +79,7 @@ __all__ = [
     "rotate",
     "round_e2m1",
     "swizzle_scales",
+    "tracked_amax",
     "unpack_codes",
     "unswizzle_scales",
 ]

@@ -28,6 +28,7 @@ import torch
 from fp4deploy.formats.constants import E2M1_MAX, E4M3_MAX, nvfp4_range
 
 FLT_MAX = torch.finfo(torch.float32).max
+ZEROS_AMAX = 2.0**-14  # the tracked amax of zeros alone: the smallest normal number of FP16
 
 Float32 = TypeVar("Float32", torch.Tensor, np.float32)
 
@@ -107,6 +108,19 @@ def global_amax(scale: Float32, e4m3_max: float = E4M3_MAX) -> Float32:
     if isinstance(scale, torch.Tensor):
         return scale * constant(nvfp4_range(e4m3_max), scale)
     return np.float32(scale * np.float32(nvfp4_range(e4m3_max)))
+
+
+def tracked_amax(largest: torch.Tensor, tracked: torch.Tensor, decay: float) -> torch.Tensor:
+    """The amax that is tracked after a tensor of the finite amax `largest`: max(largest, decay * tracked).
+
+    A tensor of zeros is exact with any scale, but 0 is none, and means that there was no tensor: it gives at least
+    `ZEROS_AMAX`.
+
+    >>> tracked_amax(torch.tensor(0.0), torch.tensor(0.0), 0.99)
+    tensor(6.1035e-05)
+    """
+    moved = torch.maximum(largest, tracked * decay)
+    return torch.where(largest > 0, moved, moved.clamp_min(ZEROS_AMAX))
 
 
 def deployed_amax(amax: Float32, e4m3_max: float = E4M3_MAX) -> Float32:

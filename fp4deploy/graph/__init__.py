@@ -10,6 +10,7 @@
 | `retraced` | calls in place, and calls to decompose, replaced one by one |
 | `growth` | an end to sizes whose formulas grow from layer to layer |
 | `operators` | how each ATen operator is written as a node |
+| `randomness` | networks that draw random numbers in evaluation, refused |
 | `costs` | multiply-accumulates of a node |
 
 torch.export (the functional training IR, before any decomposition) keeps a convolution as one `aten.conv2d`, whose

@@ -22,6 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fp4deploy.errors import InputError
+from fp4deploy.formats import tracked_amax
 from fp4deploy.graph.copied import copied
 from fp4deploy.models.initial import read_containers
 from fp4deploy.qat.layers import QUANTIZED
@@ -30,6 +31,7 @@ from fp4deploy.requirements import MODELOPT
 
 RECIPE = "nvfp4_qat"
 OPERANDS = ("input", "weight")
+SMOOTHED = ".input_quantizer._pre_quant_scale"
 SAME = 1e-3  # relative difference of two amaxes that says nothing
 
 
@@ -141,7 +143,25 @@ def _joined(tensors: dict[str, Tensor], found: Mapping[str, Quantizer | None], v
             fields = vars(quantizer) | {"amax": None if amax is None else amax.detach().float(), "scaled": scaled}
             layers.setdefault(layer, {})[operand] = Quantizer(**fields)
     plain = {name: value for name, value in tensors.items() if "_quantizer." not in name}
+    for (
+        name,
+        scale,
+    ) in tensors.items():  # also of quantisers that are off: they multiply all the same
+        layer = name.removesuffix(SMOOTHED)
+        if layer != name and f"{layer}.weight" in plain:
+            plain[f"{layer}.weight"] = _unsmoothed(layer, plain[f"{layer}.weight"], scale)
     return Quantized(plain, layers, version)
+
+
+def _unsmoothed(layer: str, weight: Tensor, scale: Tensor) -> Tensor:
+    """The weight of a layer (W / s) that multiplied s into its input: W, for a layer that does not."""
+    if weight.ndim < 2 or scale.numel() not in (1, weight.shape[1]) or not scale.isfinite().all():
+        raise InputError(
+            f"{layer} multiplies its input by a scale {list(scale.shape)} that its weight {list(weight.shape)} has no "
+            "channels for. Quantise the model without SmoothQuant or AWQ."
+        )
+    axes = (1, -1, *(1,) * (weight.ndim - 2))
+    return (weight.double() * scale.detach().double().reshape(axes).to(weight.device)).to(weight.dtype)
 
 
 def from_modelopt(network: nn.Module, quantized: Quantized) -> list[Transfer]:
@@ -170,7 +190,7 @@ def from_modelopt(network: nn.Module, quantized: Quantized) -> list[Transfer]:
         amax = quantized.quantizers[name]["input"].amax
         assert amax is not None
         assert layer.input_amax is not None
-        layer.input_amax.data.copy_(amax.max())
+        layer.input_amax.data.copy_(tracked_amax(amax.max(), amax.max(), 1.0))
     return found
 
 

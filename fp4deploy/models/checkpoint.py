@@ -57,6 +57,13 @@ def write_tensors(
         InputError: the disk is full or the folder is not writable; an older file at `path` survives.
     """
     host = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    seen: set[int] = set()  # storages: safetensors refuses what two names share, as tied weights and views do
+    for name, value in host.items():
+        storage = value.untyped_storage()
+        if storage.data_ptr() in seen or storage.nbytes() != value.nbytes:
+            host[name] = value.clone()
+        elif value.numel():
+            seen.add(storage.data_ptr())
     if signed:
         metadata = {**metadata, DIGEST_KEY: digest_of(_signed_parts(host, metadata))}
     with atomic_write(path) as temporary:

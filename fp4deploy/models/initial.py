@@ -27,9 +27,11 @@ from torch import nn
 from fp4deploy.errors import InputError, counted, first_line
 
 CONTAINERS = ("state_dict", "model_state_dict", "model")
-PARALLEL = "module."
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 NOT_NEGATIVE = ("running_var", "num_batches_tracked")
+WRAPPERS = ("module.", "_orig_mod.")  # of DataParallel and AveragedModel, of torch.compile
+AVERAGED = "n_averaged"  # the counter of AveragedModel
+OUTER = ("model.", "net.", "network.")  # attributes of Lightning modules and trainers that hold the network
 _CLASSIFIERS = ("fc.", "classifier.", "head.", "last_linear.")  # of a backbone trained to classify
 Tensors = Mapping[str, torch.Tensor]
 
@@ -44,6 +46,7 @@ def load_initial(model: nn.Module, path: Path) -> str:
     tensors = read_weights(path)
     _refuse(path, {name: _layout(value) for name, value in tensors.items()})
     wanted = model.state_dict()
+    tensors = _unwrapped(tensors, wanted)
     children = ["", *(f"{name}." for name, _ in model.named_children())]
     prefix = max(children, key=lambda child: sum(child + name in wanted for name in tensors))
     given = {prefix + name: value for name, value in tensors.items()}
@@ -81,6 +84,17 @@ def load_initial(model: nn.Module, path: Path) -> str:
     return f"Initial weights: {notice}."
 
 
+def _unwrapped(tensors: dict[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors without what a trainer puts before the names, as "model." of Lightning, where they fit then."""
+    for start in OUTER:
+        inner = _without(tensors, start)
+        while start := next((each for each in WRAPPERS if inner and all(name.startswith(each) for name in inner)), ""):
+            inner = _without(inner, start)
+        if set(wanted) - set(tensors) and not {name for name in wanted if not _is_counter(name)} - set(inner):
+            return inner
+    return tensors
+
+
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
     """The state dict of a file, on the CPU, its names without the prefix of a parallel wrapper.
 
@@ -93,9 +107,16 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
             found = found[name]
     if not isinstance(found, Mapping) or not all(isinstance(value, torch.Tensor) for value in found.values()):
         raise InputError(f"{path} holds no state dict: it has to map names to tensors.")
-    names = [str(name) for name in found]
-    start = len(PARALLEL) if names and all(name.startswith(PARALLEL) for name in names) else 0
-    return {name[start:]: value for name, value in zip(names, found.values(), strict=True)}
+    tensors = {str(name): value for name, value in found.items()}
+    if any(name.startswith(WRAPPERS) for name in tensors):
+        tensors.pop(AVERAGED, None)
+    while start := next((each for each in WRAPPERS if tensors and all(name.startswith(each) for name in tensors)), ""):
+        tensors = _without(tensors, start)
+    return tensors
+
+
+def _without(tensors: Mapping[str, torch.Tensor], start: str) -> dict[str, torch.Tensor]:
+    return {name[len(start) :]: value for name, value in tensors.items() if name.startswith(start)}
 
 
 def read_containers(path: Path) -> Any:

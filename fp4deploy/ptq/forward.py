@@ -13,7 +13,7 @@ def autocast(x: Tensor) -> torch.autocast:
     return torch.autocast(x.device.type, dtype=torch.float16, enabled=x.device.type == "cuda")
 
 
-class _Stop(Exception):
+class _Stop(BaseException):
     """The module has run; the rest of the network need not."""
 
 

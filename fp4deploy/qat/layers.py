@@ -2,8 +2,8 @@
 
 Each is the torch layer with its own parameters and names. A layer whose recipe gives its input a static scale has one
 more buffer, `input_amax`: the tracked amax of its input, from which the engine's global scale is made; 0 before the
-layer has seen data. `prepare` turns a layer into its quantised class in place, so that hooks, parameters and references
-to the module survive, and `restore` turns it back.
+layer has seen data, and never afterwards: of zeros alone it is `formats.ZEROS_AMAX`. `prepare` turns a layer into its
+quantised class in place, so that hooks, parameters and references to the module survive, and `restore` turns it back.
 
 A training step moves the tracked amax, m <- max(amax of x, decay * m), and quantises with the m after that or, where
 the recipe's amax_timing is "delayed", before it. Delayed, the pass that quantises x finds its amax as well, and no
@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fp4deploy.errors import InputError
+from fp4deploy.formats import ZEROS_AMAX, tracked_amax
 from fp4deploy.plugins.quantize.dispatch import finite_amax, previous_amax
 from fp4deploy.qat.fp4_gemms.autograd import packed_gemms
 from fp4deploy.qat.fp4_gemms.requirements import PRODUCTS
@@ -222,9 +223,8 @@ class QuantizedLayer(nn.Module):
 
     @torch.no_grad()
     def amax_before(self, x: torch.Tensor) -> torch.Tensor:
-        """The tracked amax of the steps before this one, or where there was none the amax of `x`."""
-        amax = previous_amax(x, cast(torch.Tensor, self.input_amax))
-        return self.remember(torch.where(amax > 0, amax, float("nan")))
+        """The tracked amax of the steps before this one, or where there was none that of `x`, as it is tracked."""
+        return self.remember(previous_amax(x, cast(torch.Tensor, self.input_amax)))
 
     def remember(self, amax: torch.Tensor) -> torch.Tensor:
         """Keep what this step quantises with for a recomputation, of which a compiler takes care itself."""
@@ -234,7 +234,7 @@ class QuantizedLayer(nn.Module):
 
     def track(self, x: torch.Tensor) -> None:
         """Move the tracked amax towards that of `x`: up at once, down by the recipe's decay (observing: never)."""
-        if self.input_amax is not None:
+        if self.input_amax is not None and x.numel():
             self.follow(finite_amax(x.detach()))
 
     @torch.no_grad()
@@ -242,7 +242,9 @@ class QuantizedLayer(nn.Module):
         """Move the tracked amax towards `largest`, the amax of the input."""
         amax = cast(torch.Tensor, self.input_amax)
         decay = 1.0 if self.observing else self.recipe.amax_decay
-        amax.copy_(torch.maximum(largest, amax * decay))
+        amax.copy_(tracked_amax(largest, amax, decay))
+        if self.recipe.amax_learned:  # an amax near 0 would clip what comes after the zeros, and have no gradient
+            amax.copy_(torch.where(amax > ZEROS_AMAX, amax, 1.0))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """A checkpoint without `input_amax` leaves the layer the one it has; a layer without one ignores it."""

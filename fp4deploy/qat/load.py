@@ -12,6 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from fp4deploy.errors import InputError
@@ -19,10 +20,11 @@ from fp4deploy.formats import deployed_amax
 from fp4deploy.graph.copied import copied
 from fp4deploy.models import ModelCard, load_weights, read_card
 from fp4deploy.models.checkpoint import QUANTIZER_BUFFERS, network_of
-from fp4deploy.qat.computed import masters
-from fp4deploy.qat.prepare import prepare, quantized_layers
+from fp4deploy.qat.computed import masters, torch_class
+from fp4deploy.qat.prepare import layer_plan, prepare, quantized_layers
 
 FP16_MAX = 65504.0
+AMAX = ".input_amax"
 
 
 def load_model(path: Path, device: str | torch.device = "cpu", model: str | None = None) -> tuple[nn.Module, ModelCard]:
@@ -44,6 +46,7 @@ def load_model(path: Path, device: str | torch.device = "cpu", model: str | None
     network = network_of(path, card, model)
     if card.precision == "nvfp4":
         prepare_as(network, card)
+        _prepare_as_written(network, card, path)
     load_weights(network, path)
     idle = _uncalibrated(network, card)
     if idle:
@@ -74,7 +77,25 @@ def _uncalibrated(network: nn.Module, card: ModelCard) -> list[str]:
 
 def prepare_as(model: nn.Module, card: ModelCard) -> nn.Module:
     """`prepare` a model, in place, by the recipe and the choice of layers that its card names."""
-    return prepare(model, card.recipe or "nvfp4_qat", card.include, card.exclude, card.fp8)
+    image = torch.empty(2, len(card.mean), card.height, card.width, device="meta")
+    return prepare(model, card.recipe or "nvfp4_qat", card.include, card.exclude, card.fp8, image)
+
+
+def _prepare_as_written(model: nn.Module, card: ModelCard, path: Path) -> None:
+    """Quantise the layers that the file has scales of, where it was written by another rule of first and last layers.
+
+    Before 0.2 these were the first and the last layer in the order of registration.
+    """
+    with safe_open(path, framework="pt") as file:
+        written = {name.removesuffix(AMAX) for name in file.keys() if name.endswith(AMAX)}  # noqa: SIM118
+    planned = {name for name, layer in quantized_layers(model).items() if layer.is_static}
+    if card.include is not None or not written or written == planned:
+        return
+    registered = [name for name, layer in model.named_modules() if torch_class(layer) is not None]
+    ends = {plan.name for plan in layer_plan(model, card.recipe) if plan.reason.startswith(("first", "output"))}
+    if written - planned - ends or planned - written - {registered[0], registered[-1]}:
+        return
+    prepare(model, card.recipe or "nvfp4_qat", lambda name, _: name in written, None, card.fp8)
 
 
 def deployed(model: nn.Module) -> nn.Module:

@@ -1,10 +1,10 @@
 """Decide layer by layer what runs in FP4 or FP8, say why, and turn the chosen layers into quantised ones in place.
 
-Kept in high precision by default: the first layer with weights (it reads the image, of which FP4 leaves 3 bits where
-`models.input_encoding` has not encoded it as 13 channels), the last one (its error goes straight into the logits, with
-no normalisation after it; of several outputs the one that produces each, see `qat.output_layers`), layers of at most
-four input channels (as one that reads a second image), and everything that is not a GEMM (normalisation, pooling,
-activation functions). A subclass with a forward of its own is quantised where that is still one product (`computed`).
+Kept in high precision by default: the layers that read the image (of which FP4 leaves 3 bits where
+`models.input_encoding` has not encoded it as 13 channels), those that give the outputs (their error goes straight into
+the logits, with no normalisation after it), both found by what the forward calls (`qat.ends`), layers of at most four
+input channels (as one that reads a second image), and everything that is not a GEMM (normalisation, pooling, activation
+functions). A subclass with a forward of its own is quantised where that is still one product (`computed`).
 A layer that no quantised class implements (another subclass, an embedding) says so.
 
 Of the layers that are quantised, those that `fp8` names are FP8; by default the recipe decides (`Recipe.fp8`).
@@ -25,9 +25,9 @@ from torch.nn.parameter import is_lazy
 from fp4deploy.errors import InputError
 from fp4deploy.formats import MXFP4_BLOCK, NVFP4_BLOCK
 from fp4deploy.qat.computed import plain_class, quantized_class, torch_class, why_not_plain
+from fp4deploy.qat.ends import Ends, Inputs, ends_of
 from fp4deploy.qat.fp4_gemms.requirements import PRODUCTS, require_packed
 from fp4deploy.qat.layers import QUANTIZED, QuantizedLayer
-from fp4deploy.qat.output_layers import output_layers
 from fp4deploy.qat.placement import is_single_gemm
 from fp4deploy.qat.recipes import Recipe, find_recipe
 
@@ -52,6 +52,7 @@ def layer_plan(
     include: Selection = None,
     exclude: Selection = None,
     fp8: Selection = None,
+    example_inputs: Inputs | None = None,
 ) -> list[LayerPlan]:
     """Plan every layer with weights, in the model's order. A prepared model is described as it is.
 
@@ -62,6 +63,8 @@ def layer_plan(
         include: glob pattern, several, or predicate(name, module); given, exactly these layers are quantised.
         exclude: likewise; these stay in high precision.
         fp8: likewise; of the quantised layers these are FP8. None leaves the choice to the recipe.
+        example_inputs: what the forward takes, for a network whose first and output layers are found neither by
+            tracing nor with an assumed input (`qat.ends`).
 
     Raises:
         InputError: unknown recipe, a pattern that matches no layer, or one that includes only what cannot be quantised.
@@ -85,8 +88,7 @@ def layer_plan(
         return [LayerPlan(name, _kind(layer), "FP16", "FP16 model") for name, layer in layers]
     chosen = find_recipe(recipe)
     impossible = {name: _reason_impossible(layer) for name, layer in layers}  # once: it tries a subclass's forward
-    gemms = [name for name, reason in impossible.items() if reason is None]
-    outputs = output_layers(model, _is_gemm) if include is None else ()  # it traces a copy
+    ends = ends_of(model, _is_gemm, example_inputs) if include is None else Ends((), ())  # it traces a copy
     _check_include(include, impossible)
     for selection in (exclude, fp8):
         _check_patterns(selection, [name for name, _ in layers])
@@ -96,7 +98,7 @@ def layer_plan(
     plans = []
     for name, layer in layers:
         kept = hidden.get(name) or impossible[name]
-        kept = kept or _reason_to_keep(name, layer, (gemms[:1], outputs), include, exclude)
+        kept = kept or _reason_to_keep(name, layer, ends, include, exclude)
         if prepared and isinstance(layer, QuantizedLayer):
             kept = None
         elif prepared and kept is None:
@@ -132,11 +134,13 @@ def prepare(
     include: Selection = None,
     exclude: Selection = None,
     fp8: Selection = None,
+    example_inputs: Inputs | None = None,
 ) -> nn.Module:
     """Fake-quantise the layers that `layer_plan` chooses, in place; parameters, names, biases and hooks stay.
 
     A prepared model can be prepared again: with another recipe for the same layers, or for others by `include` or
-    `exclude`; `fp8` chooses those that are FP8. Static scales that were calibrated stay. `restore` undoes it.
+    `exclude`; `fp8` chooses those that are FP8, and `example_inputs` is as of `layer_plan`. Static scales that were
+    calibrated stay. `restore` undoes it.
 
     Raises:
         InputError: unknown recipe, a pattern that matches nothing, or a model with no layer to quantise.
@@ -148,7 +152,7 @@ def prepare(
     QuantLinear(in_features=64, out_features=32, bias=True, nvfp4_qat: X RN static, W^T RN, G -, W -, G^T -, X (dW) -)
     """
     chosen = find_recipe(recipe)
-    plans = {plan.name: plan for plan in layer_plan(model, chosen, include, exclude, fp8)}
+    plans = {plan.name: plan for plan in layer_plan(model, chosen, include, exclude, fp8, example_inputs)}
     names = [name for name, plan in plans.items() if plan.precision != "FP16"]
     if not names:
         raise InputError(_nothing_to_quantize(model, plans))
@@ -281,16 +285,14 @@ def _layers_with_weights(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _is_gemm(layer: nn.Module) -> bool:
-    return torch_class(layer) is not None and why_not_plain(layer) is None
+    return torch_class(layer) is not None and _hooked(layer) is None and why_not_plain(layer) is None
 
 
 def _kind(layer: nn.Module) -> str:
     return type(layer).__name__.removeprefix("Quant")
 
 
-def _reason_to_keep(
-    name: str, layer: nn.Module, ends: tuple[Sequence[str], Sequence[str]], include: Selection, exclude: Selection
-) -> str | None:
+def _reason_to_keep(name: str, layer: nn.Module, ends: Ends, include: Selection, exclude: Selection) -> str | None:
     if _selected(exclude, name, layer):
         return "excluded by name"
     if include is not None:
@@ -302,11 +304,11 @@ def _reason_to_keep(
         return f"{groups} groups of {channels} input channels: a block of {NVFP4_BLOCK} would cross groups"
     if not name:  # the model is this one layer, and whoever prepares it means it
         return None
-    if name in ends[0]:
+    if name in ends.first:
         return f"first layer: reads the image ({channels} input channels, a block has {NVFP4_BLOCK})"
     if channels <= NVFP4_BLOCK // 4:
         return f"{channels} input channels: three quarters of a block of {NVFP4_BLOCK}, or more, would be padding"
-    if name in ends[1]:
+    if name in ends.outputs:
         return "output layer: its error goes straight into the logits"
     return None
 
@@ -314,6 +316,8 @@ def _reason_to_keep(
 def _reason_impossible(layer: nn.Module) -> str | None:
     """Why no recipe can quantise this layer; None where one can."""
     parent = torch_class(layer)
+    if parent is not None and (hooked := _hooked(layer)):
+        return hooked
     if parent is not None:
         reason = why_not_plain(layer)
         return reason and f"a subclass of {parent.__name__}: {reason}"
@@ -322,6 +326,17 @@ def _reason_impossible(layer: nn.Module) -> str | None:
     if isinstance(layer, nn.MultiheadAttention):
         return "multiplies its weights itself; write its projections as Linear layers to quantise them"
     return f"{type(layer).__name__} is none of {', '.join(kind.__name__ for kind in QUANTIZED)}"
+
+
+def _hooked(layer: nn.Module) -> str | None:
+    """A weight or bias that is no parameter but an attribute, which a hook sets before each forward."""
+    set_by_hook = [name for name in ("weight", "bias") if isinstance(vars(layer).get(name), torch.Tensor)]
+    if not set_by_hook:
+        return None
+    return (
+        f"a hook computes its {' and '.join(set_by_hook)} (weight_norm, spectral_norm or prune of torch.nn.utils); use "
+        "torch.nn.utils.parametrizations, or make it permanent with remove_weight_norm or prune.remove"
+    )
 
 
 def _hidden_children(model: nn.Module) -> dict[str, str]:

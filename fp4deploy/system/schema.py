@@ -20,6 +20,7 @@ are written by programs, and a value of another type is damage.
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import os
@@ -177,6 +178,16 @@ def whole_lines(path: Path, most: int = MOST_LINES_BYTES) -> Iterator[Any]:
     for line in lines_of(path, most):
         with suppress(InputError):
             yield parse_json(line.decode("utf-8", errors="replace"), path, nan="none")
+
+
+def text_of(content: bytes) -> str:
+    """A text file's content: UTF-8, or what its byte order mark says, without that.
+
+    >>> text_of("a".encode("utf-16")), text_of(b"\\xef\\xbb\\xbfa"), text_of(b"a")
+    ('a', 'a', 'a')
+    """
+    utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    return content.decode("utf-16" if utf16 else "utf-8-sig", errors="replace")
 
 
 def lines_of(path: Path, most: int = MOST_LINES_BYTES) -> list[bytes]:

@@ -30,6 +30,7 @@ from fp4deploy.data import (
     SegmentationDataset,
     cache_dataset,
     expand,
+    require_labels,
 )
 from fp4deploy.errors import InputError, Interrupted, suggest
 from fp4deploy.models import ModelCard, load_weights, read_card
@@ -92,6 +93,7 @@ def train_models(
         config = config.model_copy(update={"train": config.train.model_copy(update={"from_scratch": True})})
     _check_untrained(run, models, resume)
     train_data, val_data = open_splits(config)
+    _require_labels(config, train_data)
     _check_class_weights(config, val_data.class_names)
     check_trackers(config.telemetry.trackers)
     with hold(run.path):
@@ -146,6 +148,8 @@ def _train(
     resume = resume and job.state_path.is_file()
     torch.manual_seed(config.seed)
     card = model_card(config, model, data)
+    if resume and run.checkpoint(model).is_file():
+        _require_same_classes(run.checkpoint(model), card)
     network: nn.Module = network_for(card, "The configuration")
     if config.model.init is not None and not fine_tuned and not resume:
         _say(load_initial(network, Path(config.model.init)))
@@ -216,7 +220,25 @@ def open_splits(config: Config) -> tuple[SegmentationDataset, SegmentationDatase
     classes, stuff = config.data.classes, config.instance.stuff
     task = TASKS[config.task]
     train, val = (task.open(root, split, classes, stuff, labelled=split == SPLITS[0]) for split in SPLITS)
-    return train, val
+    if train.class_names == val.class_names:
+        return train, val
+    lacking = [name for name in train.class_names if name not in val.class_names]
+    if lacking:
+        common = [name for name in train.class_names[train.background :] if name in val.class_names]
+        remedy = f", or learn those of both: --classes {','.join(common)}" if common else ""
+        raise InputError(
+            f"The validation split of {root} does not list {', '.join(lacking[:8])}, which the training split does. It "
+            f"lists {', '.join(val.class_names[:8])}. List the same names in both{remedy}."
+        )
+    named = train.class_names[train.background :]  # in the order of the training split, whose numbers are learned
+    return train, task.open(root, SPLITS[1], named, stuff, labelled=False)
+
+
+def _require_labels(config: Config, train: SegmentationDataset) -> None:
+    empty = require_labels(train, Path(str(config.data.root)))
+    if empty:
+        more = f" and {len(empty) - 8} more" if len(empty) > 8 else ""
+        _say(f"No label among those looked at in the training split: {', '.join(empty[:8])}{more}.")
 
 
 def _starting_point(config: Config, run: Run, model: str, target: ModelCard) -> Path:
@@ -229,7 +251,7 @@ def _starting_point(config: Config, run: Run, model: str, target: ModelCard) -> 
             f"{model} is fine-tuned from an FP16 checkpoint, and there is none at {path}. Train both with "
             "--models fp16,nvfp4, name one with --set train.init_checkpoint=FILE, or train --from-scratch."
         )
-    card, class_names = read_card(path), target.class_names
+    card = read_card(path)
     require_same_task(path, card, target)
     if not card.spec.same_network(target.spec) or dict(card.arguments) != dict(target.arguments):
         raise InputError(
@@ -247,13 +269,19 @@ def _starting_point(config: Config, run: Run, model: str, target: ModelCard) -> 
             "--set model.digits=true, or choose another checkpoint. (The other way round works: the weights of a model "
             "without digits are expanded.)"
         )
-    if card.class_names != class_names:
-        raise InputError(
-            f"{path} was trained on the classes {', '.join(card.class_names)}, and this run has "
-            f"{', '.join(class_names)}. Choose the same, in the same order, or another checkpoint."
-        )
+    _require_same_classes(path, target)
     require_same_head(path, card.head, target.head)
     return path
+
+
+def _require_same_classes(path: Path, target: ModelCard) -> None:
+    """The channels of a checkpoint are those of the data, by name."""
+    found = read_card(path).class_names
+    if found != target.class_names:
+        raise InputError(
+            f"{path} was trained on the classes {', '.join(found)}, and this run has "
+            f"{', '.join(target.class_names)}. Choose the same, in the same order (--classes), or another checkpoint."
+        )
 
 
 def _named(card: ModelCard) -> str:

@@ -70,6 +70,7 @@ def test_every_defect_of_an_annotation_file_is_listed(make_coco):
         ("missing-image", None),
         ("size-mismatch", None),
         ("duplicate-image", None),
+        ("repeated-image", None),
         ("broken-image", None),
         ("duplicate-category", None),
         ("broken-category", None),

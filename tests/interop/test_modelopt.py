@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.export.onnx.graph import export_graph
@@ -134,3 +135,34 @@ def test_to_modelopt_takes_a_calibrated_model() -> None:
         pytest.skip("ModelOpt is not installed")
     with pytest.raises(InputError, match="a prepared and calibrated model"):
         to_modelopt(network())
+
+
+@pytest.mark.parametrize(("bits", "enabled"), [((4, 3), True), (8, True), (4, False)], ids=["fp8", "int8", "awq"])
+@pytest.mark.parametrize("layer", ["2", "6"])
+def test_a_smoothed_layer_gets_its_own_weight_back(tmp_path: Path, bits: object, enabled: bool, layer: str) -> None:
+    """Of W / s and s x, as SmoothQuant and AWQ keep them; also where the input is not quantised."""
+    torch.manual_seed(0)
+    kinds = [nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 32, 3), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.ReLU()]
+    source = nn.Sequential(*kinds, nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 5)).eval()
+    tensors, states = {name: value.clone() for name, value in source.state_dict().items()}, {}
+    for name in ("2", "6", "8"):
+        for operand in ("input", "weight"):
+            off = operand == "input" and name == layer and not enabled
+            own = bits if name == layer else (4, 3)
+            states[f"{name}.{operand}_quantizer"] = {"_num_bits": own, "_axis": None, "_disabled": off}
+            tensors[f"{name}.{operand}_quantizer._amax"] = torch.tensor(4.0)
+    weight = tensors[f"{layer}.weight"]
+    scale = torch.rand(weight.shape[1]) * 3 + 0.1
+    tensors[f"{layer}.weight"] = weight / scale.view(-1, *(1,) * (weight.ndim - 2))
+    tensors[f"{layer}.input_quantizer._pre_quant_scale"] = scale
+    history = [("quantize", {"config": {}, "metadata": {"quantizer_state": states}})]
+    content = {"modelopt_state": {"modelopt_state_dict": history}, "model_state_dict": tensors}
+    torch.save(content, tmp_path / "m.pt")
+    found = copy.deepcopy(source)
+    said = {each.layer: each.precision for each in from_modelopt(found, read_modelopt(tmp_path / "m.pt"))}
+    assert said[layer] == "FP16"
+    assert torch.allclose(found.get_submodule(layer).weight, source.get_submodule(layer).weight, rtol=1e-5)
+    tensors[f"{layer}.input_quantizer._pre_quant_scale"] = torch.ones(7)
+    torch.save(content, tmp_path / "m.pt")
+    with pytest.raises(InputError, match=rf"^{layer} multiplies its input by a scale \[7\]"):
+        read_modelopt(tmp_path / "m.pt")

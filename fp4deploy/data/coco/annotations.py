@@ -21,6 +21,8 @@ from fp4deploy.system.schema import briefly, read_bytes
 
 MOST_JSON_BYTES = 2 << 30  # COCO's largest file has 0.5 GB
 LONGEST_NAME = 500
+NUMBERS = ("id", "image_id", "category_id", "height", "width", "mask_value")
+FLAGS = {"": 0, "0": 0, "0.0": 0, "false": 0, "no": 0, "1": 1, "1.0": 1, "true": 1, "yes": 1}
 
 
 @dataclass(frozen=True)
@@ -102,10 +104,36 @@ def parse_content(path: Path, content: object) -> CocoFile:
             parsed.report("broken-json", f"is not a COCO annotation file: it has no list '{key}'.")
             return parsed
     assert isinstance(content, dict)
-    _parse_categories(parsed, _without_group(content["categories"], content["annotations"]))
-    _parse_images(parsed, content["images"])
-    _parse_annotations(parsed, content["annotations"])
+    categories, images, annotations = (
+        [_numbered(record) for record in content[key]] for key in ("categories", "images", "annotations")
+    )
+    _parse_categories(parsed, _without_group(categories, annotations))
+    _parse_images(parsed, images)
+    _parse_annotations(parsed, annotations)
     return parsed
+
+
+def _numbered(record: Any) -> Any:
+    """The record with whole numbers where a converter wrote them as text or with a point: "id": "1", "height": 64.0."""
+    if not isinstance(record, dict):
+        return record
+    written = {key: record[key] for key in NUMBERS if isinstance(record.get(key), str | float)}
+    found = {key: _number(value) for key, value in written.items()}
+    return record | {key: value for key, value in found.items() if value is not None} if written else record
+
+
+def _number(value: str | float) -> int | None:
+    if isinstance(value, str):
+        return int(value) if re.fullmatch(r"-?[0-9]{1,18}", value.strip(), re.ASCII) else None
+    return int(value) if value.is_integer() and abs(value) < 1 << 53 else None
+
+
+def _unnumbered(record: object, *keys: str) -> str:
+    """What a message adds where one of these is there, and is no whole number."""
+    if not isinstance(record, dict):
+        return ""
+    wrong = [key for key in keys if record.get(key) is not None and not _whole(record, key)]
+    return f" as a whole number ({wrong[0]} is {briefly(record[wrong[0]])})" if wrong else ""
 
 
 def _whole(record: object, *keys: str) -> bool:
@@ -176,7 +204,9 @@ def _parse_images(parsed: CocoFile, records: list[Any]) -> None:
     for record in records:
         if not _whole(record, "id", "height", "width") or not _file_name(record.get("file_name")):
             parsed.report(
-                "broken-image", f"holds an image without 'id', 'file_name', 'height', 'width': {briefly(record)}."
+                "broken-image",
+                f"holds an image without 'id', 'file_name', 'height', 'width'"
+                f"{_unnumbered(record, 'id', 'height', 'width')}: {briefly(record)}.",
             )
         elif record["id"] in parsed.images:
             parsed.report("duplicate-image", f"lists the image id {record['id']} twice.")
@@ -206,7 +236,8 @@ def _parse_annotations(parsed: CocoFile, records: list[Any]) -> None:
         if not _whole(record, "id", "image_id", "category_id"):
             parsed.report(
                 "broken-annotation",
-                f"holds an annotation without 'id', 'image_id' and 'category_id': {briefly(record)}.",
+                f"holds an annotation without 'id', 'image_id' and 'category_id'"
+                f"{_unnumbered(record, 'id', 'image_id', 'category_id')}: {briefly(record)}.",
                 record["id"] if _whole(record, "id") else None,
             )
             continue
@@ -233,17 +264,35 @@ def _parse_region(parsed: CocoFile, record: dict[str, Any]) -> None:
     except RegionError as error:
         parsed.report("broken-segmentation", f"annotation {record['id']} {error}.", record["id"])
         return
+    crowd = _flag(record.get("iscrowd"))
+    if crowd is None:
+        cause = f"annotation {record['id']} has an iscrowd of {briefly(record['iscrowd'])}; valid: 0, 1."
+        parsed.report("broken-annotation", cause, record["id"])
+        return
     area: Any = record.get("area")
     annotation = Annotation(
         id=record["id"],
         image_id=record["image_id"],
         category_id=record["category_id"],
-        crowd=bool(record.get("iscrowd", 0)),
+        crowd=crowd,
         segmentation=segmentation,
         box=record.get("bbox"),
         area=float(area) if type(area) in (int, float) and 0 <= area < 1e18 else None,
     )
     parsed.annotations.append(annotation)
+
+
+def _flag(value: object) -> bool | None:
+    """A truth value, also one that a converter wrote as text; None where it is none.
+
+    >>> [_flag(value) for value in (1, "0", "false", " True", None, 0.0, "crowd")]
+    [True, False, False, True, False, False, None]
+    """
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    if isinstance(value, str):
+        value = FLAGS.get(value.strip().lower())
+    return bool(value) if isinstance(value, int | float) and value in (0, 1) else None
 
 
 def _listed(ids: list[int]) -> str:

@@ -76,7 +76,7 @@ class CocoDataset:
         fatal = [defect for defect in parsed.defects if defect.kind != "duplicate-annotation"]
         if fatal:
             raise data_error(root, f"{path} {fatal[0].message}{_more(len(fatal) - 1)}")
-        self._folder = folder
+        self._folder, self.path = folder, path
         self._images = _existing_images(parsed, root, folder)
         self.class_names, self._class_of = _number_classes(parsed, classes)
         self.stuff = _stuff(self.class_names, stuff)
@@ -106,6 +106,16 @@ class CocoDataset:
     def annotated(self) -> bool:
         """False for a file of images alone, as COCO's own test split is."""
         return bool(self._annotations)
+
+    @property
+    def annotations(self) -> list[Annotation]:
+        """The annotations of the dataset's images whose class is learned."""
+        found = (each for image in self._images for each in self._annotations.get(image.id, []))
+        return [each for each in found if self.class_of(each)]
+
+    def class_of(self, annotation: Annotation) -> int:
+        """The class of an annotation, 0 where it is not learned."""
+        return self._class_of[annotation.category_id]
 
     @property
     def images(self) -> tuple[ImageRecord, ...]:

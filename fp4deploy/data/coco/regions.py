@@ -38,8 +38,13 @@ def parse_segmentation(segmentation: object) -> Polygons | Rle:
     Raises:
         RegionError: it is neither polygons nor RLE.
     """
+    if segmentation is None:
+        return []
     if isinstance(segmentation, list):
-        return [_parse_polygon(polygon) for polygon in segmentation]
+        if segmentation and all(type(each) in (int, float) for each in segmentation):
+            return [_parse_polygon(segmentation)]  # one polygon, without the list of polygons around it
+        polygons = [_parse_polygon(polygon) for polygon in segmentation]
+        return [points for points in polygons if points.size]  # [[]] draws nothing: a box alone
     if isinstance(segmentation, dict):
         counts, size = segmentation.get("counts"), segmentation.get("size")
         if isinstance(counts, (str, list)) and isinstance(size, list) and len(size) == 2:

@@ -8,20 +8,24 @@ a defect. Nor is an annotation without a segmentation where no annotation has on
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from fp4deploy.data.coco.annotations import Annotation, CocoFile, Defect, ImageRecord
 from fp4deploy.data.coco.regions import MIN_COORDINATES, RegionError, encode, pixel_count
 from fp4deploy.data.dataset import has_split
 from fp4deploy.data.images import ImageError, check_size, read_class_ids, read_image
+from fp4deploy.data.inspection.labels import Histogram, crowd_defect, mask_defects
 from fp4deploy.data.inspection.summary import parse_splits, shared_images
 from fp4deploy.data.layouts import find_images, has_masks, mask_files, split_images
-from fp4deploy.data.masks import class_colours, class_values
-from fp4deploy.data.sample import SPLITS, TEST
+from fp4deploy.data.masks import are_numbers, class_colours, class_values
+from fp4deploy.data.sample import SPLITS, TEST, TRAIN
 from fp4deploy.errors import InputError
 
 if TYPE_CHECKING:
@@ -54,12 +58,14 @@ def check_dataset(
     files = parse_splits(root) if parsed is None else parsed
     defects: list[Defect] = []
     masks = has_masks(root) and not boxes
+    counts: dict[str, Histogram] = {}
     splits = (*SPLITS, TEST) if has_split(root, TEST) else SPLITS
     boxes = boxes or has_boxes_alone(files)
     for split in splits:
         advance = partial(progress, f"images of {split}")
         if masks:
-            defects += _check_masks(root, split, advance)
+            counts[split] = np.zeros(256, np.int64)
+            defects += _check_masks(root, split, advance, counts[split])
         if split in files:
             defects += _check_annotations(root, split, files[split], None if masks else advance, boxes)
         elif not masks:
@@ -73,7 +79,8 @@ def check_dataset(
         defects.append(Defect(pair.second, None, "shared-image", f"is the same image as {pair.first}: scores mislead."))
     if masks:
         try:
-            class_values(root)
+            values = class_values(root)
+            defects += mask_defects(counts, max(values.values(), default=0) + 1, not are_numbers(values))
         except InputError as error:
             defects.append(Defect("masks", None, "no-classes", str(error)))
     return defects
@@ -91,6 +98,11 @@ def _check_annotations(
     """`advance`: the images are read, and it is called; None: they only have to be there. `boxes`: boxes suffice."""
     yield from parsed.defects
     file = parsed.file
+    if split == TRAIN and (crowds := crowd_defect(parsed.annotations)):
+        yield Defect(file, None, *crowds)
+    names = Counter(record.file_name for record in parsed.images.values())
+    for name in (name for name, count in names.items() if count > 1):
+        yield Defect(file, None, "repeated-image", f"lists the image {name} {names[name]} times, under several ids.")
     if not parsed.images and not parsed.defects:
         yield Defect(file, None, "no-images", "lists no image.")
     folder = find_images(root, split)
@@ -185,7 +197,8 @@ def _box_defects(box: object, image: ImageRecord) -> Iterator[tuple[str, str]]:
         yield "box-outside", f"has the bbox {box}, outside its image of {image.width}x{image.height} pixels"
 
 
-def _check_masks(root: Path, split: str, advance: Advance) -> Iterator[Defect]:
+def _check_masks(root: Path, split: str, advance: Advance, counts: Histogram) -> Iterator[Defect]:
+    """`counts`: gets the pixels of each value."""
     folder, masks = find_images(root, split), mask_files(root, split)
     if not masks:
         yield Defect(f"masks/{split}", None, "missing-file", "holds no mask.")
@@ -201,6 +214,7 @@ def _check_masks(root: Path, split: str, advance: Advance) -> Iterator[Defect]:
     for stem in sorted(masks.keys() & images.keys()):
         try:
             values = read_class_ids(masks[stem], colours)
+            counts += np.bincount(values.ravel(), minlength=256)
             pairs.append((images[stem], (values.shape[0], values.shape[1])))
         except ImageError as error:
             yield Defect(_relative(root, masks[stem]), None, "unreadable-mask", str(error))

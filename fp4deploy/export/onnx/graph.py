@@ -41,6 +41,7 @@ from fp4deploy.export.onnx.floor import TRANSLATIONS
 from fp4deploy.export.onnx.layer_constants import CONVOLUTIONS, Fp8Constants, LayerConstants, layer_constants
 from fp4deploy.export.onnx.mixed_types import MixedTypes
 from fp4deploy.export.onnx.naming import ForgetTracing, NameAfterModules
+from fp4deploy.export.onnx.pooling import Divisors
 from fp4deploy.export.onnx.qdq import ACTIVATION_MARKER, MARKER_DOMAIN, WEIGHT_MARKER, LowerMarkers, marked_layers
 from fp4deploy.graph.capture import (
     Inputs,
@@ -54,12 +55,13 @@ from fp4deploy.graph.capture import (
 )
 from fp4deploy.graph.copied import copied
 from fp4deploy.graph.growth import BoundedSizes, undecided, unsettled
+from fp4deploy.graph.randomness import refuse_random
 from fp4deploy.graph.specialized import watched
 from fp4deploy.graph.unpooling import Unpooling
 from fp4deploy.models.card import CARD_KEY, ModelCard
 from fp4deploy.qat.computed import masters, torch_class
 from fp4deploy.qat.layers import QuantConvTranspose2d, QuantLinear
-from fp4deploy.qat.prepare import layer_plan, quantized_layers
+from fp4deploy.qat.prepare import layer_plan, quantized_layers, restore
 from fp4deploy.tracing import make_no_folder
 
 ATTENTION_AXES = "only 4D query, key, and value are supported"  # says torch's exporter
@@ -97,6 +99,7 @@ def export_graph(
     ['Conv', 'Relu']
     """
     constants, refused = _constants(model)
+    refuse_random(restore(copied(model)), *_examples(input_shape))
     traced = _trace(_traceable(model, constants, refused), _examples(input_shape), dynamic_size)
     reached = marked_layers(traced)
     leaves = {name for name, module in model.named_modules() if not any(module.children())}
@@ -204,6 +207,7 @@ def _trace(model: nn.Module, examples: Examples, dynamic_size: bool) -> ir.Model
             bound if dynamic_size else nullcontext(),
             Unpooling(),
             MixedTypes(),
+            Divisors(),
         ):
             try:
                 program = export()

@@ -68,7 +68,7 @@ def verify_packed(model: nn.Module, file: PackedFile, inputs: Iterable[Inputs]) 
     head = file.card.head if file.card else None
     count = pixels = differing = 0
     for batch in kept:
-        for same in same_outputs(leaves(model(*batch)), leaves(network(*batch)), head):
+        for same in same_outputs(leaves(model(*_copies(batch))), leaves(network(*_copies(batch))), head):
             pixels, differing = pixels + same.numel(), differing + int((~same).sum())
         count += len(batch[0])
     found = PackedAgreement(count, pixels, differing, head=head)
@@ -76,9 +76,14 @@ def verify_packed(model: nn.Module, file: PackedFile, inputs: Iterable[Inputs]) 
         return found
     nodes: dict[str, float] = {}
     for batch in kept:
-        for name, error in compare_nodes(model, network, *batch, head=head).items():
+        for name, error in compare_nodes(model, network, *_copies(batch), head=head).items():
             nodes[name] = max(nodes.get(name, 0.0), error)
     return PackedAgreement(count, pixels, differing, nodes, head)
+
+
+def _copies(inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """For a network that may change its input in place."""
+    return tuple(x.clone() for x in inputs)
 
 
 def _positional(inputs: Inputs, file: PackedFile) -> tuple[torch.Tensor, ...]:
@@ -122,7 +127,7 @@ def compare_nodes(
     Nodes without parameters (add, resize, ...) are torch's own operators, and run on the reference inputs.
     """
     graph = network.graph
-    seen, calls = _outputs(model, *inputs), dict[str, int]()
+    seen, calls = _outputs(model, *_copies(inputs)), dict[str, int]()
     sizes = {f"{each.name}.{axis}": size for each, x in zip(graph.inputs, inputs, strict=True)
              for axis, size in enumerate(x.shape)}  # fmt: skip
     live: dict[str, Activation] = {}

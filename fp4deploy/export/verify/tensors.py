@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fp4deploy.errors import InputError
 from fp4deploy.export.verify.numbers import fp16_numbers
@@ -22,8 +22,10 @@ CLOSE = 0.01  # of the largest value, where an output has no classes to compare
 def call(model: nn.Module, inputs: Inputs) -> list[torch.Tensor]:
     """The outputs of a module, in order, for one tensor, several, or a dict by the names of its arguments.
 
-    Numbers in its code are rounded to FP16, as the file has them (`numbers`).
+    Numbers in its code are rounded to FP16, as the file has them (`numbers`). It gets copies, since it may change its
+    input in place, which others read as well.
     """
+    inputs = tree_map(torch.clone, inputs)
     with fp16_numbers(model):
         if isinstance(inputs, torch.Tensor):
             return leaves(model(inputs))
@@ -47,7 +49,7 @@ def feed(inputs: Inputs, names: Sequence[str]) -> dict[str, NDArray[Any]]:
         given = dict(zip(names, tensors, strict=False)) if len(tensors) == len(names) else {}
     if set(given) != set(names):
         raise InputError(f"The file reads {', '.join(names)}. Give one tensor for each, or a dict by these names.")
-    return {name: tensor.detach().cpu().numpy() for name, tensor in given.items()}
+    return {name: tensor.detach().cpu().numpy().copy() for name, tensor in given.items()}
 
 
 def same_outputs(

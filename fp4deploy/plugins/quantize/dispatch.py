@@ -183,12 +183,13 @@ def finite_amax(x: torch.Tensor) -> torch.Tensor:
 
 
 def previous_amax(x: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
-    """`previous`, float32 []; where it is not above 0, the finite amax of `x`.
+    """`previous`, float32 []; where it is that of zeros or of nothing, the finite amax of `x`, as it is tracked.
 
     On a GPU the kernel decides: nothing synchronises, and `x` is read only if needed.
     """
     if not runs_on_gpu(x):
-        return torch.where(previous > 0, previous, formats.finite_amax(x.detach()))
+        first = formats.tracked_amax(formats.finite_amax(x.detach()), previous, 0.0)
+        return torch.where(previous > formats.ZEROS_AMAX, previous, first)
     amax: torch.Tensor = ops.finite_amax(x.detach(), previous.float())
     return amax
 

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.formats.constants import E2M1_MAX, E4M3_MAX, nvfp4_range
-from fp4deploy.formats.scales import FLT_MAX
+from fp4deploy.formats.scales import FLT_MAX, ZEROS_AMAX, tracked_amax
 from fp4deploy.plugins.runtime.torch_library import LIBRARY
 
 BINADE = 0x7F800000
@@ -130,10 +130,10 @@ def norm_amax(
 
 
 def track(largest: torch.Tensor, tracked: torch.Tensor, decay: float, delayed: bool) -> tuple[torch.Tensor, ...]:
-    """(the amax to quantise with, NaN where there is none; the running amax after this step)."""
-    moved = torch.maximum(largest, tracked * decay)
-    used = torch.where(tracked > 0, tracked, largest) if delayed else moved
-    return torch.where(used > 0, used, math.nan), moved
+    """(the amax to quantise with; the running amax after this step)."""
+    moved = tracked_amax(largest, tracked, decay)
+    used = torch.where(tracked > ZEROS_AMAX, tracked, tracked_amax(largest, tracked, 0.0)) if delayed else moved
+    return used, moved
 
 
 def pass_gradient(gradient: torch.Tensor, bits: torch.Tensor, axis: int, groups: int) -> torch.Tensor:

@@ -43,7 +43,7 @@ def amax(x: torch.Tensor) -> torch.Tensor:
 def track(
     largest: torch.Tensor, tracked: torch.Tensor, decay: float, delayed: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the amax to quantise with, the running amax after this step); NaN where there was none."""
+    """(the amax to quantise with, the running amax after this step)."""
     both: tuple[torch.Tensor, torch.Tensor] = ops.traced_track(largest, tracked, decay, delayed)
     return both
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fp4deploy.formats import FourOverSix, fake_quantize_nvfp4
+from fp4deploy.formats import ZEROS_AMAX, FourOverSix, fake_quantize_nvfp4
 from fp4deploy.models import build_unet
 from fp4deploy.plugins import available
 from fp4deploy.plugins.quantize.dispatch import mask_gradient
@@ -283,11 +283,14 @@ def test_a_delayed_amax_of_a_tensor(before: float, used: float, after: float) ->
     assert tracked == max(9.0, before / 2)
 
 
-def test_a_delayed_amax_of_zeros_is_none() -> None:
+def test_a_delayed_amax_of_zeros_is_small_and_not_taken_for_the_next_step() -> None:
     x, tracked = torch.zeros_like(feature_map((2, 16, 5, 7))), torch.tensor(0.0, device="cuda")
-    assert torch.ops.fp4deploy.previous_amax(x, None, tracked).isnan()
-    assert torch.ops.fp4deploy.track_amax(x, None, tracked, 0.5, True, True).isnan()
-    assert tracked == 0
+    assert torch.ops.fp4deploy.previous_amax(x, None, tracked) == ZEROS_AMAX
+    assert torch.ops.fp4deploy.track_amax(x, None, tracked, 0.5, True, True) == ZEROS_AMAX
+    assert tracked == ZEROS_AMAX
+    assert torch.ops.fp4deploy.previous_amax(x + 2, None, tracked) == 2
+    assert torch.ops.fp4deploy.track_amax(x + 2, None, tracked, 0.5, True, True) == 2
+    assert tracked == 2
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -346,8 +346,11 @@ FP4_FUNCTION void hadamard(float (&x)[GROUP]) {
 }
 
 #ifdef __CUDACC__
+constexpr float ZEROS_AMAX = 6.103515625e-05f;  // formats/scales.py
+
 // The end of an amax reduction, called by one thread of the last block: takes the largest magnitude out of `cell` (and
-// zeroes it) and updates the running amax, max(current, decay * running). *amax becomes the amax to quantise with: the
+// zeroes it) and updates the running amax, max(current, decay * running), after zeros alone at least ZEROS_AMAX, because a
+// running amax of 0 is one that has seen nothing. *amax becomes the amax to quantise with: the
 // running amax; with `delayed` the one before this update, if there was one.
 __device__ __forceinline__ void track_amax(
     int* cell, const float* other, float* tracked, float* amax, float decay, bool delayed) {
@@ -355,10 +358,10 @@ __device__ __forceinline__ void track_amax(
     if (other) current = fmaxf(current, *other);
     if (tracked) {
         const float previous = *tracked;
-        current = fmaxf(current, previous * decay);
-        *tracked = current;
-        if (delayed && previous > 0.f) current = previous;
-        if (!(current > 0.f)) current = quiet_nan();
+        const float floor = current > 0.f ? 0.f : ZEROS_AMAX;
+        const float moved = fmaxf(fmaxf(current, previous * decay), floor);
+        *tracked = moved;
+        current = !delayed ? moved : previous > ZEROS_AMAX ? previous : fmaxf(current, floor);
     }
     if (amax) *amax = current;
 }

@@ -1,9 +1,9 @@
 // Amax of a tensor (largest finite magnitude) and the running amax of a static scale, in one launch.
 //
 // track_amax: amax[0] becomes the largest finite |x|, at least *other if given. With `tracked` (the running amax) it is
-//   max(that, decay * tracked), written to both. With `delayed`, amax[0] is the running amax before this update if not
-//   0.
-// previous_amax: amax[0] becomes *tracked; if that is 0, the largest finite |x|, at least *other. Only then x is
+//   max(that, decay * tracked), written to both; without a finite |x| above 0, at least fp4::ZEROS_AMAX. With `delayed`, amax[0] is the running amax before this update if
+//   that was not of zeros.
+// previous_amax: amax[0] becomes *tracked; if that is of zeros, the largest finite |x|, at least *other, or ZEROS_AMAX. Only then x is
 //   read; the decision is made on the device, so the host does not synchronise.
 // With BIASED x is the output of a convolution whose bias is still to be added: x + bias, rounded to DTYPE, counts.
 // cell and counter are scratch, zero before and after.
@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(256) previous_amax(
     int* cell, unsigned* counter) {
     // The usual case: there is a running amax, and x is not read.
     const float previous = *tracked;
-    if (previous > 0.f) {
+    if (previous > fp4::ZEROS_AMAX) {
         if (blockIdx.x == 0 && threadIdx.x == 0) *amax = previous;
         return;
     }
@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(256) previous_amax(
         __threadfence();
         if (atomicInc(counter, gridDim.x - 1) == gridDim.x - 1) {
             fp4::track_amax(cell, other, nullptr, amax, 0.f, false);
-            if (!(*amax > 0.f)) *amax = fp4::quiet_nan();
+            if (!(*amax > 0.f)) *amax = fp4::ZEROS_AMAX;
         }
     }
 }

@@ -1,0 +1,141 @@
+"""Labels as they are read, before a network learns from them: what no reader refuses and no training survives.
+
+| found | cause |
+|---|---|
+| one class, and the other pixels void | binary masks of 0 and 255, or inverted: 255 is void |
+| most classes of masks without names occur nowhere | binary masks of 0 and 128, or another few values |
+| many values between two that hold most pixels | binary masks with soft edges: blurred, resized, or stored as JPEG |
+| every annotated object is a crowd | brush masks of CVAT, which are written with "iscrowd": 1; crowds are void |
+| one class alone | objects were not drawn |
+| every pixel void | colours or values that no class has |
+
+`fp4deploy data check` looks at every mask, training at some of each split before it begins. Classes that occur nowhere
+are no defect, since small sets of many classes have some; training says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fp4deploy.data.coco.annotations import Annotation, Defect
+from fp4deploy.data.coco.boxes import BoxDataset
+from fp4deploy.data.coco.dataset import CocoDataset
+from fp4deploy.data.masks import MaskDataset
+from fp4deploy.data.sample import IGNORE, TRAIN, VAL, SegmentationDataset, data_error
+
+MOST_READ = 100  # masks that a training reads before it begins, evenly spaced
+MIXED = 8  # values between two others; fewer may be classes
+TWO_VALUES = 0.6  # share of the pixels that the two values of a binary mask have at least, beside soft edges
+SPREAD = 64  # the least distance of these two values
+
+Histogram = NDArray[np.int64]  # [256], pixels of each value of the masks
+
+
+def value_defect(values: Histogram, classes: int, named: bool) -> tuple[str, str] | None:
+    """(kind, message) of what is wrong with masks of these values; None where nothing is.
+
+    Args:
+        values: how many pixels have each value, 255 being void.
+        classes: classes of the dataset, numbered by value.
+        named: they have names; else there is one for each value up to the largest.
+
+    >>> counts = np.zeros(256, np.int64)
+    >>> counts[[0, 255]] = 700, 300
+    >>> value_defect(counts, 2, True)[0]
+    'binary-masks'
+    >>> counts[[1, 255]] = 300, 0
+    >>> value_defect(counts, 2, True) is None
+    True
+    """
+    total, present = int(values.sum()), np.flatnonzero(values)
+    if not total:
+        return None
+    void = total - int(values[: min(classes, IGNORE)].sum())
+    learned = [int(value) for value in present if value < min(classes, IGNORE)]
+    if not learned:
+        return "all-void", (
+            f"hold no class: every pixel is void; values {_listed(present)}, classes 0 to {classes - 1}. Write the "
+            "number of its class into each pixel."
+        )
+    first, second = sorted(int(value) for value in np.argsort(values, kind="stable")[-2:])
+    between = [value for value in present if value not in (first, second)]
+    two = int(values[first] + values[second])
+    if len(between) > MIXED and second - first >= SPREAD and two > TWO_VALUES * total and not _by_name(named, classes):
+        return "grey-masks", (
+            f"hold {len(present)} values, and {100 * two / total:.0f} % of the pixels are {first} or {second}: grey "
+            "levels between two classes, of masks that were blurred, resized or stored as JPEG. Write 0 and 1, by a "
+            "threshold."
+        )
+    if len(learned) == 1 and void:
+        others = [int(value) for value in present if value not in learned]
+        return "binary-masks", (
+            f"hold one class: {100 * void / total:.0f} % of the pixels are {_listed(others)}, which is void and "
+            f"ignored, and the others {learned[0]}, so that there is nothing to tell apart. In binary masks of 0 and "
+            "255 write 1 for 255."
+        )
+    if len(learned) == 1:
+        return "one-class", f"hold the value {learned[0]} alone, so that there is nothing to tell apart."
+    if not named and classes > 2 * len(learned) and classes - len(learned) > MIXED:
+        return "sparse-values", (
+            f"hold the values {_listed(learned)}, and a value is a class: {classes - len(learned)} of the {classes} "
+            "classes occur nowhere. Number the classes 0, 1, 2, ..., or name those of these values in classes.txt."
+        )
+    return None
+
+
+def _by_name(named: bool, classes: int) -> bool:
+    """So many classes with names that values far apart are two of them."""
+    return named and classes > SPREAD
+
+
+def crowd_defect(annotations: Sequence[Annotation]) -> tuple[str, str] | None:
+    """(kind, message) where every annotation is a crowd."""
+    if not annotations or not all(annotation.crowd for annotation in annotations):
+        return None
+    return "all-crowds", (
+        f'has {len(annotations)} annotations, all with "iscrowd": 1, so that every object is ignored. CVAT writes its '
+        'brush masks so. Write "iscrowd": 0 for single objects.'
+    )
+
+
+def mask_defects(values: dict[str, Histogram], classes: int, named: bool) -> list[Defect]:
+    """Defects of the masks, by split."""
+    found = {split: value_defect(counts, classes, named) for split, counts in values.items()}
+    wrong = found.get(TRAIN) is not None  # else a small split may show one class
+    reported = [(split, *each) for split, each in found.items() if each]
+    return [
+        Defect(f"masks/{split}", None, kind, message)
+        for split, kind, message in reported
+        if wrong or (split, kind) == (VAL, "all-void")
+    ]
+
+
+def require_labels(dataset: SegmentationDataset, root: Path) -> list[str]:
+    """Look at some labels of a training split; classes that occur in none of them are returned.
+
+    Raises:
+        InputError: nothing can be learned from them.
+    """
+    if isinstance(dataset, CocoDataset):
+        if wrong := crowd_defect(dataset.annotations):
+            raise data_error(root, f"{dataset.path} {wrong[1]}")
+        used = {dataset.class_of(annotation) for annotation in dataset.annotations if not annotation.crowd}
+        first = 1 if dataset.background or isinstance(dataset, BoxDataset) else 0
+        return [name for number, name in enumerate(dataset.class_names) if number >= first and number not in used]
+    if not isinstance(dataset, MaskDataset) or not len(dataset):
+        return []
+    places = sorted({at * len(dataset) // MOST_READ for at in range(MOST_READ)}) if len(dataset) > MOST_READ else None
+    counts = dataset.histogram(places)
+    if wrong := value_defect(counts, dataset.values, dataset.named):
+        raise data_error(root, f"The masks of {TRAIN} {wrong[1]}")
+    present = dataset.classes_of(np.flatnonzero(counts))
+    return [name for number, name in enumerate(dataset.class_names) if number not in present]
+
+
+def _listed(values: Sequence[int] | NDArray[np.int64]) -> str:
+    shown = ", ".join(str(int(value)) for value in values[:6])
+    return shown + (f" and {len(values) - 6} more" if len(values) > 6 else "")

@@ -1,0 +1,361 @@
+"""Which layers read the input of a network, and which give its outputs: by what is executed, not by registration.
+
+    self.head, self.stem = ...              y = self.head(self.body(self.stem(x)))        first "stem", output "head"
+    y = low(s) + high(f)                    both give the output
+    a = head(x); return a if not self.training else (a, aux(x))        "aux" is not called: neither
+
+A layer counts by its calls. A call is first if the input reaches it without another GEMM layer, and none of these calls
+comes before it: parallel stems are all first, a layer that reads the image again further down is not. Likewise a call
+gives an output if it reaches the output without another one, and none of these calls reads its result: of a residual
+stream it is the last branch, of a sum of heads all of them.
+
+The forward is traced symbolically (torch.fx), which needs no input. Where that stops, at code that asks for a size or a
+value, it is executed once on an input: the caller's, else zeros of shapes that fit the layers. Where that fails too,
+the first and the last layer in the order of registration are assumed, with a warning, unless the network names its
+output layers itself, in `output_layers`.
+
+Both work on copies of the modules, without hooks; the parameters are those of the model, buffers are copied.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import itertools
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, fields, is_dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+HOOKS = tuple(name for name in nn.Module().__dict__ if name.endswith("_hooks"))
+SIZES = (64, 224, 256, 32, 96, 512)  # of an assumed input, each axis; transformers are often built for 224
+MAX_TRIED = 24  # assumed inputs; one that does not fit fails in the first layer
+VIEWS = ("getitem", "view", "reshape", "select", "narrow", "transpose", "permute", "unsqueeze", "squeeze", "flatten")
+
+IsGemm = Callable[[nn.Module], bool]
+Inputs = torch.Tensor | Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
+Calls = frozenset[int]
+INPUT = -1  # stands for the input of the network among the calls
+INPUT_CALL: Calls = frozenset({INPUT})
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Names of the layers that read the input, and of those that give the outputs."""
+
+    first: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """What a value comes from. direct: the calls without another one between; all: with those before them."""
+
+    direct: Calls = frozenset()
+    all: Calls = frozenset()
+
+    def __or__(self, other: _Origin) -> _Origin:
+        return _Origin(self.direct | other.direct, self.all | other.all)
+
+
+def ends_of(model: nn.Module, is_gemm: IsGemm, example_inputs: Inputs | None = None) -> Ends:
+    """The layers at both ends of a network.
+
+    >>> class Two(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.depth, self.head, self.stem = nn.Conv2d(16, 1, 1), nn.Conv2d(16, 4, 1), nn.Conv2d(3, 16, 3)
+    ...
+    ...     def forward(self, x):
+    ...         x = self.stem(x)
+    ...         return self.head(x), self.depth(x).sigmoid()
+    >>> ends_of(Two(), lambda layer: isinstance(layer, nn.Conv2d))
+    Ends(first=('stem',), outputs=('head', 'depth'))
+    """
+    compiled = getattr(model, "_orig_mod", None)
+    if isinstance(compiled, nn.Module):  # of torch.compile
+        inner = ends_of(compiled, is_gemm, example_inputs)
+        return Ends(*(tuple(f"_orig_mod.{name}" for name in names) for names in (inner.first, inner.outputs)))
+    gemms = [name for name, layer in model.named_modules() if is_gemm(layer)]
+    if len(gemms) < 2:
+        return Ends(tuple(gemms), tuple(gemms))
+    given = getattr(model, "output_layers", None)
+    named = None if given is None or isinstance(given, nn.Module) else tuple(given)
+    with torch.random.fork_rng({each.device for each in model.parameters() if each.is_cuda}):
+        found = _traced(model, is_gemm) or _executed(model, is_gemm, example_inputs)
+    if found is None and named is None:
+        _say_assumed(type(model).__name__, gemms[0], gemms[-1])
+    ends = found or Ends((gemms[0],), (gemms[-1],))
+    return Ends(ends.first, named or ends.outputs)
+
+
+@lru_cache  # once of each: the filters' own memory is lost by `catch_warnings`
+def _say_assumed(network: str, first: str, last: str) -> None:
+    warnings.warn(
+        f"The forward of {network} can be neither traced symbolically nor executed on an assumed input: its first and "
+        f"last layer in the order of registration, {first} and {last}, are taken for those that read the image and "
+        "produce the output, and stay in FP16. Give an input of it, example_inputs=x, or name the layers that produce "
+        'outputs in an attribute of the network, output_layers = ("head", "depth"); with output_layers = () this is '
+        "not said.",
+        stacklevel=4,
+    )
+
+
+class _Calls:
+    """The calls of GEMM layers so far: their names, and what their inputs come from."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.inputs: list[_Origin] = []
+
+    def add(self, name: str, read: _Origin) -> _Origin:
+        """The origin of the result of a call that reads `read`."""
+        self.names.append(name)
+        self.inputs.append(read)
+        number = len(self.names) - 1
+        return _Origin(frozenset({number}), read.all | {number})
+
+    def ends(self, outputs: Iterable[_Origin]) -> Ends:
+        """Both ends, where the outputs of the network come from `outputs`."""
+        reading = [call for call, read in enumerate(self.inputs) if INPUT in read.direct]
+        first = [call for call in reading if not self.inputs[call].all & set(reading)]
+        last: list[int] = []
+        for output in outputs:
+            giving = output.direct - INPUT_CALL
+            last += sorted(call for call in giving if not any(call in self.inputs[other].all for other in giving))
+        return Ends(*(tuple(dict.fromkeys(self.names[call] for call in calls)) for calls in (first, last)))
+
+
+def _is_opaque(layer: nn.Module, is_gemm: IsGemm) -> bool:
+    """A module of torch that holds GEMM layers and may read their weights without calling them."""
+    return isinstance(
+        layer, nn.MultiheadAttention | nn.TransformerEncoderLayer | nn.TransformerDecoderLayer | nn.Transformer
+    ) and any(map(is_gemm, layer.modules()))
+
+
+def _is_product(layer: nn.Module, is_gemm: IsGemm) -> bool:
+    """A layer that ends the search: also a subclass of torch's layers that cannot be quantised."""
+    return is_gemm(layer) or isinstance(layer, nn.modules.conv._ConvNd | nn.Linear | nn.Bilinear)
+
+
+def _traced(model: nn.Module, is_gemm: IsGemm) -> Ends | None:
+    """Both ends from a symbolic trace; None where the forward cannot be traced."""
+    try:
+        with torch.no_grad(), warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            graph = _Tracer(is_gemm).trace(_copied(model, {}).eval())
+    except Exception:  # forward is anyone's code, and runs with stand-ins
+        return None
+    modules, calls = dict(model.named_modules()), _Calls()
+    origins: dict[fx.Node, _Origin] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            origins[node] = _Origin(INPUT_CALL)
+            continue
+        read = _union(origins.get(each, _Origin()) for each in node.all_input_nodes)
+        layer = modules.get(str(node.target)) if node.op == "call_module" else None
+        if layer is not None and _is_product(layer, is_gemm):
+            read = calls.add(str(node.target), read)
+        elif layer is not None and _is_opaque(layer, is_gemm):
+            read = _Origin(all=read.all)
+        origins[node] = read
+        if _writes(node) and isinstance(written := node.args[0], fx.Node):
+            _write(written, read, origins)
+    results = tree_leaves(next(node for node in graph.nodes if node.op == "output").args[0])
+    return calls.ends([origins[each] for each in results if isinstance(each, fx.Node)])
+
+
+class _Tracer(fx.Tracer):
+    """Keeps GEMM layers as one node each, also those of classes outside torch."""
+
+    def __init__(self, is_gemm: IsGemm) -> None:
+        super().__init__()
+        self._is_gemm = is_gemm
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return _is_product(m, self._is_gemm) or super().is_leaf_module(m, module_qualified_name)
+
+
+def _writes(node: fx.Node) -> bool:
+    """A call in place, such as x[:, 0] = y or x.add_(y)."""
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return node.op in ("call_method", "call_function") and (
+        name in ("setitem", "iadd", "imul", "isub", "itruediv") or (name.endswith("_") and not name.endswith("__"))
+    )
+
+
+def _write(written: fx.Node, origin: _Origin, origins: dict[fx.Node, _Origin]) -> None:
+    """Add an origin to a value that a call changes, and to the tensors that it is a view of."""
+    origins[written] = origins.get(written, _Origin()) | origin
+    name = str(written.target) if written.op == "call_method" else getattr(written.target, "__name__", "")
+    if (name in VIEWS or _writes(written)) and written.args and isinstance(base := written.args[0], fx.Node):
+        _write(base, origin, origins)
+
+
+def _executed(model: nn.Module, is_gemm: IsGemm, example_inputs: Inputs | None) -> Ends | None:
+    """Both ends from one forward in evaluation mode; None where no input makes it run."""
+    inputs = [example_inputs] if example_inputs is not None else list(itertools.islice(_assumed(model), MAX_TRIED))
+    for meta, each in itertools.product((True, False), inputs):  # without data: nothing is computed
+        try:
+            with torch.no_grad(), warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+                warnings.simplefilter("ignore")
+                return _run(model, is_gemm, each, meta)
+        except Exception:  # forward is anyone's code
+            continue
+    return None
+
+
+def _run(model: nn.Module, is_gemm: IsGemm, inputs: Inputs, meta: bool) -> Ends:
+    copy, calls = _copied(model, {}).eval(), _Calls()
+    names = {id(layer): name for name, layer in reversed(list(copy.named_modules()))}
+    origins = _Origins()
+    for layer in copy.modules():
+        for name, buffer in layer._buffers.items():
+            layer._buffers[name] = None if buffer is None else buffer.to("meta") if meta else buffer
+        for name, parameter in layer._parameters.items() if meta else ():
+            layer._parameters[name] = None if parameter is None else nn.Parameter(parameter.to("meta"), False)
+        if getattr(layer, "fake_quantized", False):
+            layer.__dict__["quantizing"] = False  # its scale may not be there yet
+        if _is_product(layer, is_gemm):
+            layer.register_forward_hook(
+                lambda layer, args, kwargs, result: origins.set(
+                    result, calls.add(names[id(layer)], origins.of((args, kwargs)))
+                ),
+                with_kwargs=True,
+            )
+        elif _is_opaque(layer, is_gemm):
+            layer.register_forward_hook(
+                lambda _, args, kwargs, result: origins.set(result, _Origin(all=origins.of((args, kwargs)).all)),
+                with_kwargs=True,
+            )
+    moved: Any = _like_parameters(inputs, copy)
+    origins.set(moved, _Origin(INPUT_CALL))
+    with origins:
+        if isinstance(moved, Mapping):
+            result = copy(**moved)
+        else:
+            result = copy(moved) if isinstance(moved, torch.Tensor) else copy(*moved)
+    return calls.ends([origins.of(each) for each in _tensors(result)])
+
+
+class _Origins(TorchDispatchMode):
+    """Origins of the tensors of a forward, by their storages: views, and what is written in place, share one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[int, _Origin] = {}
+        self.alive: list[Any] = []  # an address stands for one storage while that exists
+
+    def of(self, values: Any) -> _Origin:
+        return _union(self.found.get(self._key(each), _Origin()) for each in _tensors(values))
+
+    def set(self, values: Any, origin: _Origin) -> None:
+        for each in _tensors(values):
+            self.found[self._key(each)] = origin
+
+    def _key(self, tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
+        self.alive.append(storage)
+        return int(storage._cdata)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        origin = self.of((args, kwargs))
+        if origin.direct or origin.all:
+            written = [
+                given
+                for argument, given in zip(func._schema.arguments, args, strict=False)
+                if argument.alias_info is not None and argument.alias_info.is_write
+            ]
+            for each in _tensors((result, written)):
+                key = self._key(each)
+                self.found[key] = self.found.get(key, _Origin()) | origin
+        return result
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors in anything that a forward takes or returns."""
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _tensors([getattr(leaf, each.name) for each in fields(leaf)])
+
+
+def _union(origins: Iterable[_Origin]) -> _Origin:
+    found = _Origin()
+    for each in origins:
+        found |= each
+    return found
+
+
+def _like_parameters(inputs: Inputs, model: nn.Module) -> Inputs:
+    """The inputs on the device of the parameters, and floating-point ones in their type; copies."""
+    parameter = next(each for each in model.parameters() if each.is_floating_point())
+
+    def moved(x: torch.Tensor) -> torch.Tensor:
+        x = torch.zeros(x.shape, dtype=x.dtype) if x.is_meta and not parameter.is_meta else x.detach().clone()
+        return x.to(parameter.device, parameter.dtype if x.is_floating_point() else x.dtype)
+
+    if isinstance(inputs, torch.Tensor):
+        return moved(inputs)
+    if isinstance(inputs, Mapping):
+        return {name: moved(x) for name, x in inputs.items()}
+    return tuple(moved(x) for x in inputs)
+
+
+def _assumed(model: nn.Module) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Inputs that could fit, the likely ones first: zeros of the channels and axes that layers take."""
+    kinds = inspect.Parameter
+    arguments = inspect.signature(model.forward).parameters.values()
+    positional = [each for each in arguments if each.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
+    count = max(1, sum(each.default is kinds.empty for each in positional))
+    for size in SIZES:
+        for shapes in itertools.product(_shapes(model, size), repeat=count):
+            yield tuple(torch.zeros(shape) for shape in shapes)
+
+
+def _shapes(model: nn.Module, size: int) -> list[tuple[int, ...]]:
+    """Shapes of one input, by the layers in order of registration; few channels first, an image has few."""
+    found: list[tuple[int, ...]] = []
+    for layer in model.modules():
+        if isinstance(layer, nn.modules.conv._ConvNd):
+            found.append(
+                (
+                    2,
+                    layer.in_channels,
+                    *(min(size, 32) if len(layer.kernel_size) == 3 else size,) * len(layer.kernel_size),
+                )
+            )
+    channels = sorted(dict.fromkeys(found), key=lambda shape: shape[1])
+    if channels:
+        return channels[:4]
+    features = dict.fromkeys(layer.in_features for layer in model.modules() if isinstance(layer, nn.Linear))
+    return [shape for each in list(features)[:2] for shape in ((2, each), (2, 8, each))] if size == SIZES[0] else []
+
+
+def _copied(module: nn.Module, copies: dict[int, nn.Module]) -> nn.Module:
+    """The module and its children as objects of their own without hooks, sharing all that they hold but buffers."""
+    if id(module) not in copies:
+        copy = copies[id(module)] = module.__class__.__new__(module.__class__)
+        copy.__dict__.update(module.__dict__)
+        copy.__dict__.update({name: OrderedDict[int, Any]() for name in HOOKS})
+        copy.__dict__["_parameters"] = dict(module._parameters)
+        copy.__dict__["_buffers"] = {
+            name: None if each is None else each.clone() for name, each in module._buffers.items()
+        }
+        copy.__dict__["_modules"] = dict(_children(module, copies))
+    return copies[id(module)]
+
+
+def _children(module: nn.Module, copies: dict[int, nn.Module]) -> Iterable[tuple[str, nn.Module | None]]:
+    for name, child in module._modules.items():
+        yield name, None if child is None else _copied(child, copies)

@@ -1,0 +1,109 @@
+"""A layer whose input is all zeros has been calibrated: zeros are exact in FP4, whatever the scale."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fp4deploy.errors import InputError
+from fp4deploy.export import export_onnx
+from fp4deploy.formats import ZEROS_AMAX
+from fp4deploy.models import ModelCard, save_checkpoint
+from fp4deploy.models.build import network_for
+from fp4deploy.ptq import quantize
+from fp4deploy.qat import calibrate, calibrate_percentile, load_model, prepare, prepare_as, quantized_layers
+from fp4deploy.qat.fusion.operators import track
+
+OWN = """
+import torch
+from torch import nn
+class Branch(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 32, 1), nn.Conv2d(32, 32, 1)
+        self.z, self.z2 = nn.Conv2d(32, 32, 1), nn.Conv2d(32, 32, 1)
+        self.head = nn.Conv2d(32, classes, 1)
+        nn.init.zeros_(self.z.weight)
+        nn.init.zeros_(self.z.bias)
+    def forward(self, x):
+        h = self.b(self.a(x).relu()).relu()
+        return self.head(h + self.z2(self.z(h).relu()))
+"""
+CARD = {"precision": "nvfp4", "scale": 1.0, "class_names": ("a", "b"), "height": 8, "width": 8, "mean": (0.5,) * 3}
+CARD |= {"std": (0.2,) * 3, "background": False, "recipe": "nvfp4_qat"}
+
+
+def network(folder: Path) -> tuple[nn.Module, ModelCard]:
+    (folder / "own.py").write_text(OWN)
+    card = ModelCard(architecture=f"{folder}/own.py:Branch", **CARD)  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    return network_for(card, "test", card.architecture), card
+
+
+@pytest.mark.parametrize(
+    "recipe", ["nvfp4_qat", "nvfp4_qat_delayed", "nvfp4_qat+learned", "nvfp4_4o6_qat", "fp8_qat", "nvfp4_fp8_qat"]
+)
+def test_training_and_evaluation_are_finite_and_the_branch_starts(tmp_path: Path, recipe: str) -> None:
+    model, _ = network(tmp_path)
+    x = torch.rand(2, 3, 8, 8)
+    prepare(model, recipe)
+    if "learned" in recipe:
+        calibrate(model, x)
+        assert model.z2.input_amax == 1
+    for _ in range(2):
+        model.train()(x).square().mean().backward()
+    assert all(each.grad is None or each.grad.isfinite().all() for each in model.parameters())
+    assert model.eval()(x).isfinite().all()
+    nn.init.ones_(model.z.bias)
+    if "learned" not in recipe:
+        model.train()(x)
+        assert model.z2.input_amax >= 1, "the first values after the zeros are followed at once"
+
+
+@pytest.mark.parametrize("percentile", [100, 99.0])
+def test_zeros_are_not_never(tmp_path: Path, percentile: float) -> None:
+    model, card = network(tmp_path)
+    prepare_as(model, card)
+    layer = quantized_layers(model)["z2"]
+    assert layer.input_amax == 0
+    assert model.eval()(torch.rand(2, 3, 8, 8)).isnan().all(), "never calibrated"
+    calibrate_percentile(model, torch.rand(2, 3, 8, 8), percentile)
+    assert layer.input_amax == ZEROS_AMAX
+    layer.input_amax.zero_()
+    layer.track(torch.empty(0, 32, 8, 8))
+    assert layer.input_amax == 0, "no value was seen"
+
+
+def test_a_checkpoint_is_loaded_and_exported_and_one_that_saw_nothing_is_refused(tmp_path: Path) -> None:
+    model, card = network(tmp_path)
+    prepare_as(model, card)
+    calibrate(model, torch.rand(2, 3, 8, 8))
+    save_checkpoint(tmp_path / "c.safetensors", model, card)
+    loaded, _ = load_model(tmp_path / "c.safetensors", model=card.architecture)
+    x = torch.rand(2, 3, 8, 8)
+    assert torch.allclose(loaded(x), model.eval()(x), atol=1e-2)
+    export_onnx(loaded, x, str(tmp_path / "m.onnx"))
+    model.z2.input_amax.zero_()
+    save_checkpoint(tmp_path / "never.safetensors", model, card)
+    with pytest.raises(InputError, match="never calibrated"):
+        load_model(tmp_path / "never.safetensors", model=card.architecture)
+
+
+@pytest.mark.parametrize("method", ["amax", "mse", "gptq", "faar"])
+def test_methods_without_training_take_zeros(tmp_path: Path, method: str) -> None:
+    model, _ = network(tmp_path)
+    x = torch.rand(2, 3, 8, 8)
+    expected = model.eval()(x)
+    quantize(model, x, method, iterations=2)
+    assert (model(x) - expected).norm() < 0.3 * expected.norm()
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_the_traced_form_follows_likewise(delayed: bool) -> None:
+    used, moved = track(torch.tensor(0.0), torch.tensor(0.0), 0.99, delayed)
+    assert used == moved == ZEROS_AMAX
+    used, moved = track(torch.tensor(2.0), moved, 0.99, delayed)
+    assert used == moved == 2
