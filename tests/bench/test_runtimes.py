@@ -77,7 +77,7 @@ def test_the_name_of_a_packed_network_tells_what_computed_it(untrained: Run, mon
     assert first.name.endswith("packed (CUDA, kernels and torch, one graph)")
     second = opened()
     assert second.name.endswith("packed (CUDA, kernels, one graph)")
-    second._network._runs[(1, 3, 8, 8),] = (), lambda: torch.zeros(1)
+    second._network._runs[(1, 3, 8, 8),] = (), lambda: torch.zeros(1), None
     assert second.name.endswith("packed (CUDA, kernels)")
     fallback.refuse(gpu, UnavailableError("nvcc says no"))
     assert second.name.endswith("packed (CUDA, kernels and torch)")
