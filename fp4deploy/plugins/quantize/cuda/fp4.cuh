@@ -349,9 +349,9 @@ FP4_FUNCTION void hadamard(float (&x)[GROUP]) {
 constexpr float ZEROS_AMAX = 6.103515625e-05f;  // formats/scales.py
 
 // The end of an amax reduction, called by one thread of the last block: takes the largest magnitude out of `cell` (and
-// zeroes it) and updates the running amax, max(current, decay * running), after zeros alone at least ZEROS_AMAX, because a
-// running amax of 0 is one that has seen nothing. *amax becomes the amax to quantise with: the
-// running amax; with `delayed` the one before this update, if there was one.
+// zeroes it) and updates the running amax, max(current, decay * running), after zeros alone at least ZEROS_AMAX, because
+// a running amax of 0 is one that has seen nothing. *amax becomes the amax to quantise with: the running amax; with
+// `delayed` the one before this update, if there was one.
 __device__ __forceinline__ void track_amax(
     int* cell, const float* other, float* tracked, float* amax, float decay, bool delayed) {
     float current = __int_as_float(atomicExch(cell, 0));

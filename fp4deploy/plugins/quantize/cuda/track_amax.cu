@@ -1,10 +1,10 @@
 // Amax of a tensor (largest finite magnitude) and the running amax of a static scale, in one launch.
 //
 // track_amax: amax[0] becomes the largest finite |x|, at least *other if given. With `tracked` (the running amax) it is
-//   max(that, decay * tracked), written to both; without a finite |x| above 0, at least fp4::ZEROS_AMAX. With `delayed`, amax[0] is the running amax before this update if
-//   that was not of zeros.
-// previous_amax: amax[0] becomes *tracked; if that is of zeros, the largest finite |x|, at least *other, or ZEROS_AMAX. Only then x is
-//   read; the decision is made on the device, so the host does not synchronise.
+//   max(that, decay * tracked), written to both; without a finite |x| above 0, at least fp4::ZEROS_AMAX. With `delayed`,
+//   amax[0] is the running amax before this update if that was not of zeros.
+// previous_amax: amax[0] becomes *tracked; if that is of zeros, the largest finite |x|, at least *other, or ZEROS_AMAX.
+//   Only then x is read; the decision is made on the device, so the host does not synchronise.
 // With BIASED x is the output of a convolution whose bias is still to be added: x + bias, rounded to DTYPE, counts.
 // cell and counter are scratch, zero before and after.
 // Launch: block 256, any grid; x: DTYPE [count], count a multiple of 8, 16-byte aligned. With BIASED x is channels_last,
