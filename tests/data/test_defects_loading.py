@@ -35,7 +35,7 @@ def broken(field, **values):
         (broken("annotations", segmentation={"size": [12, 16]}), "annotation 1 has an RLE without"),
         (broken("annotations", segmentation=[]), "holds boxes only"),
         (broken("images", file_name="gone.jpg"), "gone.jpg, which is not in"),
-        (broken("images", height="12"), "holds an image without"),
+        (broken("images", height="twelve"), "holds an image without"),
         (broken("categories", name="cup"), "lists the category 90 'cup' twice"),
         (lambda content: content.pop("images"), "no list 'images'"),
         (lambda content: content.update(images=[], annotations=[]), "lists no image"),
