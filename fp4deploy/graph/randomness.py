@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from fp4deploy.errors import InputError
 from fp4deploy.graph.copied import copied
+from fp4deploy.tracing import make_no_folder
 
 OWN = str(Path(__file__).parents[1])
 
@@ -33,6 +34,7 @@ def refuse_random(model: nn.Module, inputs: Sequence[torch.Tensor], named: dict[
 
     >>> refuse_random(nn.Sequential(nn.Dropout(), nn.ReLU()), [torch.ones(2, 3)], {})
     """
+    make_no_folder()
     results: list[list[torch.Tensor]] = []
     drawn = _Drawn()
     for seed in (1, 2):

@@ -139,10 +139,12 @@ def _foreign(path: Path) -> str | None:
 
 
 def _contents(folder: Path) -> list[str]:
-    """All files and links below a folder by their relative names; not its list."""
+    """All files and links below a folder by their relative names; not its list, nor what Python compiled of them."""
     found = []
     for root, folders, files in os.walk(folder, onerror=_raise):
         here = Path(root)
+        if "__pycache__" in folders and all(each.suffix == ".pyc" for each in (here / "__pycache__").iterdir()):
+            folders.remove("__pycache__")
         links = [name for name in folders if (here / name).is_symlink()]
         found += [(here / name).relative_to(folder).as_posix() for name in (*files, *links)]
     return sorted(name for name in found if name != MANIFEST)
