@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from fp4deploy.errors import InputError
 
+from . import completion
 from .console import note, print_json, shown
+
+PackedOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--engine",
+        help="Packed network (.fp4), or its name in the latest run; repeatable.",
+        show_default="every packed network of the latest run",
+        autocompletion=completion.artifacts,
+    ),
+]
 
 
 def find_artifacts(names: list[Path] | None) -> list[Path]:

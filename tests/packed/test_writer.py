@@ -16,7 +16,7 @@ import fp4deploy as fd
 from fp4deploy.export.to_packed import pack_model
 from fp4deploy.formats import Nvfp4Tensor, global_scale
 from fp4deploy.packed import PackedFile, PackedNetwork, packed_file
-from fp4deploy.packed.graph import Layer, Resize, Take
+from fp4deploy.packed.graph import Graph, Layer, Resize, Take
 from fp4deploy.packed.program import trace
 from fp4deploy.packed.writer import Writer, is_channels_last, only_moves
 from fp4deploy.qat import round_to_deployed
@@ -221,6 +221,14 @@ def test_blocks_move_after_they_are_quantised() -> None:
     assert all(not only_moves(node, form, maps) for node, form in concat)  # a block would span both
 
 
+def with_another_amax(graph: Graph, tensors: dict[str, torch.Tensor], factor: float) -> PackedFile:
+    """A network whose second input is packed with an amax of its own, so many times that of the first."""
+    (form,) = graph.inputs[1].outputs
+    changed = graph.inputs[1].model_copy(update={"outputs": [form.model_copy(update={"amax": "other.amax"})]})
+    graph = graph.model_copy(update={"inputs": [graph.inputs[0], changed]})
+    return packed_file(Path("own.fp4"), None, graph, {**tensors, "other.amax": tensors[str(form.amax)] * factor})
+
+
 def two_sources(factor: float) -> tuple[PackedFile, list[torch.Tensor]]:
     """Two images, packed with amaxes that differ by a factor and read by one convolution."""
 
@@ -237,12 +245,7 @@ def two_sources(factor: float) -> tuple[PackedFile, list[torch.Tensor]]:
     model = Two().eval()
     fd.prepare(model, include="layer")
     fd.calibrate(model, [tuple(images)])
-    graph, tensors = pack_model(model, tuple(images), dynamic_size=False)
-    (form,) = graph.inputs[1].outputs
-    changed = graph.inputs[1].model_copy(update={"outputs": [form.model_copy(update={"amax": "other.amax"})]})
-    amax = tensors[str(form.amax)] * factor
-    graph = graph.model_copy(update={"inputs": [graph.inputs[0], changed]})
-    return packed_file(Path("own.fp4"), None, graph, {**tensors, "other.amax": amax}), images
+    return with_another_amax(*pack_model(model, tuple(images), dynamic_size=False), factor), images
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.7])
@@ -273,11 +276,7 @@ def test_two_nodes_of_a_layer_have_a_factor_each() -> None:
     model = Twice().eval()
     fd.prepare(model, include="layer")
     fd.calibrate(model, [tuple(images)])
-    graph, tensors = pack_model(model, tuple(images), dynamic_size=False)
-    (form,) = graph.inputs[1].outputs
-    changed = graph.inputs[1].model_copy(update={"outputs": [form.model_copy(update={"amax": "other.amax"})]})
-    graph = graph.model_copy(update={"inputs": [graph.inputs[0], changed]})
-    file = packed_file(Path("own.fp4"), None, graph, {**tensors, "other.amax": tensors[str(form.amax)] * 5})
+    file = with_another_amax(*pack_model(model, tuple(images), dynamic_size=False), 5)
     writer = Writer(file, CPU, torch.float16)
     with torch.no_grad():
         found = writer.outputs(writer.tensors(), images)

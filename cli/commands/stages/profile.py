@@ -9,21 +9,12 @@ import typer
 
 from fp4deploy.errors import InputError
 
-from ... import completion
-from ...artifacts import packed_networks, write_json
+from ...artifacts import PackedOption, packed_networks, write_json
 from ...console import note, notes, results, shown
 
 
 def profile(
-    engine: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--engine",
-            help="Packed network (.fp4), or its name in the latest run; repeatable.",
-            show_default="every packed network of the latest run",
-            autocompletion=completion.artifacts,
-        ),
-    ] = None,
+    engine: PackedOption = None,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Images a timed run.")] = 1,
     iterations: Annotated[int, typer.Option("--iterations", min=1, help="Timed runs of each layer.")] = 50,
     trace: Annotated[

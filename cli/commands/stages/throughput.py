@@ -7,23 +7,14 @@ from typing import Annotated
 
 import typer
 
-from ... import completion
-from ...artifacts import packed_networks, write_json
+from ...artifacts import PackedOption, packed_networks, write_json
 from ...console import notes, results, shown
 
 STREAMS = (1, 2, 4)
 
 
 def throughput(
-    engine: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--engine",
-            help="Packed network (.fp4), or its name in the latest run; repeatable.",
-            show_default="every packed network of the latest run",
-            autocompletion=completion.artifacts,
-        ),
-    ] = None,
+    engine: PackedOption = None,
     streams: Annotated[
         list[int] | None,
         typer.Option("--streams", min=1, help="CUDA streams at the same time; repeatable.", show_default="1, 2 and 4"),
