@@ -160,7 +160,7 @@ def export_onnx(
     verification = None
     if verify and data is not None and decomposed is not None:
         samples = validation_images(Path(data), found, images)
-        verification = verify_decomposed(model, decomposed, samples, head=found.head)
+        verification = verify_decomposed(model, decomposed, samples, head=found.head, card=found)
         require_agreement(verification, str(checkpoint))
     if portable and decomposed is not None and isinstance(found.head, DetectionHead):
         decomposed = with_boxes(decomposed, found.head, (found.height, found.width))
@@ -184,7 +184,7 @@ def _export_module(
     if verify and decomposed is not None:
         samples = batches_of(example if inputs is None else inputs, len(canonical.graph.input))
         head = card.head if card is not None else None
-        verification = verify_decomposed(deployed(model), decomposed, samples, head=head)
+        verification = verify_decomposed(deployed(model), decomposed, samples, head=head, card=card)
         require_agreement(verification, type(model).__name__)
     return _write_all(model, canonical, decomposed if portable else None, out, card, verification)
 

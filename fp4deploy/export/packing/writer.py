@@ -16,8 +16,9 @@ from fp4deploy.graph import ir
 from fp4deploy.graph.operators import ARITHMETIC
 from fp4deploy.graph.sizes import Size, axes_of
 from fp4deploy.packed import graph as packed
-from fp4deploy.packed.graph import Form, Graph, Input, Output
+from fp4deploy.packed.graph import FP16_MAX, FP32_MAX, Form, Graph, Input, Output
 from fp4deploy.qat.layers import QuantizedLayer
+from fp4deploy.rest import FP16
 
 Tensors = dict[str, torch.Tensor]
 POINTWISE = (*ARITHMETIC, "where")
@@ -26,7 +27,6 @@ HOLDING = (  # nodes that may hold sizes
 )  # fmt: skip
 PARAMETERS = ("weight", "bias", "running_mean", "running_var")  # roles that tensors of the file have
 LOGITS = "logits"
-FP16_MAX = 65504.0
 Write = Callable[["Writer", ir.Node, list[Form]], packed.Node]
 
 
@@ -308,10 +308,12 @@ class Writer:
 
     def keep(self, name: str, value: torch.Tensor) -> None:
         """Add a tensor that the module's code reads or computes: a parameter in FP16, anything computed in FP32."""
-        if name not in self.captured.constants:
+        if name not in self.captured.constants and not FP16.is_wide_number(value):
             self.half(name, value)
             return
-        value = value.detach().float().clamp(-FP16_MAX, FP16_MAX)
+        value = value.detach().float()
+        limit = FP16_MAX if FP16.holds_tensor(value) else FP32_MAX  # of an infinite number
+        value = value.clamp(-limit, limit)
         if not torch.isfinite(value).all():
             raise InputError(f"{name} holds NaN. Export an earlier checkpoint.")
         self.tensors[name] = value

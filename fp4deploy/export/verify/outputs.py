@@ -28,6 +28,7 @@ from fp4deploy.detection import decode_boxes
 from fp4deploy.detection.decode import in_image, iou
 from fp4deploy.errors import GateError, InputError
 from fp4deploy.export.onnx.session import verifying_session
+from fp4deploy.export.verify.flat import flat_difference
 from fp4deploy.export.verify.layerwise import LayerwiseAgreement, compare_layerwise
 from fp4deploy.export.verify.tensors import call, feed, largest_difference, same_outputs
 from fp4deploy.graph.capture import Inputs
@@ -49,6 +50,7 @@ class Agreement:
     images, pixels: how much was compared. differing: pixels on which they disagree (argmax, or as `head`).
     largest: the largest absolute difference of two logits.
     layerwise: the comparison with reference inputs; None where the end-to-end comparison passed.
+    flat: how they differ on a black, a white or a constant image (`flat`); "" where they do not.
     """
 
     images: int
@@ -57,6 +59,7 @@ class Agreement:
     largest: float
     layerwise: LayerwiseAgreement | None = None
     head: Head | None = None
+    flat: str = ""
 
     @property
     def share(self) -> float:
@@ -66,6 +69,8 @@ class Agreement:
     @property
     def passed(self) -> bool:
         """Whether the difference is within the limits of this module."""
+        if self.flat:
+            return False
         if self.pixels and self.share >= REQUIRED_AGREEMENT:
             return True
         return self.layerwise is not None and _explain(self.layerwise) is None
@@ -112,13 +117,33 @@ def verify_decomposed(
     images: Iterable[Inputs],
     enough: float = REQUIRED_AGREEMENT,
     head: Head | None = None,
+    card: ModelCard | None = None,
 ) -> Agreement:
-    """Compare end to end; where that fails and the model is quantised, layer by layer too."""
+    """Compare end to end; where that fails and the model is quantised, layer by layer too. Then on flat images.
+
+    card: of the model, whose mean and standard deviation say what black and white are.
+    """
     kept = list(images)
     agreement = compare_with_torch(model, portable, kept, head)
-    if agreement.share >= enough or not quantized_layers(model):
+    if agreement.share < enough and quantized_layers(model):
+        agreement = replace(agreement, layerwise=compare_layerwise(model, portable, kept, head))
+    if not agreement.passed:
         return agreement
-    return replace(agreement, layerwise=compare_layerwise(model, portable, kept, head))
+    return replace(agreement, flat=_flat_difference(model, portable, kept[0], card))
+
+
+def _flat_difference(model: nn.Module, portable: onnx.ModelProto, batch: Inputs, card: ModelCard | None) -> str:
+    session = verifying_session(portable)
+    names = [value.name for value in session.get_inputs()]
+
+    def of_torch(inputs: Inputs) -> list[torch.Tensor]:
+        with torch.inference_mode():
+            return [each.float() for each in call(model, inputs)]
+
+    def of_file(inputs: Inputs) -> list[torch.Tensor]:
+        return [torch.from_numpy(each).float() for each in session.run(None, feed(inputs, names))]
+
+    return flat_difference(of_torch, of_file, batch, card, bool(quantized_layers(model)))
 
 
 def require_agreement(agreement: Agreement, name: str) -> None:
@@ -135,6 +160,8 @@ def require_agreement(agreement: Agreement, name: str) -> None:
             f"{100 * (1 - agreement.share):.3f} % of {agreement.pixels} {counted_unit(agreement.head)} "
             f"({agreement.images} images; logits differ by up to {agreement.largest:.3g})"
         )
+    if agreement.flat:
+        cause = agreement.flat
     if agreement.layerwise is not None:
         cause += f"; {_explain(agreement.layerwise)}"
     raise GateError(
