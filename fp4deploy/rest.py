@@ -13,9 +13,14 @@ and the operators that read them stay FP32 (`graph.wide` says how far); every ot
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+
+from fp4deploy.errors import InputError
+
+ADVICE = "Train it under FP16 autocast, or scale down what is computed there."
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,33 @@ class Rest:
         if x.numel() == 1:
             return self.holds(x.item())
         return bool((x.abs() <= self.largest).logical_or(~x.isfinite()).all())
+
+    def beyond(self, largest: Mapping[str, float]) -> str:
+        """What of several magnitudes, by place, does not fit: a sentence with the limit and what to do; "" if all do.
+
+        >>> FP16.beyond({"stem": 12.5, "attention (bmm)": 131072.0, "head": 65505.0})
+        "attention (bmm) reaches 131072, and FP16's largest number is 65504 (1 other place, too: head 65505). ..."
+        """
+        found = {place: size for place, size in largest.items() if not size <= self.largest}
+        if not found:
+            return ""
+        (first, size), *others = found.items()
+        more = ", ".join(f"{place} {each:.6g}" for place, each in others[:3])
+        counted = f" ({len(others)} other place{'s' * (len(others) > 1)}, too: {more})" if others else ""
+        limit = f"{self.name.upper()}'s largest number is {self.largest:g}"
+        return f"{first} reaches {size:.6g}, and {limit}{counted}. {ADVICE}"
+
+    def require(self, name: str, x: torch.Tensor) -> None:
+        """Refuse a tensor that holds NaN, Inf, or a number beyond the largest one.
+
+        Raises:
+            InputError: naming it, its value, the limit and what to do.
+        """
+        largest = float(x.detach().abs().max()) if x.numel() else 0.0
+        if math.isnan(largest) or math.isinf(largest):
+            raise InputError(f"{name} holds NaN or Inf, and cannot be deployed. Take an earlier checkpoint.")
+        if largest > self.largest:
+            raise InputError(self.beyond({name: largest}))
 
     def is_wide_number(self, x: torch.Tensor) -> bool:
         """Whether a parameter or buffer is one number, finite, that stays FP32: an epsilon, say."""

@@ -21,7 +21,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.boxes import with_boxes
 from fp4deploy.export.onnx.decomposed import to_portable
 from fp4deploy.export.onnx.graph import export_graph
-from fp4deploy.export.onnx.layers import planned_layers
+from fp4deploy.export.onnx.layers import note_largest, planned_layers
 from fp4deploy.export.verify.exported import batches_of
 from fp4deploy.export.verify.outputs import (
     Agreement,
@@ -203,6 +203,9 @@ def _write_all(
     card: ModelCard | None,
     verification: Agreement | None,
 ) -> ExportResult:
+    for each in (canonical, decomposed):
+        if each is not None and verification is not None:
+            note_largest(each, verification.ranges)
     size_bytes = _write(canonical, out)
     if decomposed is not None:
         _write(decomposed, portable_name(out))

@@ -16,7 +16,7 @@ It is what autocast does, and what torch computes in when the network is evaluat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar, cast
 
@@ -31,9 +31,9 @@ from fp4deploy.rest import Rest
 PRODUCTS = (  # whose operands have one type, that of weights; norms compute in FP32 by themselves
     "convolution", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear",
     "addmm", "mm", "bmm", "matmul", "baddbmm", "addbmm", "dot", "mv", "einsum", "bilinear",
-    "scaled_dot_product_attention", "batch_norm", "_native_batch_norm_legit_no_training", "cudnn_batch_norm",
-    "native_batch_norm", "layer_norm", "native_layer_norm", "group_norm", "native_group_norm", "instance_norm",
-    "rms_norm", "to", "_to_copy", "type_as",
+    "batch_norm", "native_batch_norm", "_native_batch_norm_legit_no_training", "cudnn_batch_norm",
+    "layer_norm", "native_layer_norm", "group_norm", "native_group_norm", "instance_norm", "rms_norm",
+    "to", "_to_copy", "type_as",
 )  # fmt: skip
 SUMS = ("pow", "square", "mul", "sum", "mean", "var", "linalg_vector_norm", "norm", "add", "sub", "exp", "abs", "clone")
 ARITHMETIC = ("add", "sub", "mul", "div", "rsub")  # whose numbers are rounded where they are held
@@ -76,11 +76,16 @@ def keep_wide(program: torch.export.ExportedProgram, rest: Rest) -> None:
     """Cast to FP32, in place, what an exported program in `rest` computes with numbers that `rest` does not hold."""
     calls = [node for node in program.graph.nodes if node.op == "call_function" and _values(node)]
     wide_constants = _wide_constants(program, rest) | {node for node in calls if _makes_unheld(node, rest)}
-    seeds = {node for node in calls if not _casts(node) and (_unheld(node, rest) or _reads(node, wide_constants))}
+    seeds = {
+        node
+        for node in calls
+        if not casts_operands(node.target) and (_unheld(node, rest) or _reads(node, wide_constants))
+    }
     if not seeds:
         return
     outputs = set(program.graph.output_node().all_input_nodes)
-    found = wide_steps(calls, lambda node: node.all_input_nodes, seeds, _casts, _sums, outputs)
+    casts, sums = (lambda node, of=of: of(node.target) for of in (casts_operands, is_sum))
+    found = wide_steps(calls, lambda node: node.all_input_nodes, seeds, casts, sums, outputs)
     widened: dict[fx.Node, fx.Node] = {}  # a value of `rest` -> its cast to FP32, and one in FP32 -> its cast back
     results = set(wide_constants)  # in FP32 by this function
     for node in calls:
@@ -91,7 +96,7 @@ def keep_wide(program: torch.export.ExportedProgram, rest: Rest) -> None:
             results.add(node)
         else:
             sources = [each for each in node.all_input_nodes if each in results and _has_type(each, torch.float32)]
-            if _name(node) not in ("to", "_to_copy"):
+            if operator_name(node.target) not in ("to", "_to_copy"):
                 _read_casts(program.graph, node, sources, rest.dtype, widened)
     program.graph_module.recompile()
 
@@ -106,19 +111,22 @@ def _has_type(node: fx.Node, dtype: torch.dtype) -> bool:
     return any(each.dtype == dtype for each in _values(node))
 
 
-def _name(node: fx.Node) -> str:
-    return node.target._schema.name.partition("::")[2] if isinstance(node.target, OpOverload) else ""
+def operator_name(called: Any) -> str:
+    """The name of an operator of ATen, or of another library, in its schema."""
+    return str(called._schema.name.partition("::")[2]) if isinstance(called, OpOverload) else ""
 
 
-def _casts(node: fx.Node) -> bool:
+def casts_operands(called: Any) -> bool:
     """Products, norms, and operators of other libraries, such as the markers of quantised layers."""
-    if not isinstance(node.target, OpOverload):  # getitem: one of several results
+    if not isinstance(called, OpOverload):  # getitem: one of several results
         return False
-    return node.target.namespace != "aten" or _name(node) in PRODUCTS
+    name = operator_name(called)
+    return called.namespace != "aten" or name in PRODUCTS or "scaled_dot_product" in name
 
 
-def _sums(node: fx.Node) -> bool:
-    return _name(node) in SUMS
+def is_sum(called: Any) -> bool:
+    """Whether an operator is a sum or square, which begins a computation in FP32 that nobody else reads."""
+    return operator_name(called) in SUMS
 
 
 def _unheld(node: fx.Node, rest: Rest) -> bool:
@@ -136,17 +144,24 @@ def _makes_unheld(node: fx.Node, rest: Rest) -> bool:
     return alone and _has_type(node, torch.float32) and any(not rest.holds(each) for each in _numbers(node).values())
 
 
-def _numbers(node: fx.Node) -> dict[str, float]:
+def numbers_of(called: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, float]:
     """The numbers that a call is given, by the names of its schema; no sizes, no positions."""
     found: dict[str, float] = {}
-    for at, argument in enumerate(cast(OpOverload, node.target)._schema.arguments):
-        given = node.args[at] if at < len(node.args) else node.kwargs.get(argument.name)
+    if not isinstance(called, OpOverload):
+        return found
+    for at, argument in enumerate(called._schema.arguments):
+        given = args[at] if at < len(args) else kwargs.get(argument.name)
+        if not isinstance(given, (int, float)) or isinstance(given, bool):
+            continue
         kind: Any = argument.type
         kind = kind.getElementType() if isinstance(kind, torch.OptionalType) else kind
-        number = isinstance(given, (int, float)) and not isinstance(given, bool)
-        if number and isinstance(kind, NUMBERS):
-            found[argument.name] = cast(float, given)
+        if isinstance(kind, NUMBERS):
+            found[argument.name] = given
     return found
+
+
+def _numbers(node: fx.Node) -> dict[str, float]:
+    return numbers_of(node.target, node.args, node.kwargs)
 
 
 def _wide_constants(program: torch.export.ExportedProgram, rest: Rest) -> set[fx.Node]:
@@ -181,7 +196,7 @@ def _compute_wide(node: fx.Node, rest: Rest) -> None:
         for at, argument in enumerate(node.target._schema.arguments):
             if argument.name == "dtype":
                 _set(node, at, argument.name, rest.dtype, torch.float32)
-            elif argument.name in _numbers(node) and _name(node) in ARITHMETIC:
+            elif argument.name in _numbers(node) and operator_name(node.target) in ARITHMETIC:
                 number = _numbers(node)[argument.name]
                 if isinstance(number, float):
                     _set(node, at, argument.name, number, rest.rounded(number))

@@ -59,7 +59,7 @@ from fp4deploy.graph.randomness import refuse_random
 from fp4deploy.graph.specialized import watched
 from fp4deploy.graph.unpooling import Unpooling
 from fp4deploy.models.card import CARD_KEY, ModelCard
-from fp4deploy.qat.computed import masters, torch_class
+from fp4deploy.qat.computed import rest_tensors, torch_class
 from fp4deploy.qat.layers import QuantConvTranspose2d, QuantLinear
 from fp4deploy.qat.prepare import layer_plan, quantized_layers, restore
 from fp4deploy.rest import FP16
@@ -325,10 +325,8 @@ def _traceable(
     model: nn.Module, constants: dict[str, LayerConstants | Fp8Constants], refused: dict[str, InputError]
 ) -> nn.Module:
     """An FP16 copy on the CPU whose quantised layers leave markers, or raise what is `refused`."""
-    quantized = masters(model)
-    for name, tensor in model.state_dict().items():
-        if tensor.is_floating_point() and not _fits_fp16(tensor) and name not in quantized:
-            raise InputError(f"{name} holds NaN, Inf or a value beyond FP16's largest, 65504; it cannot be exported.")
+    for name, tensor in rest_tensors(model):
+        FP16.require(name, tensor)
     traceable = copied(model).cpu().eval()
     numbers = {name: x.detach() for name, x in traceable.state_dict().items() if FP16.is_wide_number(x)}
     held = traceable.half().state_dict(keep_vars=True)
@@ -352,10 +350,6 @@ def _traceable(
 def _computes(module: nn.Module, *kinds: type[nn.Module]) -> bool:
     """Whether the module is of one of these classes with the forward of the class, not one of its own."""
     return isinstance(module, kinds) and type(module).forward in [kind.forward for kind in kinds]
-
-
-def _fits_fp16(tensor: torch.Tensor) -> bool:
-    return FP16.is_wide_number(tensor) or bool(torch.isfinite(tensor.to(torch.float16)).all())
 
 
 def _marking_forward(name: str, layer: LayerConstants | Fp8Constants, module: nn.Module) -> Callable[..., torch.Tensor]:

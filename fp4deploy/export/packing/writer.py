@@ -277,11 +277,7 @@ class Writer:
             if form.amax is None:
                 continue
             amax = self.constants[form.amax.removesuffix(".input_amax")].input_amax
-            if not amax <= FP16_MAX:  # NaN, too
-                raise InputError(
-                    f"{form.amax} is {amax:g}, beyond FP16's largest, {FP16_MAX:g}: packed networks compute with FP16 "
-                    "activations. Train the network under autocast, or calibrate it again."
-                )
+            FP16.require(form.amax, torch.tensor(amax))
             self.tensors[form.amax] = torch.tensor(amax)
 
     def source(self, node: ir.Node) -> str:
@@ -320,8 +316,7 @@ class Writer:
 
     def half(self, name: str, parameter: torch.Tensor) -> None:
         """Add a tensor in FP16."""
-        if not torch.isfinite(parameter).all() or not torch.isfinite(parameter.half()).all():
-            raise InputError(f"{name} holds NaN, Inf or a value beyond FP16. Export an earlier checkpoint.")
+        FP16.require(name, parameter)
         if not parameter.is_floating_point() and not torch.equal(parameter.half().to(parameter.dtype), parameter):
             raise InputError(
                 f"{name} holds whole numbers that FP16 rounds. Make it a tensor of floating point numbers."

@@ -14,8 +14,8 @@ first layer that reads it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -37,9 +37,12 @@ from fp4deploy.models.card import ModelCard
 from fp4deploy.models.checkpoint import read_card, read_signed
 from fp4deploy.models.heads import Head, compared, counted_unit
 from fp4deploy.qat import quantized_layers
+from fp4deploy.qat.ranges import Ranges
+from fp4deploy.rest import FP16
 from fp4deploy.tasks import task_of
 
 REQUIRED_AGREEMENT = 0.999  # of the pixels
+NOTHING_WRITTEN = "Nothing was written; to write the file all the same, export with --no-verify."
 ALLOWED_ELEMENTS = 0.001  # of a layer's quantised input, with reference inputs
 
 
@@ -51,6 +54,7 @@ class Agreement:
     largest: the largest absolute difference of two logits.
     layerwise: the comparison with reference inputs; None where the end-to-end comparison passed.
     flat: how they differ on a black, a white or a constant image (`flat`); "" where they do not.
+    ranges: the largest magnitude of what the file computes in FP16, by place (`qat.ranges`).
     """
 
     images: int
@@ -60,6 +64,7 @@ class Agreement:
     layerwise: LayerwiseAgreement | None = None
     head: Head | None = None
     flat: str = ""
+    ranges: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def share(self) -> float:
@@ -69,7 +74,7 @@ class Agreement:
     @property
     def passed(self) -> bool:
         """Whether the difference is within the limits of this module."""
-        if self.flat:
+        if self.flat or FP16.beyond(self.ranges):
             return False
         if self.pixels and self.share >= REQUIRED_AGREEMENT:
             return True
@@ -95,9 +100,10 @@ def compare_with_torch(
     names = [value.name for value in session.get_inputs()]
     count = pixels = differing = 0
     largest = 0.0
+    ranges = Ranges(model, FP16)
     for batch in images:
         fed = feed(batch, names)
-        with torch.inference_mode():
+        with torch.no_grad(), ranges:
             expected = [each.float() for each in call(model, batch)]
         given = [torch.from_numpy(each).float() for each in session.run(None, fed)[: len(expected)]]
         count += len(fed[names[0]])
@@ -108,7 +114,7 @@ def compare_with_torch(
         if not all(bool(each.isfinite().all()) for each in given):
             differing, largest = pixels, float("inf")
             break
-    return Agreement(count, pixels, differing, largest, head=head)
+    return Agreement(count, pixels, differing, largest, head=head, ranges=ranges.largest)
 
 
 def verify_decomposed(
@@ -162,11 +168,13 @@ def require_agreement(agreement: Agreement, name: str) -> None:
         )
     if agreement.flat:
         cause = agreement.flat
+    if beyond := FP16.beyond(agreement.ranges):
+        raise GateError(f"{name}: {beyond} {NOTHING_WRITTEN}")
     if agreement.layerwise is not None:
         cause += f"; {_explain(agreement.layerwise)}"
     raise GateError(
         f"{name}: ONNX Runtime and torch disagree: {cause}. At most {100 * (1 - REQUIRED_AGREEMENT):g} % may differ. "
-        "Nothing was written; to write the file all the same, export with --no-verify."
+        f"{NOTHING_WRITTEN}"
     )
 
 
