@@ -41,6 +41,7 @@ def _match_layer(layer: PlannedLayer, by_node: Mapping[str, list[EngineLayer]]) 
         kernels=tuple(kernel.name for kernel in kernels),
         onnx_nodes=layer.nodes,
         input=layer.input,
+        largest=layer.largest,
     )
 
 

@@ -60,6 +60,7 @@ class PlannedLayer:
     `weights` are what this lowering can reach, and `reason` says why where that is less than requested. `nodes` are
     the layer's ONNX nodes, `compute_nodes` the one that multiplies. `macs` counts multiply-accumulates for one image.
     `input` is the operator whose result the layer's quantiser reads (`lowering.placement`), "" where none does.
+    `largest` is the largest magnitude of the layer's result when the file was verified, "" where it was not.
     """
 
     name: str
@@ -73,11 +74,15 @@ class PlannedLayer:
     nodes: tuple[str, ...]
     compute_nodes: tuple[str, ...]
     input: str = ""
+    largest: str = ""
 
 
 @dataclass(frozen=True)
 class LedgerRow:
-    """One torch layer: requested, planned and actual precision, and the engine kernels and ONNX nodes that show it."""
+    """One torch layer: requested, planned and actual precision, and the engine kernels and ONNX nodes that show it.
+
+    largest: the largest magnitude of its result that the export saw; FP16 holds 65504.
+    """
 
     layer: str
     kind: str
@@ -92,6 +97,7 @@ class LedgerRow:
     kernels: tuple[str, ...]
     onnx_nodes: tuple[str, ...]
     input: str = ""
+    largest: str = ""
 
 
 @dataclass(frozen=True)
@@ -255,7 +261,8 @@ class Ledger:
             if not fields[name]:
                 del fields[name]
         fields["layers"] = [
-            {_JSON_KEYS.get(name, name): value for name, value in row.items()} for row in fields["layers"]
+            {_JSON_KEYS.get(name, name): value for name, value in row.items() if value or name != "largest"}
+            for row in fields["layers"]
         ]
         return json.dumps(fields, indent=1)
 
