@@ -28,6 +28,7 @@ from torch import fx, nn
 
 from fp4deploy.errors import InputError
 from fp4deploy.graph.copied import copied
+from fp4deploy.graph.divided import Divided
 from fp4deploy.graph.growth import BoundedSizes, undecided, unsettled
 from fp4deploy.graph.ir import COMPUTED, Graph, Node, Value
 from fp4deploy.graph.operators import ALIAS, NO_OUTPUT, Call, Step, is_known, parts_of, steps_of
@@ -117,7 +118,7 @@ def _export(
     bound = BoundedSizes()
     make_no_folder()
     try:
-        with quiet(), torch.no_grad(), bound if dynamic_size else nullcontext(), Unpooling():
+        with quiet(), torch.no_grad(), bound if dynamic_size else nullcontext(), Divided(pools=False), Unpooling():
             program = torch.export.export(plain, positional, named, dynamic_shapes=shapes, strict=False)
     except OSError:  # of the machine, such as no room for temporary files
         raise

@@ -54,6 +54,7 @@ from fp4deploy.graph.capture import (
     why_not_captured,
 )
 from fp4deploy.graph.copied import copied
+from fp4deploy.graph.divided import Divided
 from fp4deploy.graph.growth import BoundedSizes, undecided, unsettled
 from fp4deploy.graph.randomness import refuse_random
 from fp4deploy.graph.specialized import watched
@@ -205,6 +206,7 @@ def _trace(model: nn.Module, examples: Examples, dynamic_size: bool) -> ir.Model
             quiet(),
             short_export(),
             bound if dynamic_size else nullcontext(),
+            Divided(),
             Unpooling(),
             MixedTypes(),
             Divisors(),
