@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.export.packing import Tensors, packed_graph
 from fp4deploy.export.verify.outputs import check_request, validation_images
 from fp4deploy.export.verify.packed import PackedAgreement, require_packed, verify_packed
+from fp4deploy.export.verify.sizes import packed_differs
 from fp4deploy.graph import UnsettledSizes, capture
 from fp4deploy.graph.capture import Inputs, arguments
 from fp4deploy.graph.copied import copied
@@ -87,8 +88,10 @@ def pack(
     file = packed_file(out, card, *packed, about=origin)
     verification = None
     if verify and data is not None:
-        verification = verify_packed(model, file, validation_images(Path(data), card, images))
+        samples = list(validation_images(Path(data), card, images))
+        verification = verify_packed(model, file, samples)
         require_packed(verification, str(checkpoint))
+        file = _at_sizes_of_torch(model, file, samples[0], example)
     write_packed(file)
     provenance.record("export", out, [checkpoint])
     return PackedResult(file, verification)
@@ -191,6 +194,20 @@ def _cause(error: InputError) -> str:
     return error.cause if isinstance(error, UnsettledSizes) else f"With free sizes: {str(error).partition('. ')[0]}."
 
 
+def _at_sizes_of_torch(model: nn.Module, file: PackedFile, sample: Inputs, example: Inputs) -> PackedFile:
+    """A packed network that takes the example's size alone if it computes something else than torch at others."""
+
+    def packed(plain: nn.Module) -> PackedFile:
+        return packed_file(file.path, file.card, *pack_model(plain, example))
+
+    differs = packed_differs(model, file, sample, packed)
+    if not differs:
+        return file
+    warnings.warn(f"{differs} The packed network takes inputs of the example's size alone.", stacklevel=3)
+    fixed = [each.model_copy(update={"free": [0]}) for each in file.graph.inputs]
+    return replace(file, graph=file.graph.model_copy(update={"inputs": fixed}))
+
+
 def _pack_module(model: nn.Module, out: Path, example_inputs: Inputs | None, verify: bool) -> PackedResult:
     if example_inputs is None:
         raise InputError(
@@ -204,5 +221,6 @@ def _pack_module(model: nn.Module, out: Path, example_inputs: Inputs | None, ver
     if verify:
         verification = verify_packed(deployed, file, [example_inputs])
         require_packed(verification, type(model).__name__)
+        file = _at_sizes_of_torch(deployed, file, example_inputs, example_inputs)
     write_packed(file)
     return PackedResult(file, verification)

@@ -1,7 +1,7 @@
 """Axes of open size divided into as many parts as the code says, in operators whose bounds follow from the size.
 
     F.adaptive_avg_pool2d(x, 3)     for i in 0, 1, 2: mean of the rows  i H // 3  to  -(-(i + 1) H // 3)
-    torch.tensor_split(x, 3, 2)     part i: rows  i (H // 3) + min(i, H mod 3)  to  (i + 1) (H // 3) + min(i + 1, H mod 3)
+    torch.tensor_split(x, 3, 2)     part i: rows  i (H // 3) + min(i, H mod 3)  to  those of i + 1
     torch.chunk(x, 3, 2)            part i: rows  i c  to  (i + 1) c,  c = -(-H // 3)
 
 torch.export decides how long each part of `tensor_split` is by the example's size, and torch's ONNX exporter computes
@@ -15,7 +15,7 @@ maxima, which torch's ONNX exporter does not know. `chunk` gives fewer parts at 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -118,5 +118,10 @@ def _chunks(input: torch.Tensor, chunks: int, dim: int = 0) -> Any:
 
 
 def _slices(x: torch.Tensor, axis: int, bounds: Sequence[tuple[Size, Size | None]]) -> list[torch.Tensor]:
-    before = (slice(None),) * (axis % x.ndim)
-    return [cast(torch.Tensor, x[(*before, slice(start, end))]) for start, end in bounds]
+    index: list[Any] = [slice(None)] * x.ndim
+
+    def part(start: Size, end: Size | None) -> torch.Tensor:
+        index[axis] = slice(start, end)
+        return x[tuple(index)]
+
+    return [part(*each) for each in bounds]
