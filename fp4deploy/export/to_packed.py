@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -137,7 +136,7 @@ def _deployed_file(model: nn.Module, out: Path, example_inputs: Inputs) -> tuple
 
 
 def pack_model(model: nn.Module, example_inputs: Inputs, dynamic_size: bool = True) -> tuple[Graph, Tensors]:
-    """Graph and tensors of a module, prepared or plain, with its parameters as deployed.
+    """Graph and tensors of a module, prepared or plain, with its parameters as deployed (`qat.round_to_deployed`).
 
     Args:
         dynamic_size: capture height and width as free sizes, where every node can be packed so; else as they are, with
@@ -154,7 +153,6 @@ def pack_model(model: nn.Module, example_inputs: Inputs, dynamic_size: bool = Tr
     refuse_random(plain, *arguments(example_inputs))
     # Not `quantized_layers`, which names each once: a captured layer may have another of its names.
     quantised = {name for name, each in model.named_modules(remove_duplicate=False) if isinstance(each, QuantizedLayer)}
-    _untie(plain, quantised)
     if digits:  # the graph begins with the encoded image
         plain.digits = False  # type: ignore[assignment]
         if not isinstance(example_inputs, torch.Tensor):
@@ -174,19 +172,6 @@ def pack_model(model: nn.Module, example_inputs: Inputs, dynamic_size: bool = Tr
     fixed = written(False)  # an error that is no matter of sizes is raised again
     warnings.warn(f"{_cause(refused)} The packed network takes inputs of the example's size alone.", stacklevel=2)
     return fixed
-
-
-def _untie(model: nn.Module, names: Collection[str]) -> None:
-    """Give each of these layers parameters of its own, in place.
-
-    A captured node knows its layer by the parameter's name; layers that share a weight have other biases and scales.
-    """
-    seen: set[int] = set()
-    for layer in {id(each): each for each in map(model.get_submodule, sorted(names))}.values():
-        for name, parameter in layer._parameters.items():
-            if parameter is not None and id(parameter) in seen:
-                layer._parameters[name] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-            seen.add(id(parameter))
 
 
 def _cause(error: InputError) -> str:

@@ -131,14 +131,14 @@ def _export(
         if ended := bound.error or unsolved:
             advice = "Capture it with a fixed size: dynamic_size=False."
             raise unsettled(type(model).__name__, place_of(ended), advice, ended is not unsolved) from error
-        raise InputError(why_not_captured(model, error, specializing)) from error
+        raise InputError(why_not_captured(model, error, lambda: specializing)) from error
     if axis := fixed_axis(program):
         raise InputError(fixes_an_axis(type(model).__name__, axis, specializing))
     return program
 
 
-def why_not_captured(model: nn.Module, error: Exception, specializing: Specializing | None = None) -> str:
-    """One paragraph: what failed, in which line of the user's code, and what to do."""
+def why_not_captured(model: nn.Module, error: Exception, watched: Callable[[], Specializing] | None = None) -> str:
+    """One paragraph: what failed, in which line of the user's code, and what to do; watched: what saw a size fixed."""
     place = place_of(error)
     kind = type(model).__name__
     message = str(error)
@@ -152,9 +152,9 @@ def why_not_captured(model: nn.Module, error: Exception, specializing: Specializ
             "decision with torch.where, or let it depend on shapes and settings of the module."
         )
     if fixed := re.match(r"Constraints violated \(([\w, ]+)\)", message):
-        return fixes_an_axis(kind, fixed[1], specializing)
+        return fixes_an_axis(kind, fixed[1], watched and watched())
     if "user-specified ranges and inferred ranges" in message or "inconsistencies were found" in message:
-        return fixes_an_axis(kind, "height or width", specializing)
+        return fixes_an_axis(kind, "height or width", watched and watched())
     if "translating node return" in message:
         return f"{kind} returns something that is no tensor. Return tensors, or a tuple or dict of them."
     if untranslated := re.search(r"translating node .*target=torch\.ops\.(.+?)\]", message):

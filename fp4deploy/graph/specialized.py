@@ -13,7 +13,7 @@ import itertools
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from fp4deploy.graph.replaced import replaced
+
+AUTO = torch.export.Dim.AUTO
 
 
 @contextmanager
@@ -82,6 +84,18 @@ class Specializing(TorchFunctionMode):
             layer = next((owner for owner in owners if owner), "")
             self.call = getattr(func, "__name__", str(func)).strip("_") + (f" in '{layer}'" if layer else "")
             self.frames = [(frame.f_code.co_filename, line) for frame, line in frames][::-1]
+
+
+def specializing(
+    model: nn.Module, positional: tuple[torch.Tensor, ...], named: dict[str, torch.Tensor]
+) -> Specializing:
+    """What sees a size fixed as a module is traced anew, for exporters whose own conditions come later than calls."""
+    found = Specializing(model)
+    open_axes = [{0: AUTO} | dict.fromkeys(range(2, x.ndim), AUTO) for x in (*positional, *named.values())]
+    shapes: Any = tuple(open_axes) if positional else dict(zip(named, open_axes, strict=True))
+    with torch.no_grad(), suppress(Exception), found:
+        torch.export.export(model, positional, named, dynamic_shapes=shapes, strict=False)
+    return found
 
 
 def _equations(environment: Any) -> list[Any]:

@@ -23,6 +23,7 @@ import json
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import onnx
@@ -57,7 +58,7 @@ from fp4deploy.graph.copied import copied
 from fp4deploy.graph.divided import Divided
 from fp4deploy.graph.growth import BoundedSizes, undecided, unsettled
 from fp4deploy.graph.randomness import refuse_random
-from fp4deploy.graph.specialized import Specializing, watched
+from fp4deploy.graph.specialized import Specializing, specializing, watched
 from fp4deploy.graph.unpooling import Unpooling
 from fp4deploy.models.card import CARD_KEY, ModelCard
 from fp4deploy.qat.computed import masters, torch_class
@@ -199,14 +200,13 @@ def _trace(model: nn.Module, examples: Examples, dynamic_size: bool) -> ir.Model
         assert program is not None
         return program
 
-    bound, specializing = BoundedSizes(), Specializing(model)
+    bound = BoundedSizes()
     try:
         with (
             watched() as fixed,
             quiet(),
             short_export(),
             bound if dynamic_size else nullcontext(),
-            specializing,
             Divided(),
             Unpooling(),
             MixedTypes(),
@@ -233,28 +233,36 @@ def _trace(model: nn.Module, examples: Examples, dynamic_size: bool) -> ir.Model
         if refused is not None:  # by the network itself
             raise InputError(str(refused)) from error
         given = ", ".join(f"[N, {', '.join(map(str, x.shape[1:]))}]" for x in tensors)
-        why = why_not_captured(model, cause, specializing)
+        why = why_not_captured(model, cause, partial(specializing, model, positional, named))
         if "sizes of tensors" in why.lower():
             why += " Check the image size too (a UNet needs multiples of 16)."
         raise InputError(f"torch could not trace {type(model).__name__} with an input {given}: {why}") from error
-    _require_free(program.model.graph, type(model).__name__, dynamic_size, fixed[-1], specializing)
+    _require_free(
+        program.model.graph,
+        type(model).__name__,
+        dynamic_size,
+        fixed[-1],
+        partial(specializing, model, positional, named),
+    )
     _name_outputs(program)
     return program.model
 
 
-def _require_free(graph: ir.Graph, kind: str, dynamic_size: bool, fixed: str, specializing: Specializing) -> None:
+def _require_free(
+    graph: ir.Graph, kind: str, dynamic_size: bool, fixed: str, watched_again: Callable[[], Specializing]
+) -> None:
     """Refuse a network that needs one size of an axis: torch's exporter fixes the axis, or not even that, in silence.
 
-    fixed: what `specialized.fixed_axis` gives of the program that was exported.
+    fixed: what `specialized.fixed_axis` gives of the program that was exported. watched_again: traces once more.
     """
     if fixed:
-        raise InputError(fixes_an_axis(kind, fixed, specializing))
+        raise InputError(fixes_an_axis(kind, fixed, watched_again()))
     for value in graph.inputs:
         assert value.shape is not None
         for axis, size in enumerate(value.shape):
             if isinstance(size, int) and (axis == 0 or (dynamic_size and axis > 1)):
                 name = f"axis {axis} of {value.name}" if axis else BATCH
-                raise InputError(fixes_an_axis(kind, name, specializing))
+                raise InputError(fixes_an_axis(kind, name, watched_again()))
 
 
 class AttentionOfFourAxes(TorchFunctionMode):
