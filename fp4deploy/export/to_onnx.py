@@ -21,7 +21,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.boxes import with_boxes
 from fp4deploy.export.onnx.decomposed import to_portable
 from fp4deploy.export.onnx.graph import export_graph
-from fp4deploy.export.onnx.layers import planned_layers
+from fp4deploy.export.onnx.layers import note_largest, planned_layers
 from fp4deploy.export.verify.exported import batches_of
 from fp4deploy.export.verify.outputs import (
     Agreement,
@@ -161,7 +161,7 @@ def export_onnx(
     verification = None
     if verify and data is not None and decomposed is not None:
         samples = list(validation_images(Path(data), found, images))
-        verification = verify_decomposed(model, decomposed, samples, head=found.head)
+        verification = verify_decomposed(model, decomposed, samples, head=found.head, card=found)
         require_agreement(verification, str(checkpoint))
         if dynamic_size:
             require_open_sizes(model, decomposed, samples[0], str(checkpoint), found.head)
@@ -188,7 +188,7 @@ def _export_module(
         samples = batches_of(example if inputs is None else inputs, len(canonical.graph.input))
         head = card.head if card is not None else None
         reference = deployed(model)
-        verification = verify_decomposed(reference, decomposed, samples, head=head)
+        verification = verify_decomposed(reference, decomposed, samples, head=head, card=card)
         require_agreement(verification, type(model).__name__)
         if options["dynamic_size"]:
             require_open_sizes(reference, decomposed, samples[0], type(model).__name__, head)
@@ -209,6 +209,9 @@ def _write_all(
     card: ModelCard | None,
     verification: Agreement | None,
 ) -> ExportResult:
+    for each in (canonical, decomposed):
+        if each is not None and verification is not None:
+            note_largest(each, verification.ranges)
     size_bytes = _write(canonical, out)
     if decomposed is not None:
         _write(decomposed, portable_name(out))

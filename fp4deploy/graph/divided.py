@@ -72,12 +72,13 @@ def _pooled(
     return_indices: bool = False,
 ) -> torch.Tensor | None:
     """The adaptive pooling of the last axes; None where it stays a call."""
-    sizes = [output_size] * axes if isinstance(output_size, int) else list(output_size)
-    counts = [input.shape[at - axes] if size is None else size for at, size in enumerate(sizes)]
+    counts = [output_size] * axes if isinstance(output_size, int) else list(output_size)  # None: as many as there are
     fixed = reduce is torch.mean and not any(isinstance(size, torch.SymInt) for size in input.shape[-axes:])
     if return_indices or fixed or any(isinstance(count, torch.SymInt) for count in counts) or set(counts) == {1}:
         return None
     for at, count in enumerate(counts):
+        if count is None:
+            continue
         axis = input.ndim - axes + at
         size = input.shape[axis]
         bounds = [(place * size // count, -(-(place + 1) * size // count)) for place in range(count)]

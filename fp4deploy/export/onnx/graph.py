@@ -61,15 +61,17 @@ from fp4deploy.graph.randomness import refuse_random
 from fp4deploy.graph.specialized import Specializing, specializing, watched
 from fp4deploy.graph.unpooling import Unpooling
 from fp4deploy.models.card import CARD_KEY, ModelCard
-from fp4deploy.qat.computed import masters, torch_class
+from fp4deploy.qat.computed import rest_tensors, torch_class
 from fp4deploy.qat.layers import QuantConvTranspose2d, QuantLinear
 from fp4deploy.qat.prepare import layer_plan, quantized_layers, restore
+from fp4deploy.rest import FP16
 from fp4deploy.tracing import make_no_folder
 
 ATTENTION_AXES = "only 4D query, key, and value are supported"  # says torch's exporter
 INPUT, OUTPUT, BATCH = "image", "logits", "N"
 SIZES = ("H", "W")
 PRODUCER = "fp4deploy"
+LITTLE = 1e-6
 
 
 def export_graph(
@@ -107,6 +109,7 @@ def export_graph(
     leaves = {name for name, module in model.named_modules() if not any(module.children())}
     for each in (NameAfterModules(leaves), ForgetTracing(), LowerMarkers(constants), NameFixPass()):
         each(traced)
+    _trim_less(traced.graph)
     if dynamic_size:
         _name_axes(traced.graph)
     traced.ir_version = IR_VERSION
@@ -118,6 +121,31 @@ def export_graph(
     proto = ir.to_proto(traced)
     onnx.checker.check_model(proto, full_check=True)
     return proto
+
+
+def _trim_less(graph: ir.Graph) -> None:
+    """Rows that a transposed convolution adds at the end are rows that it trims less: ONNX Runtime adds fewer than a
+    stride, torch fewer than the dilation, too.
+    """
+    for node in graph:
+        extra = node.attributes.get_ints("output_padding", ()) if node.op_type == "ConvTranspose" else ()
+        if not any(extra):
+            continue
+        strides, pads = node.attributes.get_ints("strides"), [*node.attributes.get_ints("pads")]
+        trimmed = [min(rows, pad) for rows, pad in zip(extra, pads[len(extra) :], strict=True)]
+        left = [rows - less for rows, less in zip(extra, trimmed, strict=True)]
+        if all(rows < stride for rows, stride in zip(extra, strides, strict=True)):
+            continue
+        if any(rows >= stride for rows, stride in zip(left, strides, strict=True)):
+            raise InputError(
+                f"{node.name}: a transposed convolution with output_padding={[*extra]}, padding={pads[: len(extra)]} "
+                f"and stride={[*strides]} has no form that ONNX Runtime computes. Append the rows with F.pad."
+            )
+        pads[len(extra) :] = [pad - less for pad, less in zip(pads[len(extra) :], trimmed, strict=True)]
+        node.attributes["output_padding"], node.attributes["pads"] = (
+            ir.AttrInt64s("output_padding", left),
+            ir.AttrInt64s("pads", pads),
+        )
 
 
 def _name_axes(graph: ir.Graph) -> None:
@@ -315,8 +343,8 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 @contextmanager
 def _not_folded(model: ir.Model) -> Iterator[None]:
-    """Hide BatchNormalization from the exporter's optimizer."""
-    nodes = [node for node in model.graph if node.op_type == "BatchNormalization"]
+    """Hide from the exporter's optimizer BatchNormalization, and sums with a number that it takes for 0."""
+    nodes = [node for node in model.graph if node.op_type == "BatchNormalization" or _adds_little(node)]
     for node in nodes:
         node.domain = MARKER_DOMAIN
     yield
@@ -324,15 +352,24 @@ def _not_folded(model: ir.Model) -> Iterator[None]:
         node.domain = ""
 
 
+def _adds_little(node: ir.Node) -> bool:
+    """Whether one operand of a sum or difference is a number next to 0: onnxscript leaves out up to 1e-8."""
+    tensors = [None if value is None else ir.convenience.get_const_tensor(value) for value in node.inputs]
+    numbers = [float(tensor.numpy().item()) for tensor in tensors if tensor is not None and tensor.size == 1]
+    return node.op_type in ("Add", "Sub") and any(0 < abs(number) < LITTLE for number in numbers)
+
+
 def _traceable(
     model: nn.Module, constants: dict[str, LayerConstants | Fp8Constants], refused: dict[str, InputError]
 ) -> nn.Module:
     """An FP16 copy on the CPU whose quantised layers leave markers, or raise what is `refused`."""
-    quantized = masters(model)
-    for name, tensor in model.state_dict().items():
-        if tensor.is_floating_point() and not _fits_fp16(tensor) and name not in quantized:
-            raise InputError(f"{name} holds NaN, Inf or a value beyond FP16's largest, 65504; it cannot be exported.")
-    traceable = copied(model).cpu().eval().half()
+    for name, tensor in rest_tensors(model):
+        FP16.require(name, tensor)
+    traceable = copied(model).cpu().eval()
+    numbers = {name: x.detach() for name, x in traceable.state_dict().items() if FP16.is_wide_number(x)}
+    held = traceable.half().state_dict(keep_vars=True)
+    for name, number in numbers.items():
+        held[name].data = number
     for name, module in traceable.named_modules():
         forward: Callable[..., torch.Tensor] | None = None
         if name in constants:
@@ -351,10 +388,6 @@ def _traceable(
 def _computes(module: nn.Module, *kinds: type[nn.Module]) -> bool:
     """Whether the module is of one of these classes with the forward of the class, not one of its own."""
     return isinstance(module, kinds) and type(module).forward in [kind.forward for kind in kinds]
-
-
-def _fits_fp16(tensor: torch.Tensor) -> bool:
-    return bool(torch.isfinite(tensor.to(torch.float16)).all())
 
 
 def _marking_forward(name: str, layer: LayerConstants | Fp8Constants, module: nn.Module) -> Callable[..., torch.Tensor]:

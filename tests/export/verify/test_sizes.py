@@ -59,6 +59,7 @@ REFUSED: dict[str, tuple[Function, str]] = {
 }
 TAKEN: dict[str, Function] = {
     "pooled to 3 x 3": lambda x: x + F.interpolate(F.adaptive_avg_pool2d(x, 3), x.shape[2:]),
+    "pooled to 3 rows": lambda x: x + F.interpolate(F.adaptive_avg_pool2d(x, (3, None)), x.shape[2:]),
     "0.8 of the size": lambda x: F.interpolate(x, scale_factor=0.8, mode="bilinear"),
     "rounded up": lambda x: x[:, :, : -(-x.shape[2] // 2)],
     "normalised over all": lambda x: F.layer_norm(x, x.shape[1:]),
