@@ -112,7 +112,7 @@ def _is_of_one_size(condition: Any, environment: Any) -> bool:
     """Whether an equation that holds in the example does not where some of its sizes are twice as large."""
     import sympy
 
-    values = getattr(environment, "backed_var_to_val", getattr(environment, "var_to_val", {}))
+    values = getattr(environment, "backed_var_to_val", None) or getattr(environment, "var_to_val", {})
     symbols = sorted(condition.free_symbols, key=str)
     if not symbols or not all(symbol in values for symbol in symbols):
         return False
