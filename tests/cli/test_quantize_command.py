@@ -76,7 +76,7 @@ def test_what_quantising_changed_is_counted(checkpoint: Path, shapes: Path, tmp_
     images = np.stack([transform(dataset.load(place))[0].numpy() for place in range(2)])
     assert other.unchanged == pytest.approx(float((runtime.infer(images).argmax(1) == 3).mean()))
     assert other.before == same.before
-    assert "; 2 validation images." in other.sentence("fp16.safetensors")
+    assert "; 2 images." in other.sentence("fp16.safetensors")
 
 
 def test_data_that_cannot_be_compared_leaves_what_is_written(
