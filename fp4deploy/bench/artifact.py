@@ -6,8 +6,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from fp4deploy.bench.change import compare
 from fp4deploy.bench.evaluate import Progress, evaluate_task
-from fp4deploy.bench.gate.change import compare
 from fp4deploy.bench.latency import measure
 from fp4deploy.bench.ledgers import built_by, ledger_of
 from fp4deploy.bench.records import ArtifactEntry, Quantiles
@@ -16,7 +16,7 @@ from fp4deploy.bench.runtimes.like import Like
 from fp4deploy.bench.runtimes.open import open_for_images
 from fp4deploy.bench.runtimes.ports import fixed_batch
 from fp4deploy.bench.runtimes.precision import of_engine
-from fp4deploy.bench.runtimes.protocol import Runtime
+from fp4deploy.bench.runtimes.protocol import OpenRuntime
 from fp4deploy.data import VAL
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.instances import InstanceScores
@@ -65,7 +65,7 @@ def bench_artifact(
     """
     path = Path(path)
     try:
-        runtime: Runtime = open_for_images(path, timeout, provider, form, like)
+        runtime: OpenRuntime = open_for_images(path, timeout, provider, form, like)
         reason = None
     except UnavailableError as error:
         runtime, reason = _emulated(path, data, split, timeout, error)
@@ -119,7 +119,7 @@ def bench_artifact(
 
 def _emulated(
     path: Path, data: Path | None, split: str, timeout: float | None, error: UnavailableError
-) -> tuple[Runtime, str]:
+) -> tuple[OpenRuntime, str]:
     """The arithmetic of an engine, and why and with what difference; `error`: why it cannot run here."""
     ledger = ledger_of(path) if path.suffix == ".plan" else None
     if ledger is None or data is None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fp4deploy.bench.gate.change import measure_change
+from fp4deploy.bench.change import measure_change
 from fp4deploy.bench.runtimes.open import open_runtime
 from fp4deploy.data import EvalTransform, validation_set
 from fp4deploy.data.part import part_of
@@ -85,7 +85,7 @@ def test_data_that_cannot_be_compared_leaves_what_is_written(
     def refuse(*_: object) -> None:
         raise InputError("no labels")
 
-    monkeypatch.setattr("fp4deploy.bench.gate.change.measure_change", refuse)
+    monkeypatch.setattr("fp4deploy.bench.change.measure_change", refuse)
     few = ("--images", 2, "--method", "amax", "--correction", "none", "--out", "q.safetensors")
     result = invoke("quantize", checkpoint, "--data", shapes, *few)
     assert result.exit_code == 0, result.stderr

@@ -15,7 +15,7 @@ from ...console import done, note, shown, typed
 from ...settings import NamedModelOption, expect, parse_size
 
 if TYPE_CHECKING:
-    from fp4deploy.bench.gate.change import Change
+    from fp4deploy.bench.change import Change
 
 MOST_IMAGES = 256
 
@@ -165,7 +165,7 @@ def quantize(
 
 def _change(source: Path, target: Path, data: Path, images: int) -> Change | None:
     """What quantising changed; None, and a note, where the data cannot say it: the result is written by then."""
-    from fp4deploy.bench.gate.change import measure_change
+    from fp4deploy.bench.change import measure_change
     from fp4deploy.system.progress import progress
 
     try:

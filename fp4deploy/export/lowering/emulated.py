@@ -70,7 +70,8 @@ def _mark(model: ir.Model) -> None:
 def _insert_after(graph: ir.Graph, node: ir.Node, value: ir.Value) -> None:
     mark = ir.node("Identity", [value], name=f"{ROUND}{value.name}")
     out = mark.outputs[0]
-    out.name, out.dtype, out.shape = f"{value.name}.rounded", value.dtype, value.shape
+    out.name, out.shape = f"{value.name}.rounded", value.shape
+    out.dtype = ir.DataType.FLOAT16
     for use in list(value.uses()):
         if use.node is not mark:
             use.node.replace_input_with(use.idx, out)
