@@ -34,6 +34,7 @@ from fp4deploy.export.verify.outputs import (
 from fp4deploy.graph.capture import Inputs
 from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.card import ModelCard
+from fp4deploy.models.meaning import Outputs, known_outputs
 from fp4deploy.qat import deployed, load_model, quantized_layers
 from fp4deploy.system.files import atomic_write, file_digest
 
@@ -94,6 +95,7 @@ def export_onnx(
     dynamic_size: bool = False,
     card: ModelCard | None = None,
     with_portable: bool = False,
+    outputs: Outputs = None,
 ) -> ExportResult: ...
 
 
@@ -108,6 +110,7 @@ def export_onnx(
     dynamic_size: bool = False,
     card: ModelCard | None = None,
     with_portable: bool = False,
+    outputs: Outputs = None,
 ) -> ExportResult:
     """Export a checkpoint, or a module in memory, to canonical ONNX, verified against torch before anything is written.
 
@@ -130,6 +133,7 @@ def export_onnx(
         size: height and width of the graph's images in pixels; by default those of the training. It is verified at it.
         dynamic_size: leave height and width open; `size` is then the size that is verified.
         card: of a module, stored in the file.
+        outputs: of a module: what its outputs are, as of `verify`; by default as the card says.
 
     Raises:
         GateError: ONNX Runtime and torch disagree by more than FP4 explains (see `verify`).
@@ -147,7 +151,7 @@ def export_onnx(
     1
     """
     if isinstance(checkpoint, nn.Module):
-        given = {"card": card, "portable": with_portable, "dynamic_size": dynamic_size}
+        given = {"card": card, "portable": with_portable, "dynamic_size": dynamic_size, "outputs": outputs}
         return _export_module(checkpoint, out, Path(portable), data, verify, **given)
     checkpoint, out = Path(checkpoint), Path(out)
     check_request(checkpoint, out, ".onnx", data, images, verify)
@@ -160,7 +164,7 @@ def export_onnx(
     verification = None
     if verify and data is not None and decomposed is not None:
         samples = validation_images(Path(data), found, images)
-        verification = verify_decomposed(model, decomposed, samples, head=found.head)
+        verification = verify_decomposed(model, decomposed, samples, meanings=known_outputs(found))
         require_agreement(verification, str(checkpoint))
     if portable and decomposed is not None and isinstance(found.head, DetectionHead):
         decomposed = with_boxes(decomposed, found.head, (found.height, found.width))
@@ -178,13 +182,13 @@ def _export_module(
     if out.suffix != ".onnx":
         raise InputError(f"{out} should end in .onnx.")
     card, portable = options["card"], options["portable"]
+    meanings = known_outputs(card, said=options["outputs"])
     canonical = export_graph(model, example, card, options["dynamic_size"])
     _describe(canonical, card, None)
     verification, decomposed = None, to_portable(canonical) if portable or verify else None
     if verify and decomposed is not None:
         samples = batches_of(example if inputs is None else inputs, len(canonical.graph.input))
-        head = card.head if card is not None else None
-        verification = verify_decomposed(deployed(model), decomposed, samples, head=head)
+        verification = verify_decomposed(deployed(model), decomposed, samples, meanings=meanings)
         require_agreement(verification, type(model).__name__)
     return _write_all(model, canonical, decomposed if portable else None, out, card, verification)
 
