@@ -54,9 +54,7 @@ class OutputAgreement:
         """What agrees, as a clause."""
         if self.broken is not None:
             return f"NaN or Inf in {self.broken}"
-        return (
-            f"{self.meaning.compared} equal to torch on {100 * self.share:.3f} % of {self.count} {self.meaning.unit}"
-        )
+        return f"{self.meaning.compared} equal to torch on {100 * self.share:.3f} % of {self.count} {self.meaning.unit}"
 
     def difference(self) -> str:
         """What differs, as a clause."""
