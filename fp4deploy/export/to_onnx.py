@@ -21,7 +21,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.boxes import with_boxes
 from fp4deploy.export.onnx.decomposed import to_portable
 from fp4deploy.export.onnx.graph import export_graph
-from fp4deploy.export.onnx.layers import planned_layers
+from fp4deploy.export.onnx.layers import note_largest, planned_layers
 from fp4deploy.export.verify.exported import batches_of
 from fp4deploy.export.verify.outputs import (
     Agreement,
@@ -164,7 +164,7 @@ def export_onnx(
     verification = None
     if verify and data is not None and decomposed is not None:
         samples = validation_images(Path(data), found, images)
-        verification = verify_decomposed(model, decomposed, samples, meanings=known_outputs(found))
+        verification = verify_decomposed(model, decomposed, samples, meanings=known_outputs(found), card=found)
         require_agreement(verification, str(checkpoint))
     if portable and decomposed is not None and isinstance(found.head, DetectionHead):
         decomposed = with_boxes(decomposed, found.head, (found.height, found.width))
@@ -188,7 +188,7 @@ def _export_module(
     verification, decomposed = None, to_portable(canonical) if portable or verify else None
     if verify and decomposed is not None:
         samples = batches_of(example if inputs is None else inputs, len(canonical.graph.input))
-        verification = verify_decomposed(deployed(model), decomposed, samples, meanings=meanings)
+        verification = verify_decomposed(deployed(model), decomposed, samples, meanings=meanings, card=card)
         require_agreement(verification, type(model).__name__)
     return _write_all(model, canonical, decomposed if portable else None, out, card, verification)
 
@@ -207,6 +207,9 @@ def _write_all(
     card: ModelCard | None,
     verification: Agreement | None,
 ) -> ExportResult:
+    for each in (canonical, decomposed):
+        if each is not None and verification is not None:
+            note_largest(each, verification.ranges)
     size_bytes = _write(canonical, out)
     if decomposed is not None:
         _write(decomposed, portable_name(out))

@@ -97,9 +97,9 @@ def quantize(
     if checkpoint is not None and checkpoint.suffix == ".onnx":
         if config is not None or digits:
             raise InputError("--config and --digits are for checkpoints; an .onnx file takes --include and --exclude.")
-        chosen = {"include": _tuple(include), "exclude": _tuple(exclude), "fp8": _tuple(fp8)}
-        chosen["outputs"] = _meanings(outputs)
-        _of_onnx(checkpoint, data, out, method, images, batch, parse_size(size), (mean, std), settings | chosen)
+        layers = {"include": _tuple(include), "exclude": _tuple(exclude), "fp8": _tuple(fp8)}
+        chosen = settings | layers | {"outputs": _meanings(outputs)}
+        _of_onnx(checkpoint, data, out, method, images, batch, parse_size(size), (mean, std), chosen)
         return
     if any(each is not None for each in (size, mean, std, outputs)):
         raise InputError("--size, --mean, --std and --outputs are for .onnx files: a checkpoint says them itself.")

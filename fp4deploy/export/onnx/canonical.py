@@ -34,7 +34,7 @@ GRAPHS = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
 LARGEST_ELEMENT = 16  # bytes: complex128
 FORM_KEY = "fp4deploy.form"  # metadata: which of the two graphs of a network it is
 CANONICAL, DECOMPOSED = "canonical", "decomposed"
-LAYERS_KEY = "fp4deploy.layers"  # metadata: torch layer name -> {kind, precision, reason}
+LAYERS_KEY = "fp4deploy.layers"  # metadata: torch layer name -> {kind, precision, reason, largest}
 
 
 @contextmanager

@@ -14,8 +14,8 @@ first layer that reads it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +36,7 @@ from fp4deploy.export.verify.agreement import (
     largest_difference,
     least_share,
 )
+from fp4deploy.export.verify.flat import flat_difference
 from fp4deploy.export.verify.layerwise import LayerwiseAgreement, compare_layerwise
 from fp4deploy.export.verify.tensors import call, feed, floats
 from fp4deploy.graph.capture import Inputs
@@ -44,8 +45,11 @@ from fp4deploy.models.card import ModelCard
 from fp4deploy.models.checkpoint import read_card, read_signed
 from fp4deploy.models.meaning import UNKNOWN, OutputMeanings
 from fp4deploy.qat import quantized_layers
+from fp4deploy.qat.ranges import Ranges
+from fp4deploy.rest import FP16
 from fp4deploy.tasks import task_of
 
+NOTHING_WRITTEN = "Nothing was written; to write the file all the same, export with --no-verify."
 ALLOWED_ELEMENTS = 0.001  # of a layer's quantised input, with reference inputs
 
 
@@ -56,12 +60,16 @@ class Agreement:
     images: how many were compared. outputs: the agreement of each output.
     largest: the largest absolute difference of two values.
     layerwise: the comparison with reference inputs; None where the end-to-end comparison passed.
+    flat: how they differ on a black, a white or a constant image (`flat`); "" where they do not.
+    ranges: the largest magnitude of what the file computes in FP16, by place (`qat.ranges`).
     """
 
     images: int
     outputs: tuple[OutputAgreement, ...]
     largest: float
     layerwise: LayerwiseAgreement | None = None
+    flat: str = ""
+    ranges: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def pixels(self) -> int:
@@ -76,7 +84,7 @@ class Agreement:
     @property
     def passed(self) -> bool:
         """Whether the difference is within the limits of this module."""
-        if not self.outputs or any(each.broken for each in self.outputs):
+        if self.flat or FP16.beyond(self.ranges) or not self.outputs or any(each.broken for each in self.outputs):
             return False
         if all(each.passed for each in self.outputs):
             return True
@@ -103,15 +111,16 @@ def compare_with_torch(
     outputs = [value.name for value in session.get_outputs()]
     count, largest = 0, 0.0
     found: tuple[OutputAgreement, ...] = ()
+    ranges = Ranges(model, FP16)
     for batch in images:
         fed = feed(batch, names)
-        with torch.inference_mode():
+        with torch.no_grad(), ranges:
             expected = [floats(each) for each in call(model, batch)]
         given = [floats(torch.from_numpy(each)) for each in session.run(None, fed)[: len(expected)]]
         count += len(fed[names[0]])
         found = compare_outputs(expected, given, outputs[: len(expected)], meanings, found)
         largest = float(np.maximum(largest, largest_difference(expected, given)))
-    return Agreement(count, found, largest)
+    return Agreement(count, found, largest, ranges=ranges.largest)
 
 
 def verify_decomposed(
@@ -120,13 +129,33 @@ def verify_decomposed(
     images: Iterable[Inputs],
     enough: float = REQUIRED_AGREEMENT,
     meanings: OutputMeanings = UNKNOWN,
+    card: ModelCard | None = None,
 ) -> Agreement:
-    """Compare end to end; where that fails and the model is quantised, layer by layer too."""
+    """Compare end to end; where that fails and the model is quantised, layer by layer too. Then on flat images.
+
+    card: of the model, whose mean and standard deviation say what black and white are.
+    """
     kept = list(images)
     agreement = compare_with_torch(model, portable, kept, meanings)
-    if all(each.reaches(enough) for each in agreement.outputs) or not quantized_layers(model):
+    if not all(each.reaches(enough) for each in agreement.outputs) and quantized_layers(model):
+        agreement = replace(agreement, layerwise=compare_layerwise(model, portable, kept, meanings))
+    if not agreement.passed:
         return agreement
-    return replace(agreement, layerwise=compare_layerwise(model, portable, kept, meanings))
+    return replace(agreement, flat=_flat_difference(model, portable, kept[0], card))
+
+
+def _flat_difference(model: nn.Module, portable: onnx.ModelProto, batch: Inputs, card: ModelCard | None) -> str:
+    session = verifying_session(portable)
+    names = [value.name for value in session.get_inputs()]
+
+    def of_torch(inputs: Inputs) -> list[torch.Tensor]:
+        with torch.inference_mode():
+            return [floats(each) for each in call(model, inputs)]
+
+    def of_file(inputs: Inputs) -> list[torch.Tensor]:
+        return [floats(torch.from_numpy(each)) for each in session.run(None, feed(inputs, names))]
+
+    return flat_difference(of_torch, of_file, batch, card, bool(quantized_layers(model)))
 
 
 def require_agreement(agreement: Agreement, name: str) -> None:
@@ -141,11 +170,15 @@ def require_agreement(agreement: Agreement, name: str) -> None:
     cause = described([each for each in agreement.outputs if not each.passed], OutputAgreement.difference)
     if agreement.pixels:
         cause += f" ({agreement.images} images; values differ by up to {agreement.largest:.3g})"
+    if agreement.flat:
+        cause = agreement.flat
+    if beyond := FP16.beyond(agreement.ranges):
+        raise GateError(f"{name}: {beyond} {NOTHING_WRITTEN}")
     if agreement.layerwise is not None:
         cause += f"; {_explain(agreement.layerwise) or 'layer by layer they agree'}"
     raise GateError(
         f"{name}: ONNX Runtime and torch disagree: {cause}. At most {100 * (1 - REQUIRED_AGREEMENT):g} % may differ. "
-        "Nothing was written; to write the file all the same, export with --no-verify."
+        f"{NOTHING_WRITTEN}"
     )
 
 

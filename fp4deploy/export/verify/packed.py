@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -20,7 +20,8 @@ from torch import nn
 
 from fp4deploy.errors import GateError
 from fp4deploy.export.verify.agreement import OutputAgreement, compare_outputs, described, least_share
-from fp4deploy.export.verify.outputs import ALLOWED_ELEMENTS
+from fp4deploy.export.verify.flat import flat_difference
+from fp4deploy.export.verify.outputs import ALLOWED_ELEMENTS, NOTHING_WRITTEN
 from fp4deploy.export.verify.tensors import leaves
 from fp4deploy.formats import NVFP4_BLOCK, Nvfp4Tensor, pad_to_blocks
 from fp4deploy.graph.capture import Inputs, file_names
@@ -28,7 +29,9 @@ from fp4deploy.models.meaning import OutputMeanings, known_outputs
 from fp4deploy.packed import PackedFile, PackedNetwork
 from fp4deploy.packed.graph import GroupNormReLU, Layer, Node
 from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4
-from fp4deploy.qat import QuantizedLayer
+from fp4deploy.qat import QuantizedLayer, quantized_layers
+from fp4deploy.qat.ranges import Ranges
+from fp4deploy.rest import FP16
 
 Activation = torch.Tensor | Nvfp4Tensor
 LAYERS = (
@@ -42,13 +45,16 @@ class PackedAgreement:
 
     images: how many were compared. outputs: the agreement of each output, end to end. nodes: the error of each node
     with reference inputs from torch, by layer, and `referenced` the outputs that follow from these; None where the
-    end-to-end comparison passed.
+    end-to-end comparison passed. flat: how they differ on a black, a white or a constant image (`flat`); "" where they
+    do not. ranges: the largest magnitude of what a GPU computes in FP16, by place (`qat.ranges`).
     """
 
     images: int
     outputs: tuple[OutputAgreement, ...]
     nodes: dict[str, float] | None = None
     referenced: tuple[OutputAgreement, ...] = ()
+    flat: str = ""
+    ranges: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def pixels(self) -> int:
@@ -63,7 +69,7 @@ class PackedAgreement:
     @property
     def passed(self) -> bool:
         """Whether the difference is within the limits of this module."""
-        if not self.outputs or any(each.broken for each in self.outputs):
+        if self.flat or FP16.beyond(self.ranges) or not self.outputs or any(each.broken for each in self.outputs):
             return False
         if all(each.passed for each in self.outputs):
             return True
@@ -83,7 +89,7 @@ class PackedAgreement:
         return f"{text} end to end, where FP4 amplifies last bits; no node differs by more than {worst:.2g}"
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def verify_packed(
     model: nn.Module, file: PackedFile, inputs: Iterable[Inputs], meanings: OutputMeanings | None = None
 ) -> PackedAgreement:
@@ -94,20 +100,26 @@ def verify_packed(
     network, kept = PackedNetwork(file), [_positional(each, file) for each in inputs]
     names = file_names([each.name for each in file.graph.outputs], [each.name for each in file.graph.inputs])
     meanings = known_outputs(file.card) if meanings is None else meanings
+    ranges = Ranges(model, FP16)
     count, found = 0, tuple[OutputAgreement, ...]()
-    expected = [leaves(model(*_copies(batch))) for batch in kept]
+    with ranges:
+        expected = [leaves(model(*_copies(batch))) for batch in kept]
     for batch, outputs in zip(kept, expected, strict=True):
         found = compare_outputs(outputs, leaves(network(*_copies(batch))), names, meanings, found)
         count += len(batch[0])
-    if all(each.passed for each in found):
-        return PackedAgreement(count, found)
-    nodes: dict[str, float] = {}
-    referenced: tuple[OutputAgreement, ...] = ()
-    for batch, outputs in zip(kept, expected, strict=True):
-        errors, given = run_nodes(model, network, *_copies(batch))
-        nodes |= {name: largest(nodes.get(name, 0.0), error) for name, error in errors.items()}
-        referenced = compare_outputs(outputs, given, names, meanings, referenced)
-    return PackedAgreement(count, found, nodes, referenced)
+    agreement = PackedAgreement(count, found, ranges=ranges.largest)
+    if not all(each.passed for each in found):
+        nodes: dict[str, float] = {}
+        referenced: tuple[OutputAgreement, ...] = ()
+        for batch, outputs in zip(kept, expected, strict=True):
+            errors, given = run_nodes(model, network, *_copies(batch))
+            nodes |= {name: largest(nodes.get(name, 0.0), error) for name, error in errors.items()}
+            referenced = compare_outputs(outputs, given, names, meanings, referenced)
+        agreement = replace(agreement, nodes=nodes, referenced=referenced)
+    if not agreement.passed:
+        return agreement
+    runs = (lambda x: leaves(model(*_copies(x))), lambda x: leaves(network(*_copies(x))))
+    return replace(agreement, flat=flat_difference(*runs, kept[0], file.card, bool(quantized_layers(model))))
 
 
 def largest(*errors: float) -> float:
@@ -137,16 +149,15 @@ def require_packed(found: PackedAgreement, name: str) -> None:
     """
     if found.passed:
         return
-    cause = described([each for each in found.outputs if not each.passed], OutputAgreement.difference)
+    if beyond := FP16.beyond(found.ranges):
+        raise GateError(f"{name}: {beyond} {NOTHING_WRITTEN}")
+    cause = found.flat or described([each for each in found.outputs if not each.passed], OutputAgreement.difference)
     if found.wrong_nodes:
         node, error = found.wrong_nodes[0]
         cause += f", and with reference inputs the first node to differ is {node}, by {error:.2g}"
     elif wrong := [each for each in found.referenced if not each.passed]:
         cause += f", and with reference inputs still {described(wrong, OutputAgreement.difference)}"
-    raise GateError(
-        f"{name}: the packed network and torch disagree: {cause}. Nothing was written; to write the file all the "
-        "same, export with --no-verify."
-    )
+    raise GateError(f"{name}: the packed network and torch disagree: {cause}. {NOTHING_WRITTEN}")
 
 
 def compare_nodes(model: nn.Module, network: PackedNetwork, *inputs: torch.Tensor) -> dict[str, float]:
