@@ -97,7 +97,7 @@ def verify_packed(
 
     meanings: by default as the file's card says.
     """
-    network, kept = PackedNetwork(file), [_positional(each, file) for each in inputs]
+    network, kept = PackedNetwork(file), [positional(each, file) for each in inputs]
     names = file_names([each.name for each in file.graph.outputs], [each.name for each in file.graph.inputs])
     meanings = known_outputs(file.card) if meanings is None else meanings
     ranges = Ranges(model, FP16)
@@ -132,7 +132,7 @@ def _copies(inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     return tuple(x.clone() for x in inputs)
 
 
-def _positional(inputs: Inputs, file: PackedFile) -> tuple[torch.Tensor, ...]:
+def positional(inputs: Inputs, file: PackedFile) -> tuple[torch.Tensor, ...]:
     """Inputs in the order of the graph."""
     if isinstance(inputs, torch.Tensor):
         return (inputs,)
@@ -198,6 +198,22 @@ def run_nodes(
         errors[key] = largest(*(_error(*pair) for pair in zip(got, expected, strict=True)))
         live.update(zip(names, expected, strict=True))
     return errors, [cast(torch.Tensor, written[each.activation]) for each in graph.outputs]
+
+
+def packed_values(file: PackedFile, inputs: Inputs) -> list[torch.Tensor]:
+    """Every tensor that a packed network without quantised layers computes; those before a node that does not run."""
+    network, given = PackedNetwork(file), positional(inputs, file)
+    live: dict[str, Any] = {}
+    sizes = network.sizes(given)
+    for each, x in zip(network.graph.inputs, given, strict=True):
+        live.update(zip([form.name for form in each.outputs], network.read_input(each, x), strict=True))
+    for node in network.graph.nodes:
+        try:
+            got = network.run_node(node, [live[name] for name in node.inputs], sizes)
+        except Exception:  # torch's own, of an operator
+            break
+        live.update(zip([form.name for form in node.outputs], got, strict=True))
+    return [each for each in live.values() if isinstance(each, torch.Tensor)]
 
 
 def _expected(node: Node, x: torch.Tensor, layer: nn.Module, amaxes: Mapping[str, torch.Tensor]) -> list[Activation]:
