@@ -8,7 +8,7 @@ from typing import Any
 
 from fp4deploy.bench.change import compare
 from fp4deploy.bench.evaluate import Progress, evaluate_task
-from fp4deploy.bench.latency import measure
+from fp4deploy.bench.latency import measure, random_images
 from fp4deploy.bench.ledgers import built_by, ledger_of
 from fp4deploy.bench.records import ArtifactEntry, Quantiles
 from fp4deploy.bench.runtimes.emulated import open_emulated, source_of
@@ -60,7 +60,7 @@ def bench_artifact(
     The bytes of weights and activations are in the entry where the runtime knows them (`runtimes.packed.memory`).
 
     Raises:
-        InputError: the file is not an artefact, or the data does not fit it.
+        InputError: the file is not an artefact, the data does not fit it, or it answers NaN or Inf.
         UnavailableError: this machine cannot run it.
     """
     path = Path(path)
@@ -85,6 +85,8 @@ def bench_artifact(
     timed = None
     if reason is None:
         one = fixed_batch(runtime.inputs) if batch == 1 else None
+        if data is None:  # nothing else looks at what it answers
+            runtime.infer(random_images(runtime, one or 1))
         timed = measure(runtime, batch=one or batch, iterations=iterations)
     return ArtifactEntry(
         path=str(path),

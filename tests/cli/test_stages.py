@@ -128,9 +128,10 @@ def test_a_damaged_packed_file(at_home: Invoke, untrained: Run, tmp_path: Path) 
 
 def test_export_goes_on_after_a_refused_model(at_home: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fp4deploy.export.verify.outputs import Agreement, require_agreement
+    from tests.export.exported_models import pixels_that_differ
 
     def refuse_fp16(agreement: Agreement, name: str) -> None:
-        require_agreement(Agreement(1, 100, 50, 1.0) if "/fp16/" in name else agreement, name)
+        require_agreement(Agreement(1, pixels_that_differ(100, 50), 1.0) if "/fp16/" in name else agreement, name)
 
     monkeypatch.setattr(to_onnx, "require_agreement", refuse_fp16)
     result = at_home("export", next(Path("runs").iterdir()), "--out", tmp_path / "out", "--images", 1)
