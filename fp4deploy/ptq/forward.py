@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp4deploy.errors import InputError
+
 
 def autocast(x: Tensor) -> torch.autocast:
     """The precision of a forward pass on the device of `x`."""
@@ -14,12 +16,19 @@ def autocast(x: Tensor) -> torch.autocast:
 
 
 class _Stop(BaseException):
-    """The module has run; the rest of the network need not."""
+    """The module has run; the rest of the network need not. No network's `except Exception` is meant by it."""
 
 
 @torch.no_grad()
 def call_of(model: nn.Module, name: str, batch: Tensor) -> tuple[tuple[Any, ...], Tensor]:
-    """Arguments and output of the module `name` in a forward pass of the model, which ends there."""
+    """Arguments and output of the module `name` in a forward pass of the model, which ends there.
+
+    A network that catches everything may go on after the signal, or end with an error of its own: what was asked for
+    is there, and an error after it came of the signal.
+
+    Raises:
+        InputError: the forward pass does not call the module.
+    """
     found: list[tuple[tuple[Any, ...], Tensor]] = []
 
     def take(_module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -32,8 +41,13 @@ def call_of(model: nn.Module, name: str, batch: Tensor) -> tuple[tuple[Any, ...]
             model(batch)
     except _Stop:
         pass
+    except Exception:
+        if not found:
+            raise
     finally:
         handle.remove()
+    if not found:
+        raise InputError(f"The forward pass of images {list(batch.shape)} does not call {name or 'the network'}.")
     return found[0]
 
 
