@@ -51,6 +51,7 @@ from fp4deploy.qat import calibrate, prepare, round_to_deployed
 
 RECIPE, CLASSES = "nvfp4_qat", tuple(f"class {i}" for i in range(12))
 NODES, COMPILED = "packed nvfp4, node by node", "packed nvfp4, compiled"
+PACKED = ("packed nvfp4", COMPILED, "packed fp16", NODES)
 CASES = (
     *("1.0:16x352x480", "1.0:1x1024x2048", "1.0:4x512x512"),
     *("1.0:1x352x480", "0.25:16x352x480", "0.25:1x352x480"),
@@ -74,6 +75,7 @@ NETWORKS = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=list(CASES), metavar="MODEL:NxHxW")
+    parser.add_argument("--packed", nargs="*", default=list(PACKED), choices=PACKED, help="packed networks, in order")
     parser.add_argument("--forms", nargs="*", default=list(reversed(FORMS)), choices=FORMS, help="of torch, in order")
     parser.add_argument("--seconds", type=float, default=1e9, help="nothing is begun after so many")
     parser.add_argument("--gpus", nargs="*", default=[], metavar="GPU", help="numbers of the GPUs to use")
@@ -100,7 +102,7 @@ def here(arguments: argparse.Namespace, rows: dict[str, dict[str, Any]], kept: C
     """Measure every case in this process."""
     torch.backends.cudnn.benchmark = True
     began = time.perf_counter()
-    for name in ("packed nvfp4", COMPILED, "packed fp16", NODES, *(f"fp16, {form}" for form in arguments.forms)):
+    for name in (*arguments.packed, *(f"fp16, {form}" for form in arguments.forms)):
         for case, row in rows.items():
             if name in (NODES, COMPILED) and case[0].isdecimal():
                 continue  # our UNet has no such steps, and nothing is left to a compiler
@@ -122,7 +124,8 @@ def on_gpus(arguments: argparse.Namespace, rows: dict[str, dict[str, Any]], kept
         try:
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder, "case.json")
-                options = ["--cases", case, "--forms", *arguments.forms, "--seconds", str(arguments.seconds)]
+                options = ["--cases", case, "--packed", *arguments.packed, "--forms", *arguments.forms]
+                options += ["--seconds", str(arguments.seconds)]
                 environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu, "TMPDIR": folder}
                 subprocess.run([sys.executable, __file__, *options, "--json", path], env=environment, check=True)
                 row: dict[str, Any] = json.loads(path.read_text())["cases"][0]

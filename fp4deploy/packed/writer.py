@@ -98,6 +98,8 @@ class Writer:
             for number, node in enumerate(file.graph.nodes)
         ]
         self.convolved = {name for node in layers if not isinstance(node, Linear) for name in node.inputs}
+        # Python's numbers by a layer's first output: no tensor is read while a graph is traced.
+        self.units = {node.outputs[0].name: self._unit(node) for node in layers}
         self.factors = self._factors(layers, {each.activation for each in file.graph.outputs})
 
     def tensors(self) -> Tensors:
@@ -154,7 +156,7 @@ class Writer:
         return values(x, held, 1 if form.axis == "channels" else -1, self.dtype)
 
     def _layer(self, node: Layer, inputs: list[torch.Tensor], tensors: Tensors) -> torch.Tensor:
-        weight, scale = tensors["weight", node.layer], self._factor(node)
+        weight, scale = tensors["weight", node.layer], self.units[node.outputs[0].name]
         if node.outputs[0].name in self.factors:
             scale = 1.0
         bias = tensors[node.bias] if node.bias else None
@@ -241,12 +243,13 @@ class Writer:
         factors = {}
         for node in layers:
             name = node.outputs[0].name
+            unit = self.units[name]
             readers = [each for each in self.graph.nodes if name in each.inputs]
             alone = len(node.outputs) == 1 and node.outputs[0].amax is None and name not in kept and bool(readers)
             convolution = isinstance(node, Conv2d | ConvTranspose2d) and len(node.stride) == 2 and node.bias is None
             rectified = isinstance(node, Conv2d) and node.relu
-            if alone and convolution and not rectified and all(map(_has_kernel, readers)) and self._factor(node):
-                factors[name] = self._factor(node)
+            if alone and convolution and not rectified and all(map(_has_kernel, readers)) and unit:
+                factors[name] = unit
         return factors if self.dtype == torch.float16 else {}
 
     def _scales(self, file: PackedFile, layers: Sequence[Layer]) -> dict[str, Scale]:
@@ -263,7 +266,7 @@ class Writer:
             for name in names
         }
 
-    def _factor(self, node: Layer) -> float:
+    def _unit(self, node: Layer) -> float:
         """What a layer's sum of decoded operands is multiplied with."""
         if node.precision == "fp16" or self.dtype != torch.float16:
             return 1.0

@@ -50,11 +50,14 @@ def test_networks_compute_what_they_compute_node_by_node(name: str) -> None:
         assert (y - expected).norm() <= 2e-7 * expected.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_what_is_traced_computes_the_same_bits_from_fewer_tensors(name: str) -> None:
+def test_what_is_traced_computes_the_same_bits_from_fewer_tensors(name: str, mode: Any, dtype: torch.dtype) -> None:
     file, x = network(name)
-    writer = Writer(file, CPU, torch.float32)
-    with torch.no_grad():
+    x = x.to(dtype)
+    writer = Writer(file, CPU, dtype)
+    with mode():
         expected = writer.outputs(writer.tensors(), [x])
         module, tensors = trace(writer, [x])
         assert all(torch.equal(*pair) for pair in zip(module(*tensors, x), expected, strict=True))
@@ -85,7 +88,7 @@ def test_operands_in_float16_are_those_of_the_file(name: str) -> None:
         assert torch.frexp(ratio)[0].item() == 0.5
         assert weight.unit == pytest.approx(unit / ratio.item())
         source = float(global_scale(read.amax)) / 2.0**read.exponent
-        assert writer._factor(node) == pytest.approx(weight.unit * source)
+        assert writer.units[node.outputs[0].name] == pytest.approx(weight.unit * source)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
