@@ -7,15 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from fp4deploy.data import open_dataset
 from fp4deploy.models import ModelCard, name_model, save_checkpoint
 from fp4deploy.models.build import network_for
-from fp4deploy.ptq import METHODS, quantize_checkpoint
+from fp4deploy.ptq import METHODS
 from fp4deploy.ptq.correction import CHOICES
 from fp4deploy.qat import load_model, quantized_layers
+from tests.cli.command_line import Invoke
 from tests.models.libraries import need_library_of
 
-# Returns more than the logits, passes arguments by name, calls one layer twice and catches whatever a layer raises.
-OWN_FILE = '''
+# Returns more than the logits, passes a block's arguments by name, calls one layer twice and catches all it can.
+OWN_FILE = """
 import torch
 from torch import nn
 
@@ -27,7 +29,7 @@ class Block(nn.Module):
         self.conv2, self.norm2 = nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels)
 
     def forward(self, x, *, skip):
-        y = torch.relu(self.norm1(self.conv1(input=x)))
+        y = torch.relu(self.norm1(self.conv1(x)))
         return skip + self.norm2(self.conv2(y)), y
 
 
@@ -52,15 +54,17 @@ class Network(nn.Module):
 
 def make(num_classes):
     return Network(num_classes)
-'''
+"""
 SPECS = ("FILE", "smp:Unet/resnet18", "timm:resnet18", "monai:BasicUNet", "torchvision:lraspp_mobilenet_v3_large")
 SIZE = 32
 
 
 @pytest.fixture(scope="module", params=SPECS)
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An FP16 checkpoint of random weights; its model is named, as `--model` does."""
-    folder = tmp_path_factory.mktemp("network")
+def checkpoint(
+    request: pytest.FixtureRequest, shapes: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, str]:
+    """An FP16 checkpoint of random weights, and the model spec that names its network."""
+    folder, classes = tmp_path_factory.mktemp("network"), open_dataset(shapes, "train").class_names
     text = request.param
     if text == "FILE":
         (folder / "net.py").write_text(OWN_FILE)
@@ -69,30 +73,33 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         need_library_of(text)
     arguments = {"features": [16, 16, 32, 32, 32, 16]} if text.startswith("monai:") else {}
     card = ModelCard(
-        "fp16", 1.0, ("a", "b", "c"), SIZE, SIZE, (0.5,) * 3, (0.5,) * 3, True, architecture=text, arguments=arguments
+        "fp16", 1.0, classes, SIZE, SIZE, (0.5,) * 3, (0.5,) * 3, True, architecture=text, arguments=arguments
     )
     name_model(text)
     torch.manual_seed(0)
     save_checkpoint(folder / "fp16.safetensors", network_for(card), card)
-    return folder / "fp16.safetensors"
+    return folder / "fp16.safetensors", text
+
+
+def quantised(invoke: Invoke, checkpoint: tuple[Path, str], shapes: Path, *options: object) -> ModelCard:
+    """The card of what the command writes."""
+    path, model = checkpoint
+    few = ("--data", shapes, "--images", 4, "--batch", 2, "--iterations", 2)
+    result = invoke("quantize", path, "--model", model, *few, "--out", "nvfp4.safetensors", *options)
+    assert result.exit_code == 0, result.stderr
+    network, card = load_model(Path("nvfp4.safetensors"))
+    assert quantized_layers(network)
+    with torch.no_grad():
+        assert network(torch.rand(1, 3, SIZE, SIZE)).isfinite().all()
+    return card
 
 
 @pytest.mark.parametrize("correction", CHOICES)
-def test_every_correction(checkpoint: Path, correction: str, tmp_path: Path) -> None:
-    result = quantize_checkpoint(checkpoint, images(), tmp_path / "nvfp4.safetensors", "amax", correction=correction)
-    assert bool(result.corrected) == (correction != "none")
+def test_every_correction(invoke: Invoke, checkpoint: tuple[Path, str], shapes: Path, correction: str) -> None:
+    quantised(invoke, checkpoint, shapes, "--method", "amax", "--correction", correction)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method(checkpoint: Path, method: str, tmp_path: Path) -> None:
-    quantize_checkpoint(checkpoint, images(), tmp_path / "nvfp4.safetensors", method, correction="none", iterations=2)
-    model, card = load_model(tmp_path / "nvfp4.safetensors")
+def test_every_method(invoke: Invoke, checkpoint: tuple[Path, str], shapes: Path, method: str) -> None:
+    card = quantised(invoke, checkpoint, shapes, "--method", method)
     assert card.recipe == METHODS[method].recipe
-    assert quantized_layers(model)
-    with torch.no_grad():
-        assert model(images()[0]).isfinite().all()
-
-
-def images() -> list[torch.Tensor]:
-    random = torch.Generator().manual_seed(0)
-    return [torch.rand(2, 3, SIZE, SIZE, generator=random) for _ in range(2)]
