@@ -47,9 +47,9 @@ class PackedResult:
 
 
 def pack(
-    checkpoint: Path | nn.Module,
-    out: Path,
-    data: Path | None = None,
+    checkpoint: Path | str | nn.Module,
+    out: Path | str,
+    data: Path | str | None = None,
     images: int = 16,
     verify: bool = True,
     example_inputs: Inputs | None = None,
@@ -78,7 +78,7 @@ def pack(
         return _pack_module(checkpoint, out, example_inputs, verify)
     if example_inputs is not None:
         raise InputError("A checkpoint's card says what it reads; example_inputs is for modules.")
-    checkpoint = Path(checkpoint)
+    checkpoint, data = Path(checkpoint), None if data is None else Path(data)
     check_request(checkpoint, out, SUFFIX, data, images, verify)
     model, card = load_model(checkpoint)
     example = torch.zeros(1, 3, card.height, card.width)
@@ -87,7 +87,7 @@ def pack(
     file = packed_file(out, card, *packed, about=origin)
     verification = None
     if verify and data is not None:
-        verification = verify_packed(model, file, validation_images(Path(data), card, images))
+        verification = verify_packed(model, file, validation_images(data, card, images))
         require_packed(verification, str(checkpoint))
     write_packed(file)
     provenance.record("export", out, [checkpoint])
