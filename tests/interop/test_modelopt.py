@@ -102,7 +102,7 @@ def prepared() -> torch.nn.Module:
     return model
 
 
-@pytest.mark.skipif(not INSTALLED, reason="ModelOpt is not installed (pip install 'fp4deploy[modelopt]')")
+@pytest.mark.skipif(not INSTALLED, reason="ModelOpt is not installed (pip install -e '.[modelopt]' -c constraints.txt)")
 def test_to_modelopt_and_back() -> None:
     model = prepared()
     other, lost = to_modelopt(model)

@@ -13,4 +13,4 @@ def need_library_of(text: str) -> None:
     source = parse_spec(text).source
     reason = ZOO["segmentation_models_pytorch" if source == "smp" else source].why_missing()
     if reason is not None:
-        pytest.skip(f"{reason} (all: pip install 'fp4deploy[zoo]')")
+        pytest.skip(f"{reason}")

@@ -276,7 +276,7 @@ def test_libraries_are_asked_for_nothing_but_networks(text: str, arguments: dict
 
 def test_a_missing_library_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(UnavailableError, match=r"timm.*pip install timm"):
+    with pytest.raises(UnavailableError, match=r"timm.*pip install -e"):
         build_model(parse_spec("timm:resnet18"), 3)
     assert set(SOURCES) == set(spec.KNOWN) - {"unet"}
 
