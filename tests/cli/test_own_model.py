@@ -71,6 +71,11 @@ def test_every_stage_takes_a_network_of_the_users_own(invoke: Invoke, tmp_path: 
     assert measured.exit_code == 0, measured.stderr
     spec._named.clear()
     spec._expected.clear()
+    whole = invoke("bench", run, "--iterations", 1, "--limit", 1)
+    assert whole.exit_code == 0, whole.stderr
+    assert "name it again: --model net.py:Net" in whole.stdout, "and the other artefacts are measured"
+    spec._named.clear()
+    spec._expected.clear()
     resumed = invoke("train", "--resume", "--out", run)
     assert resumed.exit_code == 2
     assert "a file never makes code run" in resumed.stderr

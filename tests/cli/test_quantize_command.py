@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 
 from fp4deploy.models import read_card
@@ -14,6 +16,10 @@ def test_quantize_search_and_quantize_again(invoke: Invoke, checkpoint: Path, sh
     assert result.exit_code == 0, result.stderr
     assert "q.safetensors (4/6, correction norm, 2 images" in result.stdout
     assert read_card(Path("q.safetensors")).recipe == "nvfp4_4o6_weight_qat"
+    compare, export = re.findall(r": fp4deploy (.*?)(?:;|\n|$)", result.stderr)[-2:]
+    for command in (compare, export):
+        done = invoke(*shlex.split(command))
+        assert done.exit_code in (0, 1), done.stderr  # 1: the gate of bench
 
     gate = ("--baseline", checkpoint, "--max-drop", 100, "--iterations", 1)
     result = invoke("bench", "--engine", "q.safetensors", *data, *gate)

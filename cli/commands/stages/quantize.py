@@ -10,6 +10,7 @@ import typer
 from fp4deploy.errors import InputError
 from fp4deploy.runs import latest_run
 
+from ...artifacts import next_commands
 from ...console import done, note, shown, typed
 from ...settings import NamedModelOption, expect, parse_size
 
@@ -140,10 +141,7 @@ def quantize(
         images=result.images,
         seconds=round(result.seconds, 3),
     )
-    note(
-        f"Compare it with: fp4deploy bench --engine {typed(target)} --baseline {typed(source)}; export it with: "
-        f"fp4deploy export {typed(target)}"
-    )
+    note(next_commands(target, source, where, model, given=data is not None))
 
 
 def _of_onnx(
