@@ -21,7 +21,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.boxes import with_boxes
 from fp4deploy.export.onnx.decomposed import to_portable
 from fp4deploy.export.onnx.graph import export_graph
-from fp4deploy.export.onnx.layers import planned_layers
+from fp4deploy.export.onnx.layers import note_largest, planned_layers
 from fp4deploy.export.verify.exported import batches_of
 from fp4deploy.export.verify.outputs import (
     Agreement,
@@ -160,7 +160,7 @@ def export_onnx(
     verification = None
     if verify and data is not None and decomposed is not None:
         samples = validation_images(Path(data), found, images)
-        verification = verify_decomposed(model, decomposed, samples, head=found.head)
+        verification = verify_decomposed(model, decomposed, samples, head=found.head, card=found)
         require_agreement(verification, str(checkpoint))
     if portable and decomposed is not None and isinstance(found.head, DetectionHead):
         decomposed = with_boxes(decomposed, found.head, (found.height, found.width))
@@ -184,7 +184,7 @@ def _export_module(
     if verify and decomposed is not None:
         samples = batches_of(example if inputs is None else inputs, len(canonical.graph.input))
         head = card.head if card is not None else None
-        verification = verify_decomposed(deployed(model), decomposed, samples, head=head)
+        verification = verify_decomposed(deployed(model), decomposed, samples, head=head, card=card)
         require_agreement(verification, type(model).__name__)
     return _write_all(model, canonical, decomposed if portable else None, out, card, verification)
 
@@ -203,6 +203,9 @@ def _write_all(
     card: ModelCard | None,
     verification: Agreement | None,
 ) -> ExportResult:
+    for each in (canonical, decomposed):
+        if each is not None and verification is not None:
+            note_largest(each, verification.ranges)
     size_bytes = _write(canonical, out)
     if decomposed is not None:
         _write(decomposed, portable_name(out))

@@ -17,11 +17,12 @@ from torch._ops import OpOverload
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 
 from fp4deploy.graph.ir import COMPUTED
+from fp4deploy.rest import Rest
 
 
 def fold_parameters(program: torch.export.ExportedProgram) -> None:
     """Replace, in place, what calls compute from parameters and buffers alone."""
-    parameters = _parameters(program)
+    parameters = parameters_of(program)
     made_of: dict[fx.Node, frozenset[fx.Node]] = {node: frozenset({node}) for node in parameters}
     viewed = set(made_of)  # their numbers as they are, in another shape
     for node in program.graph.nodes:
@@ -34,13 +35,13 @@ def fold_parameters(program: torch.export.ExportedProgram) -> None:
         if node in viewed or made_of.keys() >= node.users.keys() or not isinstance(node.meta["val"], torch.Tensor):
             continue
         if 0 < node.meta["val"].numel() <= sum(each.meta["val"].numel() for each in sources):
-            _replace(program, node, _value(node, values).to(node.meta["val"].dtype))
+            _replace(program, node, _typed(_value(node, values), node.meta["val"].dtype))
     program.graph.eliminate_dead_code()
     program.graph_module.recompile()
 
 
-def _parameters(program: torch.export.ExportedProgram) -> dict[fx.Node, torch.Tensor]:
-    """Placeholder -> its tensor."""
+def parameters_of(program: torch.export.ExportedProgram) -> dict[fx.Node, torch.Tensor]:
+    """Placeholder -> the parameter, buffer or constant that it stands for."""
     signature = program.graph_signature
     names: dict[str, str] = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     names |= signature.inputs_to_lifted_tensor_constants
@@ -78,6 +79,11 @@ def _in_fp32(value: Any) -> Any:
     return value.float() if narrow else value
 
 
+def _typed(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A constant in the type that its readers expect, or in FP32 where that would not hold it (`wide`)."""
+    return value.to(dtype) if not dtype.is_floating_point or Rest("", dtype).holds_tensor(value) else value
+
+
 def _replace(program: torch.export.ExportedProgram, node: fx.Node, value: torch.Tensor) -> None:
     """Put a constant in the place of a node."""
     name = f"{COMPUTED}{node.name}"
@@ -86,7 +92,7 @@ def _replace(program: torch.export.ExportedProgram, node: fx.Node, value: torch.
     held = [spec for spec in signature.input_specs if spec.kind is not InputKind.USER_INPUT]
     with graph.inserting_before(of_user[len(held)]):
         constant = graph.placeholder(name.replace(".", "_"))
-    constant.meta = {"val": node.meta["val"]}
+    constant.meta = {"val": node.meta["val"].to(value.dtype)}
     node.replace_all_uses_with(constant)
     spec = InputSpec(InputKind.CONSTANT_TENSOR, TensorArgument(constant.name), name, None)
     signature.input_specs.insert(len(held), spec)

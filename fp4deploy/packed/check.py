@@ -8,6 +8,7 @@ A network that passes runs, whatever program wrote its file, and gives finite nu
 | W x KH x C of a packed convolution below 2^31 | 32-bit offsets of the kernels |
 | amax of an input from 2^-100 to 65504, of a weight from 0; block scales positive numbers | finite products |
 | every other number at most 65504, the range of FP16 | the same |
+| constants and numbers of nodes at most 3.4e38: what reads one beyond FP16 computes in FP32 (`wide`) | the same |
 | 2048 positions of an `argmax` | exact whole numbers in FP16 |
 
 A product may still leave the range of what it is computed in: FP16 on a GPU (65504), FP32 on a CPU (3.4e38). It is
@@ -25,12 +26,14 @@ from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.graph.ir import COMPUTED
 from fp4deploy.models.heads import Head
 from fp4deploy.packed.graph import (
+    FP16_MAX,
     Activation,
     Affine,
     Arithmetic,
     Aten,
     Attention,
     Compare,
+    Constant,
     Conv2d,
     ConvTranspose2d,
     Form,
@@ -54,7 +57,6 @@ from fp4deploy.packed.graph import (
 from fp4deploy.packed.operators import COMPLEX, FUNCTIONS, aten_function
 from fp4deploy.packed.shapes import Shapes, shapes_of, weight_shape
 
-LARGEST = 65504.0  # of FP16
 SMALLEST_AMAX = 2.0**-100
 AGAIN = "Export the model again: fp4deploy export --format packed"
 Requirement = tuple[str, str, list[int]]  # tensor, type, shape
@@ -104,6 +106,7 @@ def check_values(tensors: Mapping[str, torch.Tensor], graph: Graph) -> None:
         InputError: naming the tensor, its value and the limit.
     """
     amaxes = {form.amax for form in graph.forms().values() if form.amax}
+    constants = {node.tensor for node in graph.nodes if isinstance(node, Constant)}
     for name, tensor in tensors.items():
         if tensor.dtype == torch.uint8:
             continue
@@ -112,9 +115,9 @@ def check_values(tensors: Mapping[str, torch.Tensor], graph: Graph) -> None:
         if tensor.dtype == torch.float8_e4m3fn:
             if (tensor.view(torch.uint8) > 0x7E).any():
                 raise InputError(f"the block scales '{name}' hold a negative number. {AGAIN}")
-        elif tensor.numel() and tensor.float().abs().max() > LARGEST:
+        elif name not in constants and tensor.numel() and tensor.float().abs().max() > FP16_MAX:
             largest = float(tensor.float().abs().max())
-            raise InputError(f"the tensor '{name}' holds {largest:g}, and the largest of FP16 is {LARGEST:g}. {AGAIN}")
+            raise InputError(f"the tensor '{name}' holds {largest:g}, and the largest of FP16 is {FP16_MAX:g}. {AGAIN}")
         if name in amaxes and not float(tensor) >= SMALLEST_AMAX:
             raise InputError(f"'{name}' is {float(tensor):g}, and a scale needs an amax of at least 2^-100. {AGAIN}")
         if name.endswith(".weight.amax") and not float(tensor) >= 0:

@@ -39,7 +39,7 @@ from its parameters, as a standardised weight), or where the layer is quantised
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -51,7 +51,9 @@ Count = Annotated[int, Field(ge=1, le=1 << 16)]
 Extent = Annotated[int, Field(ge=0, le=1 << 12)]
 Steps = Annotated[int, Field(ge=1, le=1 << 10)]
 Axis = Annotated[int, Field(ge=0, le=7)]
-Number = Annotated[float, Field(ge=-65504, le=65504)]
+FP16_MAX = 65504.0
+FP32_MAX = 3.4028234663852886e38
+Number = Annotated[float, Field(ge=-FP32_MAX, le=FP32_MAX)]
 Epsilon = Annotated[float, Field(gt=1e-12, lt=1)]
 Whole = Annotated[int, Field(ge=-(1 << 31), le=1 << 31)]
 Tokens = Annotated[list[Whole | Name], Field(min_length=1, max_length=64)]
@@ -474,7 +476,23 @@ class Graph(Strict):
 
 def format_of(node: Node) -> int:
     """The oldest format `packed/N` that has a node of this kind, from 3 on."""
+    if any(abs(number) > FP16_MAX for number in numbers_of(node)):
+        return 6
     return 5 if isinstance(node, Aten) else 3 if in_packed_3(node) else 4
+
+
+def numbers_of(node: Node) -> list[float]:
+    """The numbers of the module's code that a node computes with."""
+    given: list[Any] = []
+    if isinstance(node, Arithmetic | Compare):
+        given = [node.number, getattr(node, "alpha", 1.0)]
+    elif isinstance(node, Activation):
+        given = list(node.parameters)
+    elif isinstance(node, Pad):
+        given = [node.value]
+    elif isinstance(node, Aten):
+        given = [each for each in node.arguments.values() if isinstance(each, float)]
+    return [each for each in given if each is not None]
 
 
 def in_packed_3(node: Node) -> bool:

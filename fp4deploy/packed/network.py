@@ -24,6 +24,8 @@ gives (`fp4deploy.native`).
 With FP4DEPLOY_NVTX=on every node is an NVTX range, for Nsight Systems; FP4DEPLOY_GRAPHS=off launches node by node, so
 that kernels lie in their ranges.
 
+What is computed with numbers that FP16 does not hold is FP32 on a GPU, too, up to the next layer (`wide`).
+
 Plain activations have torch's axes, feature maps in channels_last: the views that kernels take (NHWC) cost nothing.
 """
 
@@ -61,6 +63,7 @@ from fp4deploy.packed.operators import Context, channels_last, compute, convolve
 from fp4deploy.packed.plain_layers import convolve_small_k, plain_geometry, plain_kernel, read_as_given, small_k_kernel
 from fp4deploy.packed.producers import Move, Produce, Step, label, moved, normalized, plan
 from fp4deploy.packed.shapes import Shape, expected, fitting, shapes_of, weight_order, weight_shape
+from fp4deploy.packed.wide import wide_activations
 from fp4deploy.plugins.gemm.convolution import decoded, plain
 from fp4deploy.plugins.gemm.convolution.decoded_weight import DecodedWeight, decode_weight, fits
 from fp4deploy.plugins.gemm.dispatch import TAPS, conv2d, conv_transpose2d, matmul
@@ -70,6 +73,7 @@ from fp4deploy.plugins.quantize.norm_pack import FeatureMap, OutputForm, coeffic
 from fp4deploy.plugins.quantize.pointwise_pack import Pointwise, pointwise_pack
 from fp4deploy.plugins.quantize.statistics import Moments, pop_moments
 from fp4deploy.plugins.runtime.availability import available
+from fp4deploy.rest import FP16
 
 Result = torch.Tensor | tuple[torch.Tensor, ...] | dict[str, torch.Tensor]
 Pack = Callable[[torch.Tensor, torch.Tensor], FeatureMap]
@@ -103,8 +107,9 @@ class PackedNetwork:
         self.graph = file.graph
         self.device = torch.device(device)
         self.dtype = torch.float16 if self.device.type == "cuda" else torch.float32
+        self.wide = wide_activations(self.graph, file.tensors, FP16) if self.dtype == torch.float16 else frozenset()
         on_gpu = self.device.type == "cuda" and available(self.device)
-        inputs, steps = plan(self.graph) if on_gpu else (self.graph.inputs, list(self.graph.nodes))
+        inputs, steps = plan(self.graph, self.wide) if on_gpu else (self.graph.inputs, list(self.graph.nodes))
         self.schedule(inputs, steps)
         marks = os.environ.get("FP4DEPLOY_NVTX", "off") == "on" and self.device.type == "cuda"
         self._range: Callable[[Step], AbstractContextManager[Any]] = _nvtx_range if marks else nullcontext
@@ -196,7 +201,7 @@ class PackedNetwork:
         if isinstance(step, Produce):
             return self._produce(step, cast("list[torch.Tensor]", inputs), moments)
         if isinstance(step, Move):
-            context = self._context(sizes)
+            context = self._context(sizes, self.dtype)
             return [moved(step.node, cast("list[Nvfp4Tensor]", inputs), context)]
         return self.run_node(step, inputs, sizes, moments, self.pack)
 
@@ -217,15 +222,22 @@ class PackedNetwork:
             pack: makes the packed forms on the CPU.
         """
         given = pop_moments(moments, node.inputs[0]) if isinstance(node, (GroupNormReLU, Norm)) else None
+        dtype = self._dtype_of(node)
+        if self.wide:
+            inputs = [_typed(x, dtype) for x in inputs]
         if isinstance(node, GroupNormReLU):
             return self._norm(node, cast(torch.Tensor, inputs[0]), given, pack)
         if isinstance(node, Layer):
             return self._layer(node, inputs, moments, pack)
-        y = compute(node, cast("list[torch.Tensor]", inputs), self._context(sizes or {}))
-        return self.forms(y if y.is_complex() else y.to(self.dtype), node.outputs, pack)
+        y = compute(node, cast("list[torch.Tensor]", inputs), self._context(sizes or {}, dtype))
+        return self.forms(y if y.is_complex() else y.to(dtype), node.outputs, pack)
 
-    def _context(self, sizes: dict[str, int]) -> Context:
-        return Context(self._vectors.__getitem__, sizes, self._positions, self.dtype)
+    def _dtype_of(self, node: Step) -> torch.dtype:
+        """What a node computes with: FP32 where FP16 does not hold its numbers."""
+        return torch.float32 if any(form.name in self.wide for form in node.outputs) else self.dtype
+
+    def _context(self, sizes: dict[str, int], dtype: torch.dtype) -> Context:
+        return Context(self._vectors.__getitem__, sizes, self._positions, dtype)
 
     @property
     def weights_bytes(self) -> int:
@@ -248,7 +260,7 @@ class PackedNetwork:
 
     def precision_of(self, node: Step) -> str:
         """What a node or step computes with on this device, for a table: "FP4, weight decoded at load"."""
-        plain = "FP16" if self.dtype == torch.float16 else "FP32"
+        plain = "FP16" if self._dtype_of(node) == torch.float16 else "FP32"
         if not isinstance(node, Layer) or node.precision == "fp16":
             return plain
         if node.layer in self._decoded:
@@ -261,7 +273,7 @@ class PackedNetwork:
         for form in wanted:
             axis = 1 if form.axis == "channels" else -1
             amax = self.amax(form)
-            found.append(y if amax is None else pack(y.movedim(axis, -1), amax))
+            found.append(y if amax is None else pack(y.to(self.dtype).movedim(axis, -1), amax))
         return found
 
     def amax(self, form: Form) -> torch.Tensor | None:
@@ -487,6 +499,11 @@ def _nvtx_range(step: Step) -> AbstractContextManager[Any]:
 def decoded_form(x: FeatureMap, dtype: torch.dtype) -> torch.Tensor:
     """What a packed activation stands for; on the CPU it may be decoded already."""
     return x.dequantize(dtype) if isinstance(x, Nvfp4Tensor) else x
+
+
+def _typed(x: FeatureMap, dtype: torch.dtype) -> FeatureMap:
+    """A plain activation of numbers in a type; a packed one as it is."""
+    return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
 
 def _geometry(node: Conv2d) -> tuple[int, int, int]:

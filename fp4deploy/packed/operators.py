@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from fp4deploy.graph.sizes import evaluate
 from fp4deploy.packed.graph import (
+    FP16_MAX,
     LATER_FUNCTIONS,
     MOST_POSITIONS,
     Activation,
@@ -207,6 +208,9 @@ def _norm(node: Norm, inputs: list[torch.Tensor], context: Context) -> torch.Ten
 
 
 def _activation(node: Activation, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
+    if node.function == "clamp":
+        low, high = node.parameters  # FP16's ends are no limits to numbers of a larger range
+        return torch.clamp(inputs[0], low if low > -FP16_MAX else None, high if high < FP16_MAX else None)
     return FUNCTIONS[node.function][1](inputs[0], *node.parameters)
 
 

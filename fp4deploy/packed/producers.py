@@ -16,7 +16,7 @@ The file and its graph are as before; a plan is made when a network is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,10 +75,11 @@ class Move:
 Step = Node | Produce | Move
 
 
-def plan(graph: Graph) -> tuple[list[Input], list[Step]]:
-    """The inputs, with the forms that steps read, and the steps."""
+def plan(graph: Graph, wide: Collection[str] = ()) -> tuple[list[Input], list[Step]]:
+    """The inputs, with the forms that steps read, and the steps; wide: activations in FP32, which no kernel takes."""
     # Of a batch of two: what a file holds once for all items has another shape than a feature map then.
     shapes = shapes_of(graph, {each.name: (2, *each.shape[1:]) for each in graph.inputs})
+    shapes |= dict.fromkeys(wide, ())
     kept = {each.activation for each in graph.outputs}
     moved = _pack_early(_without_copies([*graph.inputs, *graph.nodes], kept), shapes, kept)
     moved = _pool_early(moved, shapes, kept)
@@ -219,6 +220,8 @@ def _only_moves(node: Resize | Concat, shapes: Shapes) -> bool:
     if any(form.amax is None or form.axis != "channels" for form in node.outputs):
         return False
     sources = [shapes[name] for name in node.inputs]
+    if () in sources:
+        return False
     if isinstance(node, Resize):
         return node.mode in ("nearest", "nearest-exact") and len(sources[0]) == 4
     return node.dim == 1 and len(sources[0]) == 4 and all(shape[1] % NVFP4_BLOCK == 0 for shape in sources)
@@ -288,6 +291,8 @@ def _fusible(node: Any, shapes: Shapes) -> bool:
     if not isinstance(node, (Activation, Arithmetic, Affine, Norm)):
         return False
     result = shapes[node.inputs[0]]
+    if any(shapes[name] == () for name in (*node.inputs, *(form.name for form in node.outputs))):
+        return False
     if len(result) != 4 or not channels_fit(result[1]) or any(form.axis != "channels" for form in node.outputs):
         return False
     if isinstance(node, Activation):

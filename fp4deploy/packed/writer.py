@@ -15,6 +15,7 @@ of the file, bit for bit, and a sum differs by its order and, for a convolution,
 
 **Precision between layers.** In FP16 what lies between two layers is computed in FP32 and rounded where it is written.
 Run node by node, every node rounds; the compiled network is the closer one to the numbers of a CPU, which are FP32.
+What is computed with numbers that FP16 does not hold is written in FP32 (`wide`).
 """
 
 from __future__ import annotations
@@ -58,9 +59,11 @@ from fp4deploy.packed.graph import (
 )
 from fp4deploy.packed.operators import Context, compute, positions_of
 from fp4deploy.packed.shapes import Shape, shapes_of, weight_order, weight_shape
+from fp4deploy.packed.wide import wide_activations
 from fp4deploy.plugins.gemm.convolution import small_k
 from fp4deploy.plugins.gemm.convolution.operators import FORMATS
 from fp4deploy.plugins.quantize import norm_pack as _norm_pack  # noqa: F401 - registers norm_coefficients
+from fp4deploy.rest import FP16
 
 Key = str | tuple[str, str]  # a tensor of the file; what is made of one of a layer, or of an amax
 Tensors = dict[Key, torch.Tensor]
@@ -84,6 +87,7 @@ class Writer:
 
     def __init__(self, file: PackedFile, device: torch.device, dtype: torch.dtype) -> None:
         self.graph, self.forms, self.dtype = file.graph, file.graph.forms(), dtype
+        self.wide = wide_activations(self.graph, file.tensors, FP16) if dtype == torch.float16 else frozenset()
         layers = [node for node in file.graph.nodes if isinstance(node, Layer)]
         held = {name for node in layers for name in weight_names(node)}
         self.vectors = {k: v.to(device, torch.float32) for k, v in file.tensors.items() if k not in held}
@@ -118,13 +122,17 @@ class Writer:
             for each, x in zip(self.graph.inputs, inputs, strict=True)
             for axis, size in enumerate(x.shape)
         }
-        context = Context(tensors.__getitem__, sizes, self.positions, self.dtype)
         for each, x in zip(self.graph.inputs, inputs, strict=True):
             x = x.to(self.dtype)
             x = encode_input(x) if self.graph.digits else x
             live |= {form.name: self._form(x, form, tensors) for form in each.outputs}
         for number, node in enumerate(self.graph.nodes):
             read = [live[name] for name in node.inputs]
+            dtype = self.dtype
+            if self.wide:
+                dtype = torch.float32 if any(form.name in self.wide for form in node.outputs) else dtype
+                read = [x.to(dtype) if x.is_floating_point() else x for x in read]
+            context = Context(tensors.__getitem__, sizes, self.positions, dtype)
             for name in self.last_read[number]:
                 live.pop(name)
             early = [form for form in node.outputs if only_moves(node, form, read)]
@@ -137,7 +145,7 @@ class Writer:
             written = {form.name for form in node.outputs}
             is_map = any(map(is_channels_last, read)) and not isinstance(node, LAYOUT)
             if not y.is_complex() and (is_map or written & self.convolved):
-                y = in_channels_last(y.to(self.dtype))
+                y = in_channels_last(y.to(dtype))
             live |= {form.name: self._form(y, form, tensors) for form in node.outputs if form not in early}
         return [live[each.activation] for each in self.graph.outputs]
 
@@ -146,7 +154,9 @@ class Writer:
         x = F.max_pool2d(y, 2) if form.pooled else y
         if x.is_complex():
             return x
-        return x.to(self.dtype) if form.amax is None else self._quantized(x, form, tensors)
+        if form.amax is not None:
+            return self._quantized(x, form, tensors)
+        return x.to(torch.float32 if form.name in self.wide else self.dtype)
 
     def _quantized(self, x: torch.Tensor, form: Form, tensors: Tensors) -> torch.Tensor:
         name = str(form.amax)

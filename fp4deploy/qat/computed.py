@@ -18,7 +18,7 @@ inputs and says what is otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any, cast
 
@@ -28,7 +28,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from fp4deploy.graph.copied import copied
+from fp4deploy.models.checkpoint import QUANTIZER_BUFFERS
 from fp4deploy.qat.layers import QUANTIZED, QuantizedLayer
+from fp4deploy.rest import FP16
 
 GEOMETRY = ("stride", "padding", "dilation", "groups")
 DEFAULTS = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1, "groups": 1}
@@ -73,6 +75,15 @@ def masters(model: nn.Module) -> set[str]:
             own = [key for key in layer.state_dict(keep_vars=True) if key != "bias"]
             found |= {f"{name}.{key}" for key in own if isinstance(layer, ComputedWeight) or key == "weight"}
     return found
+
+
+def rest_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of the parameters and buffers that are deployed in the precision of the rest."""
+    quantized = masters(model)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        own = name in quantized or name.endswith(QUANTIZER_BUFFERS)  # a learned amax is a parameter
+        if tensor.is_floating_point() and not own and not FP16.is_wide_number(tensor):
+            yield name, tensor
 
 
 def torch_class(layer: nn.Module) -> type[nn.Module] | None:

@@ -19,11 +19,11 @@ from fp4deploy.errors import InputError
 from fp4deploy.formats import deployed_amax
 from fp4deploy.graph.copied import copied
 from fp4deploy.models import ModelCard, load_weights, read_card
-from fp4deploy.models.checkpoint import QUANTIZER_BUFFERS, network_of
-from fp4deploy.qat.computed import masters, torch_class
+from fp4deploy.models.checkpoint import network_of
+from fp4deploy.qat.computed import rest_tensors, torch_class
 from fp4deploy.qat.prepare import layer_plan, prepare, quantized_layers
+from fp4deploy.rest import FP16
 
-FP16_MAX = 65504.0
 AMAX = ".input_amax"
 
 
@@ -119,18 +119,10 @@ def round_to_deployed(model: nn.Module) -> None:
     Raises:
         InputError: a parameter is beyond FP16's range, naming it.
     """
-    quantized = masters(model)
-    for name, parameter in model.named_parameters():
-        if name in quantized or name.endswith(QUANTIZER_BUFFERS):  # a learned amax is a parameter
-            continue
-        if not parameter.abs().le(FP16_MAX).all():
-            raise InputError(
-                f"{name} holds a value beyond FP16's largest, {FP16_MAX:g}; it cannot be deployed in FP16."
-            )
-        parameter.copy_(parameter.half())
-    for name, buffer in model.named_buffers():
-        if buffer.is_floating_point() and name not in quantized and not name.endswith(QUANTIZER_BUFFERS):
-            buffer.copy_(buffer.half())
+    for name, tensor in rest_tensors(model):
+        masked = not isinstance(tensor, nn.Parameter)  # a buffer may hold -Inf
+        FP16.require(name, tensor[tensor.isfinite()] if masked else tensor)
+        tensor.copy_(tensor.to(FP16.dtype))
     for layer in quantized_layers(model).values():
         if layer.input_amax is not None:
             layer.input_amax.requires_grad_(False)

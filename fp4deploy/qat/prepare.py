@@ -12,7 +12,9 @@ Of the layers that are quantised, those that `fp8` names are FP8; by default the
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from inspect import Parameter, signature
@@ -29,7 +31,9 @@ from fp4deploy.qat.ends import Ends, Inputs, ends_of
 from fp4deploy.qat.fp4_gemms.requirements import PRODUCTS, require_packed
 from fp4deploy.qat.layers import QUANTIZED, QuantizedLayer
 from fp4deploy.qat.placement import is_single_gemm
+from fp4deploy.qat.ranges import Ranges
 from fp4deploy.qat.recipes import Recipe, find_recipe
+from fp4deploy.rest import FP16
 
 Selection = Sequence[str] | Callable[[str, nn.Module], bool] | None
 
@@ -222,6 +226,8 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
 def calibrate(model: nn.Module, batches: torch.Tensor | Iterable[Any]) -> None:
     """Set every `input_amax` to the largest magnitude its layer sees over `batches`, quantisers switched off.
 
+    Warns of what is too large for FP16 on the way (`ranges`).
+
     Args:
         batches: one batch as a tensor, such as [N, 3, H, W], or an iterable of batches, on the model's device. Of a
             batch that is a tuple or a list, such as (images, labels) of a DataLoader, the first elements are the
@@ -242,19 +248,28 @@ def calibrate(model: nn.Module, batches: torch.Tensor | Iterable[Any]) -> None:
     layers = quantized_layers(model).values()
     was_training = model.training
     model.eval()
+    ranges = Ranges(model, FP16)
     try:
         for layer in layers:
             layer.observing = True
-        for batch in [batches] if isinstance(batches, torch.Tensor | Mapping) else batches:
-            given = _inputs_of(model, batch)
-            if isinstance(given, Mapping):
-                model(**given)
-            else:
-                model(*given)
+        with ranges if not _is_compiled(model) else nullcontext():
+            for batch in [batches] if isinstance(batches, torch.Tensor | Mapping) else batches:
+                given = _inputs_of(model, batch)
+                if isinstance(given, Mapping):
+                    model(**given)
+                else:
+                    model(*given)
     finally:
         for layer in layers:
             layer.observing = False
         model.train(was_training)
+    if beyond := ranges.beyond():
+        warnings.warn(beyond, stacklevel=3)
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile runs a part of the model, of which no operator is seen."""
+    return any(hasattr(module, "_orig_mod") for module in model.modules())
 
 
 def _inputs_of(model: nn.Module, batch: Any) -> tuple[Any, ...] | list[Any] | Mapping[str, Any]:

@@ -221,7 +221,12 @@ def test_positions_beyond_float16_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("function", "expected"),
-    [(lambda _, x: F.silu(x), "packed/3"), (statistics, "packed/4"), (curves, "packed/5")],
+    [
+        (lambda _, x: F.silu(x), "packed/3"),
+        (statistics, "packed/4"),
+        (curves, "packed/5"),
+        (lambda _, x: (x * 1e6).tanh(), "packed/6"),
+    ],
 )
 def test_the_older_format_is_written_where_it_has_all_nodes(function: Function, expected: str, tmp_path: Path) -> None:
     fd.pack(Around(function), tmp_path / "own.fp4", example_inputs=torch.randn(1, 3, 8, 8))

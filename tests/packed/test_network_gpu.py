@@ -19,12 +19,15 @@ from fp4deploy.packed import network as network_module
 from fp4deploy.packed.capture import CapturedNetwork
 from fp4deploy.packed.graph import GroupNormReLU, Norm
 from fp4deploy.packed.producers import Produce
+from fp4deploy.packed.program import compile_program
 from fp4deploy.plugins.gemm import reference
 from fp4deploy.plugins.quantize import norm_pack, statistics
 from fp4deploy.plugins.quantize.statistics import Moments
 from fp4deploy.plugins.runtime import pdl
 from tests.export.packable_networks import NETWORKS, deployed
 from tests.export.test_packed_operators import FUNCTIONS, Around
+from tests.export.test_wide_numbers import NETWORKS as WIDE
+from tests.export.test_wide_numbers import network as wide_network
 from tests.packed.small_networks import CLASSES, images, packed
 from tests.packed.test_producers import padded, pooled, positioned
 
@@ -301,6 +304,19 @@ def test_operators_in_half_precision(name: str) -> None:
         assert float((one.cpu().float() - other).norm()) <= tolerance * float(other.norm())
     for one, other in zip(leaves(CapturedNetwork(network)(x.cuda())), got, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kind", WIDE)
+def test_numbers_that_fp16_does_not_hold(kind: type[nn.Module]) -> None:
+    """An image without contrast gives finite numbers, node by node and compiled."""
+    model, images = wide_network(kind)  # type: ignore[arg-type]
+    file = packed_file(Path("own.fp4"), None, *pack_model(model, images["random"]))
+    network, reference = PackedNetwork(file, "cuda"), PackedNetwork(file)
+    for image in images.values():
+        (expected,) = leaves(reference(image))
+        for run in (network, CapturedNetwork(network), compile_program(file, [image.cuda().half()])):
+            (got,) = leaves(run(image.cuda().half()))
+            assert float((got.cpu().float() - expected).norm()) <= 0.1 * float(expected.norm())
 
 
 def test_no_more_memory_than_the_graph_says() -> None:

@@ -50,7 +50,7 @@ def build(
     opt_batch: Annotated[int, typer.Option("--opt-batch", min=1, help="Batch that the engine is fastest at.")] = 1,
     min_batch: Annotated[int, typer.Option("--min-batch", min=1, help="Smallest batch the engine takes.")] = 1,
     strict: Annotated[
-        bool, typer.Option("--strict", help="Fail (exit 1) where a layer does not have its planned precision.")
+        bool, typer.Option("--strict", help="Fail (exit 1) where a layer does not have the precision that it requests.")
     ] = False,
     require_fp4: Annotated[
         float | None,

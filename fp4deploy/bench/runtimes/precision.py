@@ -1,4 +1,4 @@
-"""The precision of an artefact in one or two words: what its layers are quantised to."""
+"""The precision of an artefact in a few words: what its layers are quantised to, and of an engine what multiplies."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import onnx
 
 from fp4deploy.bench.runtimes.onnx_file import weights
 from fp4deploy.export.ledger.ledger import Ledger
+from fp4deploy.export.ledger.shares import in_words
 from fp4deploy.export.onnx.layers import layers_of, planned_layers
 from fp4deploy.models.card import ModelCard
 
@@ -37,6 +38,5 @@ def of_onnx(model: onnx.ModelProto, card: ModelCard | None) -> str:
 
 
 def of_engine(ledger: Ledger | None, card: str) -> str:
-    """Of an engine, by its ledger; without that by the precision of its card."""
-    requested = of_layers(layer.requested for layer in ledger.layers) if ledger is not None else ""
-    return requested or OF_CARDS.get(card, card)
+    """Of an engine, the shares of the multiply-accumulates by its ledger; without that the precision of its card."""
+    return in_words(ledger.shares()) if ledger is not None and ledger.shares() else OF_CARDS.get(card, card)

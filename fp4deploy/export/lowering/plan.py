@@ -100,6 +100,7 @@ def plan_layers(
                 nodes=owned[name],
                 compute_nodes=tuple(node.name or "" for node in nodes),
                 input=(inputs or {}).get(name, ""),
+                largest=request.get("largest", ""),
             )
         )
     return tuple(plan)

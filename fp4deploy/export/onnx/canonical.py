@@ -32,7 +32,7 @@ MOST_EXPANDED = 20_000  # nodes after its functions are expanded, or
 MOST_EXPANSION = 64  # times those in the file
 GRAPHS = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
 LARGEST_ELEMENT = 16  # bytes: complex128
-LAYERS_KEY = "fp4deploy.layers"  # metadata: torch layer name -> {kind, precision, reason}
+LAYERS_KEY = "fp4deploy.layers"  # metadata: torch layer name -> {kind, precision, reason, largest}
 
 
 @contextmanager

@@ -6,6 +6,8 @@
   are not in the table, in place, or the short form of a view are replaced one by one (`graph.retraced`), and the graph
   is traced again only where that cannot be done.
 
+Operators with numbers that FP16 does not hold become FP32 in between (`graph.wide`).
+
 The names are private to torch: where a version has others, it works as before.
 """
 
@@ -22,6 +24,8 @@ import torch
 from fp4deploy.graph.folded import fold_parameters
 from fp4deploy.graph.replaced import replaced
 from fp4deploy.graph.retraced import decomposed, inline_regions, made_functional
+from fp4deploy.graph.wide import keep_wide
+from fp4deploy.rest import FP16
 
 aten = torch.ops.aten
 ASSERTIONS = {aten._assert_scalar.default, aten._assert_tensor_metadata.default}  # the exporter removes them
@@ -61,6 +65,11 @@ def _decompose_where_needed(decompose: Callable[[Any, Any], Any]) -> Callable[[A
     def short(program: torch.export.ExportedProgram, registry: Any) -> torch.export.ExportedProgram:
         inline_regions(program)
         fold_parameters(program)
+        program = in_known(program, registry)
+        keep_wide(program, FP16)
+        return program
+
+    def in_known(program: torch.export.ExportedProgram, registry: Any) -> torch.export.ExportedProgram:
         known = frozenset(functions[0].fx_target for functions in registry.functions.values() if functions)
 
         def stays(called: Any) -> bool:

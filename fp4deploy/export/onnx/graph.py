@@ -59,15 +59,17 @@ from fp4deploy.graph.randomness import refuse_random
 from fp4deploy.graph.specialized import watched
 from fp4deploy.graph.unpooling import Unpooling
 from fp4deploy.models.card import CARD_KEY, ModelCard
-from fp4deploy.qat.computed import masters, torch_class
+from fp4deploy.qat.computed import rest_tensors, torch_class
 from fp4deploy.qat.layers import QuantConvTranspose2d, QuantLinear
 from fp4deploy.qat.prepare import layer_plan, quantized_layers, restore
+from fp4deploy.rest import FP16
 from fp4deploy.tracing import make_no_folder
 
 ATTENTION_AXES = "only 4D query, key, and value are supported"  # says torch's exporter
 INPUT, OUTPUT, BATCH = "image", "logits", "N"
 SIZES = ("H", "W")
 PRODUCER = "fp4deploy"
+LITTLE = 1e-6
 
 
 def export_graph(
@@ -303,8 +305,8 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 @contextmanager
 def _not_folded(model: ir.Model) -> Iterator[None]:
-    """Hide BatchNormalization from the exporter's optimizer."""
-    nodes = [node for node in model.graph if node.op_type == "BatchNormalization"]
+    """Hide from the exporter's optimizer BatchNormalization, and sums with a number that it takes for 0."""
+    nodes = [node for node in model.graph if node.op_type == "BatchNormalization" or _adds_little(node)]
     for node in nodes:
         node.domain = MARKER_DOMAIN
     yield
@@ -312,15 +314,24 @@ def _not_folded(model: ir.Model) -> Iterator[None]:
         node.domain = ""
 
 
+def _adds_little(node: ir.Node) -> bool:
+    """Whether one operand of a sum or difference is a number next to 0: onnxscript leaves out up to 1e-8."""
+    tensors = [None if value is None else ir.convenience.get_const_tensor(value) for value in node.inputs]
+    numbers = [float(tensor.numpy().item()) for tensor in tensors if tensor is not None and tensor.size == 1]
+    return node.op_type in ("Add", "Sub") and any(0 < abs(number) < LITTLE for number in numbers)
+
+
 def _traceable(
     model: nn.Module, constants: dict[str, LayerConstants | Fp8Constants], refused: dict[str, InputError]
 ) -> nn.Module:
     """An FP16 copy on the CPU whose quantised layers leave markers, or raise what is `refused`."""
-    quantized = masters(model)
-    for name, tensor in model.state_dict().items():
-        if tensor.is_floating_point() and not _fits_fp16(tensor) and name not in quantized:
-            raise InputError(f"{name} holds NaN, Inf or a value beyond FP16's largest, 65504; it cannot be exported.")
-    traceable = copied(model).cpu().eval().half()
+    for name, tensor in rest_tensors(model):
+        FP16.require(name, tensor)
+    traceable = copied(model).cpu().eval()
+    numbers = {name: x.detach() for name, x in traceable.state_dict().items() if FP16.is_wide_number(x)}
+    held = traceable.half().state_dict(keep_vars=True)
+    for name, number in numbers.items():
+        held[name].data = number
     for name, module in traceable.named_modules():
         forward: Callable[..., torch.Tensor] | None = None
         if name in constants:
@@ -339,10 +350,6 @@ def _traceable(
 def _computes(module: nn.Module, *kinds: type[nn.Module]) -> bool:
     """Whether the module is of one of these classes with the forward of the class, not one of its own."""
     return isinstance(module, kinds) and type(module).forward in [kind.forward for kind in kinds]
-
-
-def _fits_fp16(tensor: torch.Tensor) -> bool:
-    return bool(torch.isfinite(tensor.to(torch.float16)).all())
 
 
 def _marking_forward(name: str, layer: LayerConstants | Fp8Constants, module: nn.Module) -> Callable[..., torch.Tensor]:

@@ -7,6 +7,8 @@ E2M1 (or INT8 holding twice its values, in the decomposed graph) and its input c
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,6 +114,17 @@ def planned_layers(model: onnx.ModelProto) -> dict[str, dict[str, str]]:
         return validated(dict[str, dict[str, str]], parse_json(text, LAYERS_KEY), LAYERS_KEY)
     except InputError:
         return {}
+
+
+def note_largest(model: onnx.ModelProto, largest: Mapping[str, float]) -> None:
+    """Note in a file, in place, the largest magnitude of each layer's result, for the ledger of its engines."""
+    planned = planned_layers(model)
+    for name, layer in planned.items():
+        if name in largest:
+            layer["largest"] = f"{largest[name]:.6g}"
+    entry = next((each for each in model.metadata_props if each.key == LAYERS_KEY), None)
+    if entry is not None:
+        entry.value = json.dumps(planned)
 
 
 def _owns_weight(node: ir.Node) -> bool:

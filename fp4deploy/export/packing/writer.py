@@ -16,8 +16,9 @@ from fp4deploy.graph import ir
 from fp4deploy.graph.operators import ARITHMETIC
 from fp4deploy.graph.sizes import Size, axes_of
 from fp4deploy.packed import graph as packed
-from fp4deploy.packed.graph import Form, Graph, Input, Output
+from fp4deploy.packed.graph import FP16_MAX, FP32_MAX, Form, Graph, Input, Output
 from fp4deploy.qat.layers import QuantizedLayer
+from fp4deploy.rest import FP16
 
 Tensors = dict[str, torch.Tensor]
 POINTWISE = (*ARITHMETIC, "where")
@@ -26,7 +27,6 @@ HOLDING = (  # nodes that may hold sizes
 )  # fmt: skip
 PARAMETERS = ("weight", "bias", "running_mean", "running_var")  # roles that tensors of the file have
 LOGITS = "logits"
-FP16_MAX = 65504.0
 Write = Callable[["Writer", ir.Node, list[Form]], packed.Node]
 
 
@@ -277,11 +277,7 @@ class Writer:
             if form.amax is None:
                 continue
             amax = self.constants[form.amax.removesuffix(".input_amax")].input_amax
-            if not amax <= FP16_MAX:  # NaN, too
-                raise InputError(
-                    f"{form.amax} is {amax:g}, beyond FP16's largest, {FP16_MAX:g}: packed networks compute with FP16 "
-                    "activations. Train the network under autocast, or calibrate it again."
-                )
+            FP16.require(form.amax, torch.tensor(amax))
             self.tensors[form.amax] = torch.tensor(amax)
 
     def source(self, node: ir.Node) -> str:
@@ -308,18 +304,19 @@ class Writer:
 
     def keep(self, name: str, value: torch.Tensor) -> None:
         """Add a tensor that the module's code reads or computes: a parameter in FP16, anything computed in FP32."""
-        if name not in self.captured.constants:
+        if name not in self.captured.constants and not FP16.is_wide_number(value):
             self.half(name, value)
             return
-        value = value.detach().float().clamp(-FP16_MAX, FP16_MAX)
+        value = value.detach().float()
+        limit = FP16_MAX if FP16.holds_tensor(value) else FP32_MAX  # of an infinite number
+        value = value.clamp(-limit, limit)
         if not torch.isfinite(value).all():
             raise InputError(f"{name} holds NaN. Export an earlier checkpoint.")
         self.tensors[name] = value
 
     def half(self, name: str, parameter: torch.Tensor) -> None:
         """Add a tensor in FP16."""
-        if not torch.isfinite(parameter).all() or not torch.isfinite(parameter.half()).all():
-            raise InputError(f"{name} holds NaN, Inf or a value beyond FP16. Export an earlier checkpoint.")
+        FP16.require(name, parameter)
         if not parameter.is_floating_point() and not torch.equal(parameter.half().to(parameter.dtype), parameter):
             raise InputError(
                 f"{name} holds whole numbers that FP16 rounds. Make it a tensor of floating point numbers."

@@ -4,7 +4,8 @@
 
 A file of FP16 operators has FP16 constants. The parameters of the torch model that it is compared with are rounded to
 FP16 beforehand (`qat.deployed`); a number that stands in `forward` is rounded here, while the model runs. A relative
-difference of 1e-4 before a softmax changes more codes of the layers behind it than the comparison allows.
+difference of 1e-4 before a softmax changes more codes of the layers behind it than the comparison allows. A number that
+FP16 does not hold (`rest`) is FP32 in the file, and stays as it is.
 
 So is what the code computes from parameters alone, such as a standardised weight, where it meets an activation: the
 file holds the result (`graph.folded`).
@@ -16,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp4deploy.qat import quantized_layers
+from fp4deploy.rest import FP16
 
 _NAMES = ("add", "sub", "mul", "div", "rsub", "true_divide", "multiply", "subtract", "divide")
 _METHODS = (*_NAMES, "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__")
@@ -58,13 +59,13 @@ class _Fp16Numbers(TorchFunctionMode):
             self.computed.update({each: True for each in tree_leaves(result) if _is_floating(each)})
             return result
         if func in ARITHMETIC and any(_is_floating(each) for each in args):
-            args = tuple(in_fp16(each) if isinstance(each, float) else each for each in args)
+            args = tuple(FP16.rounded(each) if isinstance(each, float) else each for each in args)
         if any(each in self.computed for each in read):
             args, kwargs = tree_map_only(torch.Tensor, self._in_fp16, (args, kwargs))
         return func(*args, **(kwargs or {}))
 
     def _in_fp16(self, x: torch.Tensor) -> torch.Tensor:
-        return x.half().to(x.dtype) if x in self.computed else x
+        return x.half().to(x.dtype) if x in self.computed and FP16.holds_tensor(x) else x
 
     def enter(self, *_: Any) -> None:
         """The first hook of a quantised layer, whose formulas are not the network's code."""
@@ -88,17 +89,6 @@ def fp16_numbers(model: nn.Module) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def in_fp16(number: float) -> float:
-    """The number rounded to FP16; beyond its range, as it is.
-
-    >>> in_fp16(32**-0.5)
-    0.1767578125
-    """
-    with np.errstate(over="ignore"):
-        rounded = float(np.float16(number))
-    return rounded if np.isfinite(rounded) else number
 
 
 def _is_floating(value: Any) -> bool:

@@ -14,8 +14,8 @@ first layer that reads it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +28,7 @@ from fp4deploy.detection import decode_boxes
 from fp4deploy.detection.decode import in_image, iou
 from fp4deploy.errors import GateError, InputError
 from fp4deploy.export.onnx.session import verifying_session
+from fp4deploy.export.verify.flat import flat_difference
 from fp4deploy.export.verify.layerwise import LayerwiseAgreement, compare_layerwise
 from fp4deploy.export.verify.tensors import call, feed, largest_difference, same_outputs
 from fp4deploy.graph.capture import Inputs
@@ -36,9 +37,12 @@ from fp4deploy.models.card import ModelCard
 from fp4deploy.models.checkpoint import read_card, read_signed
 from fp4deploy.models.heads import Head, compared, counted_unit
 from fp4deploy.qat import quantized_layers
+from fp4deploy.qat.ranges import Ranges
+from fp4deploy.rest import FP16
 from fp4deploy.tasks import task_of
 
 REQUIRED_AGREEMENT = 0.999  # of the pixels
+NOTHING_WRITTEN = "Nothing was written; to write the file all the same, export with --no-verify."
 ALLOWED_ELEMENTS = 0.001  # of a layer's quantised input, with reference inputs
 
 
@@ -49,6 +53,8 @@ class Agreement:
     images, pixels: how much was compared. differing: pixels on which they disagree (argmax, or as `head`).
     largest: the largest absolute difference of two logits.
     layerwise: the comparison with reference inputs; None where the end-to-end comparison passed.
+    flat: how they differ on a black, a white or a constant image (`flat`); "" where they do not.
+    ranges: the largest magnitude of what the file computes in FP16, by place (`qat.ranges`).
     """
 
     images: int
@@ -57,6 +63,8 @@ class Agreement:
     largest: float
     layerwise: LayerwiseAgreement | None = None
     head: Head | None = None
+    flat: str = ""
+    ranges: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def share(self) -> float:
@@ -66,6 +74,8 @@ class Agreement:
     @property
     def passed(self) -> bool:
         """Whether the difference is within the limits of this module."""
+        if self.flat or FP16.beyond(self.ranges):
+            return False
         if self.pixels and self.share >= REQUIRED_AGREEMENT:
             return True
         return self.layerwise is not None and _explain(self.layerwise) is None
@@ -90,9 +100,10 @@ def compare_with_torch(
     names = [value.name for value in session.get_inputs()]
     count = pixels = differing = 0
     largest = 0.0
+    ranges = Ranges(model, FP16)
     for batch in images:
         fed = feed(batch, names)
-        with torch.inference_mode():
+        with torch.no_grad(), ranges:
             expected = [each.float() for each in call(model, batch)]
         given = [torch.from_numpy(each).float() for each in session.run(None, fed)[: len(expected)]]
         count += len(fed[names[0]])
@@ -103,7 +114,7 @@ def compare_with_torch(
         if not all(bool(each.isfinite().all()) for each in given):
             differing, largest = pixels, float("inf")
             break
-    return Agreement(count, pixels, differing, largest, head=head)
+    return Agreement(count, pixels, differing, largest, head=head, ranges=ranges.largest)
 
 
 def verify_decomposed(
@@ -112,13 +123,33 @@ def verify_decomposed(
     images: Iterable[Inputs],
     enough: float = REQUIRED_AGREEMENT,
     head: Head | None = None,
+    card: ModelCard | None = None,
 ) -> Agreement:
-    """Compare end to end; where that fails and the model is quantised, layer by layer too."""
+    """Compare end to end; where that fails and the model is quantised, layer by layer too. Then on flat images.
+
+    card: of the model, whose mean and standard deviation say what black and white are.
+    """
     kept = list(images)
     agreement = compare_with_torch(model, portable, kept, head)
-    if agreement.share >= enough or not quantized_layers(model):
+    if agreement.share < enough and quantized_layers(model):
+        agreement = replace(agreement, layerwise=compare_layerwise(model, portable, kept, head))
+    if not agreement.passed:
         return agreement
-    return replace(agreement, layerwise=compare_layerwise(model, portable, kept, head))
+    return replace(agreement, flat=_flat_difference(model, portable, kept[0], card))
+
+
+def _flat_difference(model: nn.Module, portable: onnx.ModelProto, batch: Inputs, card: ModelCard | None) -> str:
+    session = verifying_session(portable)
+    names = [value.name for value in session.get_inputs()]
+
+    def of_torch(inputs: Inputs) -> list[torch.Tensor]:
+        with torch.inference_mode():
+            return [each.float() for each in call(model, inputs)]
+
+    def of_file(inputs: Inputs) -> list[torch.Tensor]:
+        return [torch.from_numpy(each).float() for each in session.run(None, feed(inputs, names))]
+
+    return flat_difference(of_torch, of_file, batch, card, bool(quantized_layers(model)))
 
 
 def require_agreement(agreement: Agreement, name: str) -> None:
@@ -135,11 +166,15 @@ def require_agreement(agreement: Agreement, name: str) -> None:
             f"{100 * (1 - agreement.share):.3f} % of {agreement.pixels} {counted_unit(agreement.head)} "
             f"({agreement.images} images; logits differ by up to {agreement.largest:.3g})"
         )
+    if agreement.flat:
+        cause = agreement.flat
+    if beyond := FP16.beyond(agreement.ranges):
+        raise GateError(f"{name}: {beyond} {NOTHING_WRITTEN}")
     if agreement.layerwise is not None:
         cause += f"; {_explain(agreement.layerwise)}"
     raise GateError(
         f"{name}: ONNX Runtime and torch disagree: {cause}. At most {100 * (1 - REQUIRED_AGREEMENT):g} % may differ. "
-        "Nothing was written; to write the file all the same, export with --no-verify."
+        f"{NOTHING_WRITTEN}"
     )
 
 

@@ -10,14 +10,15 @@ elements of a packed activation may differ or those of one block, 0.1 % of the n
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from fp4deploy.errors import GateError
-from fp4deploy.export.verify.outputs import ALLOWED_ELEMENTS, REQUIRED_AGREEMENT
+from fp4deploy.export.verify.flat import flat_difference
+from fp4deploy.export.verify.outputs import ALLOWED_ELEMENTS, NOTHING_WRITTEN, REQUIRED_AGREEMENT
 from fp4deploy.export.verify.tensors import leaves, same_outputs
 from fp4deploy.formats import NVFP4_BLOCK, Nvfp4Tensor, pad_to_blocks
 from fp4deploy.graph.capture import Inputs
@@ -25,7 +26,9 @@ from fp4deploy.models.heads import Head, agreeing, compared, counted_unit
 from fp4deploy.packed import PackedFile, PackedNetwork
 from fp4deploy.packed.graph import GroupNormReLU, Layer, Node
 from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4
-from fp4deploy.qat import QuantizedLayer
+from fp4deploy.qat import QuantizedLayer, quantized_layers
+from fp4deploy.qat.ranges import Ranges
+from fp4deploy.rest import FP16
 
 Activation = torch.Tensor | Nvfp4Tensor
 LAYERS = (
@@ -38,7 +41,9 @@ class PackedAgreement:
     """How far the packed network and torch agree.
 
     images, pixels: how much was compared. differing: pixels on which they disagree, end to end. nodes: the error of
-    each node with reference inputs from torch, by layer; None where the end-to-end comparison passed.
+    each node with reference inputs from torch, by layer; None where the end-to-end comparison passed. flat: how they
+    differ on a black, a white or a constant image (`flat`); "" where they do not. ranges: the largest magnitude of what
+    a GPU computes in FP16, by place (`qat.ranges`).
     """
 
     images: int
@@ -46,11 +51,25 @@ class PackedAgreement:
     differing: int
     nodes: dict[str, float] | None = None
     head: Head | None = None
+    flat: str = ""
+    ranges: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def share(self) -> float:
         """Share of pixels on which both agree, 0..1; 0 where nothing was compared."""
         return 1 - self.differing / self.pixels if self.pixels else 0.0
+
+    @property
+    def wrong(self) -> list[tuple[str, float]]:
+        """The nodes that compute something else, in their order, with their errors."""
+        return [(node, error) for node, error in (self.nodes or {}).items() if not error <= ALLOWED_ELEMENTS]
+
+    @property
+    def passed(self) -> bool:
+        """Whether the difference is within the limits of this module."""
+        if self.flat or FP16.beyond(self.ranges):
+            return False
+        return self.share >= REQUIRED_AGREEMENT or (bool(self.nodes) and not self.wrong)
 
     def sentence(self) -> str:
         """The agreement as a sentence."""
@@ -61,24 +80,30 @@ class PackedAgreement:
         return f"{text} end to end, where FP4 amplifies last bits; no node differs by more than {worst:.2g}"
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def verify_packed(model: nn.Module, file: PackedFile, inputs: Iterable[Inputs]) -> PackedAgreement:
     """Compare end to end on `inputs` (images float32 [N, 3, H, W] each); where that fails, node by node as well."""
     network, kept = PackedNetwork(file), [_positional(each, file) for each in inputs]
     head = file.card.head if file.card else None
     count = pixels = differing = 0
+    ranges = Ranges(model, FP16)
     for batch in kept:
-        for same in same_outputs(leaves(model(*_copies(batch))), leaves(network(*_copies(batch))), head):
+        with ranges:
+            expected = leaves(model(*_copies(batch)))
+        for same in same_outputs(expected, leaves(network(*_copies(batch))), head):
             pixels, differing = pixels + same.numel(), differing + int((~same).sum())
         count += len(batch[0])
-    found = PackedAgreement(count, pixels, differing, head=head)
-    if found.share >= REQUIRED_AGREEMENT or not kept:
+    found = PackedAgreement(count, pixels, differing, head=head, ranges=ranges.largest)
+    if found.share < REQUIRED_AGREEMENT and kept:
+        nodes: dict[str, float] = {}
+        for batch in kept:
+            for name, error in compare_nodes(model, network, *_copies(batch), head=head).items():
+                nodes[name] = max(nodes.get(name, 0.0), error)
+        found = replace(found, nodes=nodes)
+    if not found.passed:
         return found
-    nodes: dict[str, float] = {}
-    for batch in kept:
-        for name, error in compare_nodes(model, network, *_copies(batch), head=head).items():
-            nodes[name] = max(nodes.get(name, 0.0), error)
-    return PackedAgreement(count, pixels, differing, nodes, head)
+    runs = (lambda x: leaves(model(*_copies(x))), lambda x: leaves(network(*_copies(x))))
+    return replace(found, flat=flat_difference(*runs, kept[0], file.card, bool(quantized_layers(model))))
 
 
 def _copies(inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -101,22 +126,19 @@ def require_packed(found: PackedAgreement, name: str) -> None:
     Raises:
         GateError: more differs than FP4 explains, or nothing was compared.
     """
-    if found.share >= REQUIRED_AGREEMENT:
+    if found.passed:
         return
-    wrong = [(node, error) for node, error in (found.nodes or {}).items() if not error <= ALLOWED_ELEMENTS]
-    if found.nodes and not wrong:
-        return
-    cause = (
+    if beyond := FP16.beyond(found.ranges):
+        raise GateError(f"{name}: {beyond} {NOTHING_WRITTEN}")
+    cause = found.flat or (
         "there was nothing to compare"
         if not found.pixels
         else f"{100 * (1 - found.share):.3f} % of the {counted_unit(found.head)}"
     )
-    if wrong:
-        cause += f", and with reference inputs the first node to differ is {wrong[0][0]}, by {wrong[0][1]:.2g}"
-    raise GateError(
-        f"{name}: the packed network and torch disagree: {cause}. Nothing was written; to write the file all the "
-        "same, export with --no-verify."
-    )
+    if found.wrong:
+        name_of, error = found.wrong[0]
+        cause += f", and with reference inputs the first node to differ is {name_of}, by {error:.2g}"
+    raise GateError(f"{name}: the packed network and torch disagree: {cause}. {NOTHING_WRITTEN}")
 
 
 def compare_nodes(

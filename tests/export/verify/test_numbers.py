@@ -10,8 +10,9 @@ from torch import nn
 
 import fp4deploy as fd
 from fp4deploy.export.verify import tensors
-from fp4deploy.export.verify.numbers import fp16_numbers, in_fp16
+from fp4deploy.export.verify.numbers import fp16_numbers
 from fp4deploy.qat import deployed
+from fp4deploy.rest import FP16
 
 SCALE = 32**-0.5  # 0.17676 in FP16
 
@@ -45,8 +46,8 @@ def test_numbers_of_the_code_are_rounded_and_those_of_a_quantiser_are_not() -> N
     rounded.load_state_dict(model.state_dict())
     first, middle, last = rounded.first, rounded.middle, rounded.last
     with torch.inference_mode():
-        x = middle(first(images) * in_fp16(SCALE)) * in_fp16(0.3)
-        expected = last(torch.softmax((in_fp16(0.1) - x) / in_fp16(0.0007), 1))
+        x = middle(first(images) * FP16.rounded(SCALE)) * FP16.rounded(0.3)
+        expected = last(torch.softmax((FP16.rounded(0.1) - x) / FP16.rounded(0.0007), 1))
         assert torch.equal(found, expected)
         assert not torch.equal(model(images), expected)
 
@@ -70,6 +71,6 @@ def test_a_layer_that_raises_leaves_no_trace() -> None:
     assert not runnable.middle._forward_pre_hooks
 
 
-@pytest.mark.parametrize(("number", "kept"), [(1e9, 1e9), (0.5, 0.5), (-1e-9, 0.0)])
+@pytest.mark.parametrize(("number", "kept"), [(1e9, 1e9), (0.5, 0.5), (32**-0.5, 0.1767578125), (-1e-9, -1e-9)])
 def test_rounding(number: float, kept: float) -> None:
-    assert in_fp16(number) == kept
+    assert FP16.rounded(number) == kept

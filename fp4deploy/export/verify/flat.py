@@ -1,0 +1,69 @@
+"""A black, a white and a constant image, besides the real ones: where a quotient has nothing to divide by.
+
+Real images never reach the numbers that keep code finite, `x / (x.sum() + 1e-8)` or `scores.masked_fill(m, -1e9)`. On
+an image without contrast a file that lost such a number answers NaN. All pixels of such an image are equal, so classes
+are ties and one code of FP4 that differs moves every pixel: values are compared, not classes, and coarsely where the
+model is quantised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from fp4deploy.graph.capture import Inputs
+from fp4deploy.models.card import ModelCard
+
+PLAIN, QUANTIZED = 0.01, 0.5  # of the largest value of these images
+Run = Callable[[Inputs], list[torch.Tensor]]
+
+
+def flat_difference(torch_run: Run, file_run: Run, batch: Inputs, card: ModelCard | None, quantized: bool) -> str:
+    """How a file differs from torch on images without contrast, as part of a sentence; "" where it does not.
+
+    Args:
+        batch: real inputs, whose sizes and types are taken.
+        card: with the mean and standard deviation of a prepared image; without one black is 0 and white is 1.
+        quantized: compare as coarsely as FP4 needs it.
+    """
+    found = [(name, torch_run(inputs), file_run(inputs)) for name, inputs in flat_inputs(batch, card)]
+    values = [y[y.isfinite()].abs().max() for _, outputs, _ in found for y in outputs if y.isfinite().any()]
+    largest = max((float(value) for value in values), default=0.0)
+    bound = (QUANTIZED if quantized else PLAIN) * largest + 1e-6
+    for name, expected, given in found:
+        for one, other in zip(expected, given, strict=False):
+            finite = one.isfinite()
+            apart = (one - other)[finite].abs()
+            if not apart.isfinite().all():
+                return f"of {name} image the file gives NaN or Inf where torch gives finite numbers"
+            if apart.numel() and apart.max() > bound:
+                return f"of {name} image values differ by up to {apart.max():.3g}"
+    return ""
+
+
+def flat_inputs(batch: Inputs, card: ModelCard | None) -> Iterator[tuple[str, Inputs]]:
+    """One sample of a batch with every feature map [N, C, H, W] black, white, and of its mean colour."""
+
+    def filled(x: torch.Tensor, name: str) -> torch.Tensor:
+        x = x[:1]
+        if x.ndim < 3 or not x.is_floating_point():
+            return x
+        colour = x.mean(tuple(range(2, x.ndim)), keepdim=True)
+        if name != "a constant":
+            level = torch.full_like(colour, float(name == "a white"))
+            colour = (level - _per_channel(card, "mean", level, 0.0)) / _per_channel(card, "std", level, 1.0)
+        return colour.expand_as(x).clone()
+
+    for name in ("a black", "a white", "a constant"):
+        yield name, tree_map(lambda x, name=name: filled(x, name), dict(batch) if isinstance(batch, Mapping) else batch)
+
+
+def _per_channel(card: ModelCard | None, name: str, like: torch.Tensor, default: float) -> torch.Tensor:
+    """A number for each channel, of a card's colours if there are as many."""
+    values: Any = getattr(card, name, ())
+    if len(values) != like.shape[1]:
+        return torch.full_like(like, default)
+    return torch.tensor(list(values), dtype=like.dtype).view(1, -1, *[1] * (like.ndim - 2))

@@ -1,0 +1,59 @@
+"""Which activations of a packed network stay FP32 where the others are FP16: the rule of `graph.wide` on its nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fp4deploy.graph.wide import wide_steps
+from fp4deploy.packed.graph import (
+    Activation,
+    Affine,
+    Attention,
+    Constant,
+    Graph,
+    GroupNormReLU,
+    Layer,
+    Matmul,
+    Node,
+    Norm,
+    Reduce,
+    Variance,
+    numbers_of,
+)
+from fp4deploy.rest import Rest
+
+CASTS = (Layer, Norm, GroupNormReLU, Affine, Matmul, Attention)  # whose operands and result have one type
+SUMS = ("add", "sub", "mul", "pow", "square", "exp", "abs", "sum", "mean", "norm")
+
+
+def wide_activations(graph: Graph, tensors: Mapping[str, torch.Tensor], rest: Rest) -> frozenset[str]:
+    """The names of what nodes write in FP32, packed forms among them: a node computes in FP32 as a whole."""
+    nodes = graph.nodes
+    writer = {form.name: at for at, node in enumerate(nodes) for form in node.outputs}
+    seeds = {at for at, node in enumerate(nodes) if _is_seed(node, tensors, rest)}
+    if not seeds:
+        return frozenset()
+    found = wide_steps(
+        range(len(nodes)),
+        reads=lambda at: dict.fromkeys(writer[name] for name in nodes[at].inputs if name in writer),
+        seeds=seeds,
+        casts=lambda at: isinstance(nodes[at], CASTS),
+        sums=lambda at: _is_sum(nodes[at]),
+        kept={writer[each.activation] for each in graph.outputs if each.activation in writer},
+    )
+    return frozenset(form.name for at in found for form in nodes[at].outputs)
+
+
+def _is_seed(node: Node, tensors: Mapping[str, torch.Tensor], rest: Rest) -> bool:
+    if isinstance(node, Constant):
+        tensor = tensors[node.tensor]
+        return tensor.dtype == torch.float32 and not rest.holds_tensor(tensor)
+    return not isinstance(node, CASTS) and any(not rest.holds(number) for number in numbers_of(node))
+
+
+def _is_sum(node: Node) -> bool:
+    function: Any = node.function if isinstance(node, Activation | Reduce) else node.op
+    return isinstance(node, Variance) or function in SUMS

@@ -1,0 +1,164 @@
+"""The largest magnitude of everything that a deployed network holds in FP16: beyond 65504 it is infinite there.
+
+    with Ranges(model, FP16) as ranges:
+        model(images)
+    ranges.largest                        {"decoder.attention (bmm)": 131072.0, "first": 12.5, ...}
+    ranges.beyond()                       the sentence about what does not fit, or ""
+
+Every operator that a forward calls is seen, with the module that calls it, outside of quantised layers, of which the
+result counts. A result that stays FP32 in the files (`graph.wide`) may be of any size: the rule is applied while the
+operators run. It costs one more pass over each result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fp4deploy.graph.wide import casts_operands, is_sum, numbers_of, operator_name
+from fp4deploy.qat.computed import rest_tensors
+from fp4deploy.qat.layers import QuantizedLayer
+from fp4deploy.rest import Rest
+
+
+@dataclass
+class _Result:
+    """The largest magnitude of one result, whose sum or square it is of, and whether it stays FP32."""
+
+    place: str
+    largest: torch.Tensor
+    sources: tuple[_Result, ...] = ()
+    wide: bool = False
+
+
+class Ranges(TorchDispatchMode):
+    """Within it, forwards of a model are recorded.
+
+    Attributes:
+        largest: the largest finite magnitude by place, in the order of the first call: the layer, or
+            "module (operator)" of what a module's code calls; weights and buffers by their names.
+    """
+
+    def __init__(self, model: nn.Module, rest: Rest) -> None:
+        super().__init__()
+        self.model, self.rest = model, rest
+        self.largest: dict[str, float] = {}
+        self._path = [""]
+        self._inside = 0  # of quantised layers
+        self._open: list[_Result] = []  # not yet in `largest`: what reads them may make them FP32
+        self._made = WeakTensorKeyDictionary()  # tensor -> its result
+
+    def __enter__(self) -> Ranges:
+        self._hooks = list(_hooked(self.model, self._enter, self._leave))
+        self.largest |= _parameters(self.model)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
+        self._close()
+
+    def _enter(self, name: str, layer: nn.Module) -> None:
+        self._path.append(name)
+        self._inside += isinstance(layer, QuantizedLayer)
+        if len(self._path) == 2:
+            self._close()
+
+    def _leave(self, name: str, layer: nn.Module, output: Any) -> None:
+        self._path.pop()
+        self._inside -= isinstance(layer, QuantizedLayer)
+        if isinstance(layer, QuantizedLayer) and not self._inside and isinstance(output, torch.Tensor):
+            self._record(_Result(name, _largest(output)), output)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call, and record what it gives."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self._inside:
+            return result
+        read = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        known = [self._made[each] for each in read if each in self._made]
+        if _is_view(func):
+            for tensor in tree_leaves(result) if known else ():
+                self._made[tensor] = known[0]
+            return result
+        if casts_operands(func):  # also what was FP32 before
+            self._open += [_Result(each.place, each.largest) for each in known if each.wide]
+        wide = not casts_operands(func) and (
+            any(each.wide for each in known)
+            or any(not self.rest.holds(number) for number in numbers_of(func, args, kwargs).values())
+            or any(self.rest.is_wide_number(each) for each in read if each not in self._made and _is_floating(each))
+        )
+        if wide:
+            _widen_sums(known)
+        sources = tuple(known) if is_sum(func) else ()
+        results = tree_leaves(result)
+        for tensor in results[:1] if casts_operands(func) else results:  # a norm gives its statistics as well
+            if isinstance(tensor, torch.Tensor) and _is_floating(tensor) and tensor.numel():
+                self._record(_Result(self._place(func), _largest(tensor), sources, wide), tensor)
+        return result
+
+    def _place(self, func: Any) -> str:
+        name = self._path[-1]
+        own = name and type(self.model.get_submodule(name)).__module__.startswith("torch.nn.modules")
+        return name if own else f"{name or type(self.model).__name__} ({operator_name(func)})"
+
+    def _record(self, result: _Result, tensor: torch.Tensor) -> None:
+        self._made[tensor] = result
+        self._open.append(result)
+
+    def _close(self) -> None:
+        for result in self._open:
+            if not result.wide:
+                self.largest[result.place] = max(self.largest.get(result.place, 0.0), float(result.largest))
+        self._open.clear()
+
+    def beyond(self) -> str:
+        """What does not fit, as a sentence with the limit and what to do; "" where everything does."""
+        return self.rest.beyond(self.largest)
+
+
+def _is_view(func: Any) -> bool:
+    """Whether an operator gives the numbers of its first operand in another shape or place."""
+    alias = any(each.alias_info and not each.alias_info.is_write for each in func._schema.returns)
+    return alias or operator_name(func) in ("_unsafe_view", "clone")
+
+
+def _hooked(model: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[Any]:
+    for name, module in model.named_modules():
+        yield module.register_forward_pre_hook(lambda layer, _, name=name: enter(name, layer), prepend=True)
+        after: Any = lambda layer, _, output, name=name: leave(name, layer, output)  # noqa: E731
+        yield module.register_forward_hook(after, always_call=True)
+
+
+def _widen_sums(results: list[_Result]) -> None:
+    """Sums and squares that something in FP32 reads are FP32, too."""
+    for result in results:
+        if result.sources and not result.wide:
+            result.wide = True
+            _widen_sums(list(result.sources))
+
+
+def _parameters(model: nn.Module) -> dict[str, float]:
+    return {name: float(_largest(tensor)) for name, tensor in rest_tensors(model) if tensor.numel()}
+
+
+def _largest(x: torch.Tensor) -> torch.Tensor:
+    """The largest finite magnitude: an infinite one is a mask's."""
+    size = x.detach().abs()
+    return torch.where(size.isfinite(), size, 0).amax()
+
+
+def _is_floating(x: torch.Tensor) -> bool:
+    return x.is_floating_point()

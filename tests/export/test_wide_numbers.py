@@ -1,0 +1,193 @@
+"""Numbers of a network's code that FP16 does not hold: FP32 in the files, compared on images without contrast."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fp4deploy as fd
+from fp4deploy.errors import GateError
+from fp4deploy.export.onnx import exporter
+from fp4deploy.export.onnx.canonical import GEMM_OPS
+from fp4deploy.export.onnx.decomposed import to_portable
+from fp4deploy.export.onnx.session import verifying_session
+from fp4deploy.export.verify.flat import flat_inputs
+from fp4deploy.models.card import ModelCard
+from fp4deploy.packed import PackedNetwork
+from fp4deploy.packed.writer import Writer
+from fp4deploy.qat import deployed
+
+FP16, FP32 = onnx.TensorProto.FLOAT16, onnx.TensorProto.FLOAT
+
+
+class Network(nn.Module):
+    """Two convolutions without bias, the second in FP4, what a class does with them, and an output layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 16, 3, padding=1, bias=False)
+        self.inner = nn.Conv2d(16, 32, 3, padding=1, bias=False)
+        self.last = nn.Conv2d(32, 4, 1)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.last(self.between(self.inner(self.first(image))))
+        return y
+
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class Normalised(Network):
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        return F.normalize(x.relu(), dim=1)
+
+
+class Summed(Network):
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        return x.relu() / (x.relu().sum(1, keepdim=True) + 1e-8)
+
+
+class Clamped(Network):
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        return x / x.pow(2).sum(1, keepdim=True).clamp(min=1e-9).sqrt()
+
+
+class Cosine(Network):
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        return x * F.cosine_similarity(x, x.flip(1), dim=1)[:, None] * 0.3
+
+
+class Masked(Network):
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.flatten(2)
+        scores = y.transpose(1, 2) @ y * 0.1
+        scores = scores.masked_fill(scores <= scores.amax((1, 2), keepdim=True), -1e9)
+        return (y @ scores.softmax(-1)).view_as(x)
+
+
+class Chosen(Network):
+    """A number that is a tensor of the code."""
+
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.where(x <= x.amax(1, keepdim=True), torch.tensor(-1e9), x).softmax(1)
+
+
+class Filled(Network):
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        return x.abs() / torch.maximum(x.abs(), torch.full_like(x, 1e-8))
+
+
+class Logarithm(Network):
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.relu() * 1e-5 + 1e-10).log()
+
+
+class Large(Network):
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.abs() * 1e6).clamp(min=10).log()
+
+
+class Held(Network):
+    """Numbers that are buffers."""
+
+    epsilon: torch.Tensor
+    least: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("epsilon", torch.tensor(1e-10))
+        self.register_buffer("least", torch.tensor(-1e9))
+
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.relu() / (x.relu().sum(1, keepdim=True) + self.epsilon)
+        return torch.where(y > 0, y, self.least).softmax(1)
+
+
+NETWORKS = (Normalised, Summed, Clamped, Cosine, Masked, Chosen, Filled, Logarithm, Large, Held)
+
+
+def network(kind: type[Network]) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    model, image = fd.prepare(kind().eval()), torch.randn(2, 3, 8, 8)
+    fd.calibrate(model, image)
+    return model.eval(), {"random": image, "black": torch.zeros(2, 3, 8, 8), "white": torch.ones(2, 3, 8, 8)}
+
+
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_files_give_what_torch_gives(kind: type[Network], tmp_path: Path) -> None:
+    model, images = network(kind)
+    graph = fd.export_graph(model, (3, 8, 8))
+    session = verifying_session(to_portable(graph))
+    packed = PackedNetwork(fd.pack(model, tmp_path / "own.fp4", example_inputs=images["random"]).file)
+    for name, image in images.items():
+        with torch.no_grad():
+            expected = deployed(model)(image)
+        found = torch.from_numpy(session.run(None, {"image": image.numpy()})[0])
+        assert expected.isfinite().all()
+        assert (found - expected).norm() <= 1e-3 * expected.norm(), name
+        assert (packed(image) - expected).norm() <= 1e-3 * expected.norm(), name
+    assert fd.verify(model, graph, images["random"]).passed
+
+
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_layers_stay_fp16_among_operators_in_fp32(kind: type[Network]) -> None:
+    graph = onnx.shape_inference.infer_shapes(fd.export_graph(network(kind)[0], (3, 8, 8)))
+    values = [*graph.graph.value_info, *graph.graph.input, *graph.graph.output]
+    types = {value.name: value.type.tensor_type.elem_type for value in values}
+    layers = [node for node in graph.graph.node if node.op_type in GEMM_OPS]
+    assert len(layers) >= 3
+    assert {types[node.output[0]] for node in layers} == {FP16}
+    wide = {node.op_type for node in graph.graph.node if types.get(node.output[0]) == FP32}
+    assert wide - {"DequantizeLinear"} > {"Cast"}
+    assert types["logits"] == FP16
+
+
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_packed_networks_in_fp16_are_finite_and_close(kind: type[Network], tmp_path: Path) -> None:
+    """What a GPU computes, compiled or node by node: activations in FP16 but for those that need FP32."""
+    model, images = network(kind)
+    file = fd.pack(model, tmp_path / "own.fp4", example_inputs=images["random"], verify=False).file
+    writer = Writer(file, torch.device("cpu"), torch.float16)
+    for name, image in images.items():
+        with torch.no_grad():
+            expected = deployed(model)(image)
+            (found,) = writer.outputs(writer.tensors(), [image])
+        assert found.dtype == torch.float16
+        assert (found.float() - expected).norm() <= 0.1 * expected.norm(), name
+
+
+def test_what_nothing_needs_in_fp32_stays_fp16() -> None:
+    class Scaled(Network):
+        def between(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * 0.3 + 0.001).clamp(min=0.01).softmax(1)
+
+    graph = onnx.shape_inference.infer_shapes(fd.export_graph(network(Scaled)[0], (3, 8, 8)))
+    types = {value.name: value.type.tensor_type.elem_type for value in graph.graph.value_info}
+    found = [types[node.output[0]] for node in graph.graph.node if node.op_type in ("Mul", "Add", "Softmax")]
+    assert found == [FP16] * 3
+
+
+@pytest.mark.parametrize("kind", [Normalised, Summed])
+def test_a_file_without_such_numbers_is_refused(
+    kind: type[Network], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, images = network(kind)
+    monkeypatch.setattr(exporter, "keep_wide", lambda *_: None)
+    with pytest.raises(GateError, match="image the file gives NaN or Inf where torch gives finite numbers"):
+        fd.export_onnx(model, images["random"], tmp_path / "own.onnx")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_black_and_white_are_those_of_the_card() -> None:
+    card = ModelCard("fp16", 0.25, ("a", "b"), 4, 4, (0.5, 0.4, 0.2), (0.25, 0.2, 0.1), True)
+    image = torch.rand(2, 3, 4, 4)
+    found = dict(flat_inputs(image, card))
+    assert [tuple(x.shape) for x in found.values()] == [(1, 3, 4, 4)] * 3  # type: ignore[union-attr]
+    assert torch.equal(found["a black"][0, :, 1, 2], torch.tensor([-2.0, -2.0, -2.0]))  # type: ignore[call-overload]
+    assert torch.allclose(found["a white"][0, :, 1, 2], torch.tensor([2.0, 3.0, 8.0]))  # type: ignore[call-overload]
+    assert torch.allclose(found["a constant"][0, :, 3, 0], image[0].mean((1, 2)))  # type: ignore[call-overload]

@@ -1,0 +1,159 @@
+"""The largest magnitudes of what is deployed in FP16: recorded, named with their place, and refused beyond 65504."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fp4deploy as fd
+from fp4deploy.errors import GateError, InputError
+from fp4deploy.export.onnx.canonical import LAYERS_KEY
+from fp4deploy.qat import deployed
+from fp4deploy.qat.ranges import Ranges
+from fp4deploy.rest import FP16
+
+
+class Attention(nn.Module):
+    """Scores of positions without a scale, as in MAnet: they grow with the square of the features."""
+
+    def __init__(self, gain: float) -> None:
+        super().__init__()
+        self.gain = gain
+        self.query, self.key = nn.Conv2d(32, 32, 1), nn.Conv2d(32, 32, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k = self.query(x).flatten(2), self.key(x).flatten(2)
+        scores = torch.matmul(q.transpose(1, 2) * self.gain, k * self.gain).softmax(-1)
+        return torch.matmul(x.flatten(2), scores).view_as(x)
+
+
+class Network(nn.Module):
+    def __init__(self, gain: float = 1.0) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Conv2d(3, 32, 3, padding=1), nn.Conv2d(32, 32, 3, padding=1)
+        self.attention, self.last = Attention(gain), nn.Conv2d(32, 4, 1)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.last(self.attention(self.inner(self.first(image)).relu()))
+        return y
+
+
+def network(gain: float) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return fd.prepare(Network(gain).eval()), torch.randn(2, 3, 8, 8)
+
+
+def test_every_result_is_recorded_with_its_place() -> None:
+    model, images = network(1.0)
+    fd.calibrate(model, images)
+    model = deployed(model)
+    seen: dict[str, torch.Tensor] = {}
+    for name in ("first", "inner", "attention.query", "last"):
+        model.get_submodule(name).register_forward_hook(lambda _, __, y, name=name: seen.update({name: y}))
+    with torch.no_grad(), Ranges(model, FP16) as ranges:
+        model(images)
+    for name, y in seen.items():
+        assert ranges.largest[name] == float(y.abs().max())
+    assert {"Network (relu)", "attention (bmm)", "attention (_softmax)", "first.weight", "last.bias"} < {
+        *ranges.largest
+    }
+    assert "inner.weight" not in ranges.largest  # in FP4
+    assert ranges.largest["first.weight"] == float(model.first.weight.abs().max())  # type: ignore[union-attr, operator]
+    assert ranges.beyond() == ""
+
+
+def test_the_largest_of_several_forwards_counts() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False))
+    with torch.no_grad(), Ranges(model, FP16) as ranges:
+        nn.init.eye_(model[0].weight)  # type: ignore[arg-type]
+        for size in (3.0, 7.0, 5.0):
+            model(torch.full((1, 2), size))
+    assert ranges.largest["0"] == 7.0
+
+
+def test_what_stays_fp32_may_be_of_any_size() -> None:
+    class Wide(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scores = (x * 1e4).masked_fill(x < 0, -1e9).softmax(-1)
+            norm = (x * 1e4).pow(2).sum(-1, keepdim=True)
+            return scores + (x / (norm + 1e-8).sqrt()) + F.normalize(x * 1e6, dim=-1)
+
+    model = Wide()
+    with Ranges(model, FP16) as ranges:
+        model(torch.tensor([[1.0, -1.0, 2.0]]))
+    assert ranges.beyond() == ""
+    with Ranges(model, FP16) as ranges:
+        (torch.tensor([[300.0, 2.0]]).pow(2) + 1.0).sqrt()
+    assert ranges.beyond().startswith(
+        "Wide (pow) reaches 90000, and FP16's largest number is 65504 (1 other place, too"
+    )
+
+
+def test_infinite_numbers_of_a_mask_are_no_magnitudes() -> None:
+    model = nn.Identity()
+    with Ranges(model, FP16) as ranges:
+        torch.ones(2).masked_fill(torch.tensor([True, False]), float("-inf")).softmax(0)
+    assert ranges.beyond() == ""
+
+
+def test_calibration_warns_with_the_place_and_the_value() -> None:
+    model, images = network(1e8)
+    with pytest.warns(
+        UserWarning, match=r"attention \(mul\) reaches [\d.e+]+, and FP16's largest number is 65504 .*bmm"
+    ):
+        fd.calibrate(model, images)
+    quiet, images = network(1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fd.calibrate(quiet, images)
+
+
+@pytest.mark.filterwarnings("ignore:attention")
+def test_files_that_would_overflow_are_refused(tmp_path: Path) -> None:
+    model, images = network(3000.0)
+    fd.calibrate(model, images)
+    said = r"Network: attention \((mul|bmm)\) reaches \S+, and FP16's largest number is 65504.* Nothing was written"
+    with pytest.raises(GateError, match=said):
+        fd.export_onnx(model, images, tmp_path / "own.onnx")
+    with pytest.raises(GateError, match=said):
+        fd.pack(model, tmp_path / "own.fp4", example_inputs=images)
+    assert not [*tmp_path.iterdir()]
+    assert not fd.verify(model, fd.export_graph(model, images), images).passed
+    fd.export_onnx(model, images, tmp_path / "own.onnx", verify=False)
+
+
+def test_the_file_says_how_large_results_are(tmp_path: Path) -> None:
+    model, images = network(1.0)
+    fd.calibrate(model, images)
+    fd.export_onnx(model, images, tmp_path / "own.onnx", with_portable=True)
+    with torch.no_grad():
+        first = deployed(model).first(images)  # type: ignore[operator]
+    for path in tmp_path.iterdir():
+        (text,) = (each.value for each in onnx.load(path).metadata_props if each.key == LAYERS_KEY)
+        found = {name: float(layer["largest"]) for name, layer in json.loads(text).items()}
+        assert {*found} == {"first", "inner", "attention.query", "attention.key", "last"}
+        assert found["first"] == pytest.approx(float(first.abs().max()), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["weight", "buffer"])
+def test_weights_and_buffers_beyond_it_are_named(kind: str, tmp_path: Path) -> None:
+    model, images = network(1.0)
+    fd.calibrate(model, images)
+    if kind == "weight":
+        nn.init.constant_(model.last.weight, 70000.0)  # type: ignore[arg-type, union-attr]
+    else:
+        model.attention.register_buffer("bias", torch.tensor([0.0, 70000.0]))  # type: ignore[operator, union-attr]
+    place = "last.weight" if kind == "weight" else "attention.bias"
+    for action in (
+        lambda: fd.export_onnx(model, images, tmp_path / "own.onnx"),
+        lambda: fd.pack(model, tmp_path / "own.fp4", example_inputs=images),
+    ):
+        with pytest.raises(InputError, match=f"{place} reaches 70000, and FP16's largest number is 65504"):
+            action()
