@@ -47,7 +47,7 @@ def find_artifacts(names: list[Path] | None) -> list[Path]:
         if path != name:
             note(f"{name} is {shown(path)}.")
         found.append(path)
-    return list(dict.fromkeys(found))
+    return found
 
 
 def _artifacts(run: Run) -> list[Path]:

@@ -89,6 +89,7 @@ def bench_artifact(
         per_class=dict(found.scores.per_class) if found else {},
         boundary_f1=found.boundary_f1 if found else None,
         recall_by_size=found.recall_by_size if found else {},
+        never_predicted=found.never_predicted if found else [],
         errors=found.errors if found else {},
         confusion=found.confusion if found else {},
         split=split if found else None,

@@ -18,6 +18,7 @@ from fp4deploy.ptq.matrix import WeightMatrix
 from fp4deploy.ptq.reconstruct import SoftRounding
 from fp4deploy.qat import load_model, prepare, quantized_layers
 from fp4deploy.runs import Run
+from fp4deploy.system.progress import Bar
 
 
 class Block(nn.Module):
@@ -107,6 +108,17 @@ def test_blocks_take_keywords_change_their_inputs_and_return_several_tensors(
     assert list(found) == (["block"] if method == "brecq" else ["block.conv2", "network"])
     assert all(after <= before for before, after in found.values())
     assert any(after < before for before, after in found.values())
+
+
+def test_a_program_sees_progress_unless_it_shows_its_own(
+    images: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(Bar, "phase", lambda self, text, done=0, of=None: seen.append(text))
+    quantize(network(), images, "gptq", progress=lambda text, done, of: None)
+    assert not seen
+    quantize(network(), images, "gptq")
+    assert {"inputs of the layers", "weights of the layers", "correction of the layers"} <= set(seen)
 
 
 def test_a_block_without_tensors_in_its_output_is_refused(images: list[torch.Tensor]) -> None:
