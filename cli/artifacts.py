@@ -72,8 +72,8 @@ def next_commands(checkpoint: Path, baseline: Path, data: Path | None, model: st
     if model is not None:
         more += f" --model {shlex.quote(model)}"
     return (
-        f"Compare it with: fp4deploy bench --engine {path} --baseline {typed(baseline)}{more}; export it with: "
-        f"fp4deploy export {path}{more}"
+        f"Measure it on all images with: fp4deploy bench --engine {path} --baseline {typed(baseline)}{more}; "
+        f"export it with: fp4deploy export {path}{more}"
     )
 
 

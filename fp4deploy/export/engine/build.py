@@ -140,6 +140,14 @@ class PreparedEngine:
         provenance.record("build", out, [self.source])
         return BuildResult(out, ledger_path(out), ledger, answer.seconds, ledger.plan_bytes)
 
+    def plan_bytes(self, progress: Progress | None = None) -> int:
+        """The size of its plan, which is compiled for it and not kept; errors as of `build_engine`."""
+        BACKENDS[self.job.backend].require_installed()
+        with owned_folder() as folder:
+            job = replace(self.job, folder=str(folder))
+            _compile(self.lowered, job, None, progress)
+            return job.plan.stat().st_size
+
 
 def prepare_engine(
     onnx_path: Path | str,
