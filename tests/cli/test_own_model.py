@@ -65,7 +65,7 @@ def test_every_stage_takes_a_network_of_the_users_own(invoke: Invoke, tmp_path: 
     exported = invoke("export", run, "--model", model, "--images", 2, "--dynamic-size")
     assert exported.exit_code == 0, exported.stderr
     assert "without 1 layers that the network never calls (first unused)" in " ".join(exported.stdout.split())
-    measured = invoke("bench", "--engine", run / "export" / "unet.onnx", "--iterations", 1)
+    measured = invoke("bench", "--engine", run / "export" / "net.nvfp4.onnx", "--iterations", 1)
     assert measured.exit_code == 0, measured.stderr
     measured = invoke("bench", "--engine", run / "nvfp4" / "best.safetensors", "--model", model, "--iterations", 1)
     assert measured.exit_code == 0, measured.stderr
