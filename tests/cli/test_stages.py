@@ -79,7 +79,7 @@ def test_export_takes_a_run_or_a_checkpoint(at_home: Invoke, tmp_path: Path) -> 
     whole = at_home("export", run, "--out", tmp_path / "whole", "--images", 2)
     assert whole.exit_code == 0, whole.stderr
     assert {path.name for path in (tmp_path / "whole").iterdir()} == {"unet.onnx", "unet-fp16.onnx"}
-    one = at_home("export", run / "nvfp4" / "best.safetensors", "--out", tmp_path / "one.onnx", "--no-verify")
+    one = at_home("export", run / "nvfp4" / "best.safetensors", "--out", tmp_path / "one.onnx", "--images", 2)
     assert one.exit_code == 0, one.stderr
     assert (tmp_path / "one.onnx").read_bytes() == (tmp_path / "whole" / "unet.onnx").read_bytes()
     many = at_home("export", run, "--out", tmp_path / "two.onnx")
