@@ -29,6 +29,7 @@ from fp4deploy.graph.capture import Inputs, arguments
 from fp4deploy.graph.copied import copied
 from fp4deploy.graph.randomness import refuse_random
 from fp4deploy.models.input_encoding import ENCODED_CHANNELS
+from fp4deploy.models.meaning import OutputMeanings, Outputs, known_outputs
 from fp4deploy.packed import Graph, PackedFile, PackedNetwork, packed_file, write_packed
 from fp4deploy.packed.capture import CapturedNetwork, graphs_enabled
 from fp4deploy.packed.file import SUFFIX
@@ -47,12 +48,13 @@ class PackedResult:
 
 
 def pack(
-    checkpoint: Path | nn.Module,
-    out: Path,
-    data: Path | None = None,
+    checkpoint: Path | str | nn.Module,
+    out: Path | str,
+    data: Path | str | None = None,
     images: int = 16,
     verify: bool = True,
     example_inputs: Inputs | None = None,
+    outputs: Outputs = None,
 ) -> PackedResult:
     """Export a checkpoint or any module as a packed network, compared with torch before anything is written.
 
@@ -64,6 +66,7 @@ def pack(
         verify: False writes without comparing.
         example_inputs: of a module: a tensor, several, or a dict of tensors, on which it is captured and compared.
             Height and width stay free where the module's code allows it.
+        outputs: of a module: what its outputs are, as of `verify`.
 
     Raises:
         GateError: the packed network computes something else than torch (see `verify.packed`).
@@ -75,10 +78,10 @@ def pack(
     """
     out = Path(out)
     if isinstance(checkpoint, nn.Module):
-        return _pack_module(checkpoint, out, example_inputs, verify)
-    if example_inputs is not None:
-        raise InputError("A checkpoint's card says what it reads; example_inputs is for modules.")
-    checkpoint = Path(checkpoint)
+        return _pack_module(checkpoint, out, example_inputs, verify, known_outputs(said=outputs))
+    if example_inputs is not None or outputs is not None:
+        raise InputError("A checkpoint's card says what it reads and gives; these arguments are for modules.")
+    checkpoint, data = Path(checkpoint), None if data is None else Path(data)
     check_request(checkpoint, out, SUFFIX, data, images, verify)
     model, card = load_model(checkpoint)
     example = torch.zeros(1, 3, card.height, card.width)
@@ -87,7 +90,7 @@ def pack(
     file = packed_file(out, card, *packed, about=origin)
     verification = None
     if verify and data is not None:
-        samples = list(validation_images(Path(data), card, images))
+        samples = list(validation_images(data, card, images))
         verification = verify_packed(model, file, samples)
         require_packed(verification, str(checkpoint))
         file = _at_sizes_of_torch(model, file, samples[0], example)
@@ -179,13 +182,15 @@ def _cause(error: InputError) -> str:
     return error.cause if isinstance(error, UnsettledSizes) else f"With free sizes: {str(error).partition('. ')[0]}."
 
 
-def _at_sizes_of_torch(model: nn.Module, file: PackedFile, sample: Inputs, example: Inputs) -> PackedFile:
+def _at_sizes_of_torch(
+    model: nn.Module, file: PackedFile, sample: Inputs, example: Inputs, meanings: OutputMeanings | None = None
+) -> PackedFile:
     """A packed network that takes the example's size alone if it computes something else than torch at others."""
 
     def packed(plain: nn.Module) -> PackedFile:
         return packed_file(file.path, file.card, *pack_model(plain, example))
 
-    differs = packed_differs(model, file, sample, packed)
+    differs = packed_differs(model, file, sample, packed, meanings)
     if not differs:
         return file
     warnings.warn(f"{differs} The packed network takes inputs of the example's size alone.", stacklevel=3)
@@ -193,7 +198,9 @@ def _at_sizes_of_torch(model: nn.Module, file: PackedFile, sample: Inputs, examp
     return replace(file, graph=file.graph.model_copy(update={"inputs": fixed}))
 
 
-def _pack_module(model: nn.Module, out: Path, example_inputs: Inputs | None, verify: bool) -> PackedResult:
+def _pack_module(
+    model: nn.Module, out: Path, example_inputs: Inputs | None, verify: bool, meanings: OutputMeanings
+) -> PackedResult:
     if example_inputs is None:
         raise InputError(
             "Give example_inputs, such as torch.zeros(1, 3, 256, 256): a module says nothing of its inputs."
@@ -204,8 +211,8 @@ def _pack_module(model: nn.Module, out: Path, example_inputs: Inputs | None, ver
     deployed, file = _deployed_file(model, out, example_inputs)
     verification = None
     if verify:
-        verification = verify_packed(deployed, file, [example_inputs])
+        verification = verify_packed(deployed, file, [example_inputs], meanings)
         require_packed(verification, type(model).__name__)
-        file = _at_sizes_of_torch(deployed, file, example_inputs, example_inputs)
+        file = _at_sizes_of_torch(deployed, file, example_inputs, example_inputs, meanings)
     write_packed(file)
     return PackedResult(file, verification)

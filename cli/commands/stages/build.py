@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from fp4deploy.errors import InputError
-from fp4deploy.runs import latest_run
+from fp4deploy.runs import latest_run, open_run
 
 from ... import completion
 from ...console import done, note, shown, typed
@@ -17,7 +18,7 @@ from ...numbers import finite
 from ...settings import parse_size
 
 if TYPE_CHECKING:
-    from fp4deploy.export.engine.build import BuildResult
+    from fp4deploy.export.engine.build import BuildResult, PreparedEngine
     from fp4deploy.export.engine.profile import Sizes
 
 
@@ -25,7 +26,7 @@ def build(
     models: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="Canonical .onnx files, or their names in the latest run.",
+            help="Canonical .onnx files, their names in the latest run, or a run folder.",
             show_default="all of the latest run",
             autocompletion=completion.artifacts,
         ),
@@ -43,8 +44,12 @@ def build(
         ),
     ] = None,
     conv: Annotated[
-        Literal["auto", "qdq", "gemm", "fp8", "plugin"],
-        typer.Option("--conv", help="Form of FP4 convolutions; auto picks per layer, plugin needs tensorrt."),
+        Literal["auto", "qdq", "gemm", "fp8", "plugin", "smallest"],
+        typer.Option(
+            "--conv",
+            help="Form of FP4 convolutions; auto picks per layer, smallest is the form of the smallest plan, plugin "
+            "needs tensorrt.",
+        ),
     ] = "auto",
     batch: Annotated[int, typer.Option("--max-batch", min=1, help="Largest batch the engine takes.")] = 8,
     opt_batch: Annotated[int, typer.Option("--opt-batch", min=1, help="Batch that the engine is fastest at.")] = 1,
@@ -113,6 +118,7 @@ def build(
     """Build an engine of each model, and a ledger that says which layer runs in which precision."""
     from fp4deploy.bench.locate import or_of_latest_run
     from fp4deploy.export.engine.build import prepare_engine
+    from fp4deploy.export.engine.forms import smaller_in_fp16, smallest
     from fp4deploy.export.lowering.interface import Interface
     from fp4deploy.system.files import require_writable
     from fp4deploy.system.progress import progress
@@ -120,19 +126,22 @@ def build(
     pixels, sizes = parse_size(size), _sizes(min_size, opt_size, max_size)
     interface = Interface(input_type, input_layout, output_type, output_layout)
     flags = {"version_compatible": version_compatible, "stripped": stripped, "refittable": refittable}
-    found = [or_of_latest_run(path) for path in models] if models else _latest()
+    found = _models([or_of_latest_run(path) for path in models]) if models else _latest()
     if len(found) > 1 and (log is not None or (out is not None and out.suffix == ".plan")):
         raise InputError(f"There are {len(found)} models to build: give one for --log, and a folder for --out.")
     require_writable(*(target_of(path, out) for path in found), log)
     options = tuple(name for name, chosen in flags.items() if chosen)
     with progress("lowering"):  # all of them, so that what cannot be built is refused before anything is written
-        engines = [
-            prepare_engine(path, backend, arch, conv, (min_batch, opt_batch, batch), pixels, sizes, interface, options)
-            for path in found
-        ]
+        batches = (min_batch, opt_batch, batch)
+
+        def prepare(path: Path, form: str) -> PreparedEngine:
+            return prepare_engine(path, backend, arch, form, batches, pixels, sizes, interface, options)
+
+        engines = [prepare(path, "auto" if conv == "smallest" else conv) for path in found]
     for path, engine in zip(found, engines, strict=True):
         note(f"Building {shown(path)} ...")
         with progress("compiling") as bar:
+            engine = smallest(partial(prepare, path), bar.phase) if conv == "smallest" else engine
             result = engine.build(target_of(path, out), strict, log, require_fp4, bar.phase)
         done(
             describe(result),
@@ -143,6 +152,8 @@ def build(
             build_seconds=round(result.seconds, 3),
             totals=dataclasses.asdict(result.ledger.totals()),
         )
+        if larger := smaller_in_fp16(result.plan, result.ledger, conv == "smallest"):
+            note(larger)
     last = typed(result.plan)
     note(f"Measure it with: fp4deploy bench --engine {last}; show its ledger with: fp4deploy inspect {last}")
 
@@ -173,6 +184,23 @@ def canonical_models(folder: Path) -> list[Path]:
 def canonical(path: Path) -> bool:
     """By its name an ONNX file that engines are built of: no decomposed graph (.portable.onnx)."""
     return path.suffix == ".onnx" and not path.name.endswith(".portable.onnx")
+
+
+def _models(given: list[Path]) -> list[Path]:
+    """The canonical files among those given (RUN/export/*.onnx has others too); a run folder stands for its own."""
+    paths = [path for each in given for path in (_of_folder(each) if each.is_dir() else [each])]
+    found = [path for path in paths if canonical(path)] or paths
+    left_out = [path.name for path in paths if path not in found]
+    if left_out:
+        note(f"Leaving out {', '.join(left_out)}: engines are built of canonical files (NAME.onnx).")
+    return found
+
+
+def _of_folder(folder: Path) -> list[Path]:
+    found = canonical_models(folder) or canonical_models(open_run(folder).export_dir)
+    if not found:
+        raise InputError(f"{folder} has no exported model yet. Export it with: fp4deploy export {typed(folder)}")
+    return found
 
 
 def target_of(path: Path, out: Path | None) -> Path:

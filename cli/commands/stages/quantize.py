@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fp4deploy.errors import InputError
 from fp4deploy.runs import latest_run
 
+from ...artifacts import next_commands
 from ...console import done, note, shown, typed
 from ...settings import NamedModelOption, expect, parse_size
+
+if TYPE_CHECKING:
+    from fp4deploy.bench.change import Change
 
 MOST_IMAGES = 256
 
@@ -61,6 +66,15 @@ def quantize(
     digits: Annotated[
         bool, typer.Option("--digits", help="Let the first layer read a multi-term FP4 encoding of the image (unet).")
     ] = False,
+    compare: Annotated[
+        int,
+        typer.Option(
+            "--compare",
+            min=0,
+            max=MOST_IMAGES,
+            help="Validation images on which the result is compared with the checkpoint; 0: it is not.",
+        ),
+    ] = 32,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of everything drawn.")] = 0,
     out: Annotated[
         Path | None,
@@ -80,6 +94,15 @@ def quantize(
     std: Annotated[
         str | None, typer.Option("--std", help="R,G,B that an .onnx file expects.", show_default="ImageNet's")
     ] = None,
+    outputs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--outputs",
+            help="What the outputs of an .onnx file are: classes, classes:AXIS, values or values:BOUND, or "
+            "NAME=classes of one; repeatable.",
+            show_default="classes and values",
+        ),
+    ] = None,
     model: NamedModelOption = None,
 ) -> None:
     """Write an NVFP4 checkpoint that export, bench and predict take like a trained one; of ONNX the canonical file."""
@@ -88,11 +111,12 @@ def quantize(
     if checkpoint is not None and checkpoint.suffix == ".onnx":
         if config is not None or digits:
             raise InputError("--config and --digits are for checkpoints; an .onnx file takes --include and --exclude.")
-        chosen = {"include": _tuple(include), "exclude": _tuple(exclude), "fp8": _tuple(fp8)}
-        _of_onnx(checkpoint, data, out, method, images, batch, parse_size(size), (mean, std), settings | chosen)
+        layers = {"include": _tuple(include), "exclude": _tuple(exclude), "fp8": _tuple(fp8)}
+        chosen = settings | layers | {"outputs": _meanings(outputs)}
+        _of_onnx(checkpoint, data, out, method, images, batch, parse_size(size), (mean, std), chosen)
         return
-    if (size, mean, std) != (None, None, None):
-        raise InputError("--size, --mean and --std are for .onnx files: a checkpoint says them itself.")
+    if any(each is not None for each in (size, mean, std, outputs)):
+        raise InputError("--size, --mean, --std and --outputs are for .onnx files: a checkpoint says them itself.")
     import torch
 
     from fp4deploy import provenance
@@ -132,18 +156,32 @@ def quantize(
             **settings,
         )
     provenance.record("quantize", target, [source, where])
+    change = _change(source, target, where, compare) if compare else None
     done(
         f"{shown(target)} ({method}, correction {correction}, {result.images} images, {result.seconds:.1f} s)",
+        **({"change": dataclasses.asdict(change)} if change else {}),
         checkpoint=str(target),
         method=method,
         correction=correction,
         images=result.images,
         seconds=round(result.seconds, 3),
     )
-    note(
-        f"Compare it with: fp4deploy bench --engine {typed(target)} --baseline {typed(source)}; export it with: "
-        f"fp4deploy export {typed(target)}"
-    )
+    if change is not None:
+        note(f"{shown(target)}: {change.sentence(shown(source))}")
+    note(next_commands(target, source, where, model, given=data is not None))
+
+
+def _change(source: Path, target: Path, data: Path, images: int) -> Change | None:
+    """What quantising changed; None, and a note, where the data cannot say it: the result is written by then."""
+    from fp4deploy.bench.change import measure_change
+    from fp4deploy.system.progress import progress
+
+    try:
+        with progress("comparing with the source") as bar:
+            return measure_change(source, target, data, images, bar.advance)
+    except InputError as error:
+        note(f"{shown(target)} was not compared with its source: {error}")
+        return None
 
 
 def _of_onnx(
@@ -215,6 +253,18 @@ def _of_onnx(
         note("Its output is no map of classes, so bench and predict cannot score it; audit, inspect and build can.")
     made = typed(target)
     note(f"Build an engine with: fp4deploy build {made}; what it multiplies in FP4: fp4deploy check {made}")
+
+
+def _meanings(given: list[str] | None) -> str | dict[str, str] | None:
+    """What --outputs says: a word for all outputs, or words by the names of outputs."""
+    if not given:
+        return None
+    if len(given) == 1 and "=" not in given[0]:
+        return given[0]
+    named = dict(each.rpartition("=")[::2] for each in given)
+    if "" in named or len(named) < len(given):
+        raise InputError("--outputs is one word for all outputs, or once NAME=WORD for each: --outputs depth=values")
+    return named
 
 
 def _rgb(text: str | None, usual: tuple[float, float, float]) -> tuple[float, float, float]:

@@ -57,8 +57,8 @@ class BuildResult:
 
 
 def build_engine(
-    onnx_path: Path,
-    out: Path,
+    onnx_path: Path | str,
+    out: Path | str,
     backend: str = "tensorrt-rtx",
     arch: str | None = None,
     conv: str = "auto",
@@ -118,7 +118,7 @@ class PreparedEngine:
 
     def build(
         self,
-        out: Path,
+        out: Path | str,
         strict: bool = False,
         log: Path | None = None,
         require_fp4: float | None = None,
@@ -140,9 +140,17 @@ class PreparedEngine:
         provenance.record("build", out, [self.source])
         return BuildResult(out, ledger_path(out), ledger, answer.seconds, ledger.plan_bytes)
 
+    def plan_bytes(self, progress: Progress | None = None) -> int:
+        """The size of its plan, which is compiled for it and not kept; errors as of `build_engine`."""
+        BACKENDS[self.job.backend].require_installed()
+        with owned_folder() as folder:
+            job = replace(self.job, folder=str(folder))
+            _compile(self.lowered, job, None, progress)
+            return job.plan.stat().st_size
+
 
 def prepare_engine(
-    onnx_path: Path,
+    onnx_path: Path | str,
     backend: str = "tensorrt-rtx",
     arch: str | None = None,
     conv: str = "auto",

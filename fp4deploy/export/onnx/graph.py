@@ -36,7 +36,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from fp4deploy.errors import InputError
-from fp4deploy.export.onnx.canonical import IR_VERSION, LAYERS_KEY, OPSET
+from fp4deploy.export.onnx.canonical import CANONICAL, FORM_KEY, IR_VERSION, LAYERS_KEY, OPSET
 from fp4deploy.export.onnx.exporter import short_export
 from fp4deploy.export.onnx.floor import TRANSLATIONS
 from fp4deploy.export.onnx.layer_constants import CONVOLUTIONS, Fp8Constants, LayerConstants, layer_constants
@@ -115,6 +115,7 @@ def export_graph(
     traced.ir_version = IR_VERSION
     traced.producer_name, traced.producer_version = PRODUCER, None
     traced.graph.name = card.architecture if card else type(model).__name__.lower()
+    traced.metadata_props[FORM_KEY] = CANONICAL
     traced.metadata_props[LAYERS_KEY] = json.dumps(_layers(model, reached))
     if card:
         traced.metadata_props[CARD_KEY] = card.to_json()
