@@ -402,6 +402,8 @@ def _begin() -> None:
 
 def reasons(found: str) -> list[str]:
     """What was refused in an outcome, without the names and sizes of one network."""
+    if found.startswith("failed"):
+        return []
     return [re.sub(r"\b[\w.]*\d[\w.]*\b|'[^']*'", "*", part)[:110] for part in found.split("; ") if "refused" in part]
 
 
@@ -441,19 +443,20 @@ def _record(
 ) -> dict[str, Any]:
     run = {
         "command": f"python -m tests.export.{module} {' '.join(sys.argv[1:])}",
-        **origin(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "torch": torch.__version__,
         "versions": {name: version(name) for name in ("onnx", "onnxruntime", "onnxscript")},
         "seeds": [first, first + count - 1],
     }
     counts = {"outcomes": dict(totals), "reasons": dict(table)}
-    return {"runs": [run], "networks": count, **counts, "failed_seeds": failed}
+    return {**origin(), "runs": [run], "networks": count, **counts, "failed_seeds": failed}
 
 
 def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """The counts of two records of other seeds together."""
-    found: dict[str, Any] = {key: one[key] + other[key] for key in ("runs", "networks")}
+    """The counts of two records of other seeds together, of the second's date."""
+    found: dict[str, Any] = {key: other[key] for key in ("commit", "date")} | {
+        key: one[key] + other[key] for key in ("runs", "networks")
+    }
     for key in ("outcomes", "reasons"):
         found[key] = dict((Counter(one[key]) + Counter(other[key])).most_common())
     return found | {"failed_seeds": one["failed_seeds"] + other["failed_seeds"]}
