@@ -394,12 +394,14 @@ def _computes(module: nn.Module, *kinds: type[nn.Module]) -> bool:
 def _marking_forward(name: str, layer: LayerConstants | Fp8Constants, module: nn.Module) -> Callable[..., torch.Tensor]:
     """The layer's forward with two markers in place of its quantised operands."""
     shape = layer.shape if isinstance(layer, Fp8Constants) else tuple(layer.shape[axis] for axis in layer.order)
+    channels = int(cast(Any, module.in_features if isinstance(module, nn.Linear) else module.in_channels))
 
     def operands(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = x.half()  # of code that computes in FP32
         if isinstance(layer, Fp8Constants):
             return _marker(ACTIVATION_MARKER, [x], name, tuple(x.shape)), _marker(WEIGHT_MARKER, [], name, shape)
         axis = layer.channel_axis % x.ndim
+        torch._check(x.shape[axis] == channels)  # as the product that the markers stand for does
         padded = (*x.shape[:axis], layer.channels, *x.shape[axis + 1 :])
         return _marker(ACTIVATION_MARKER, [x], name, padded), _marker(WEIGHT_MARKER, [], name, shape)
 
