@@ -19,6 +19,7 @@ from fp4deploy import provenance
 from fp4deploy.about import ABOUT_KEY, about
 from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.boxes import with_boxes
+from fp4deploy.export.onnx.canonical import rest_of_file
 from fp4deploy.export.onnx.decomposed import to_portable
 from fp4deploy.export.onnx.graph import export_graph
 from fp4deploy.export.onnx.layers import note_largest, planned_layers
@@ -36,6 +37,8 @@ from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.card import ModelCard
 from fp4deploy.qat import deployed, load_model, quantized_layers
 from fp4deploy.system.files import atomic_write, file_digest
+
+QUANTIZED = ("FP4", "FP4 weights", "FP8")  # precisions of layers
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,8 @@ def export_onnx(
     verify: bool = True,
     size: tuple[int, int] | None = None,
     dynamic_size: bool = False,
+    *,
+    rest: str | None = None,
 ) -> ExportResult: ...
 
 
@@ -94,6 +99,7 @@ def export_onnx(
     dynamic_size: bool = False,
     card: ModelCard | None = None,
     with_portable: bool = False,
+    rest: str | None = None,
 ) -> ExportResult: ...
 
 
@@ -108,6 +114,7 @@ def export_onnx(
     dynamic_size: bool = False,
     card: ModelCard | None = None,
     with_portable: bool = False,
+    rest: str | None = None,
 ) -> ExportResult:
     """Export a checkpoint, or a module in memory, to canonical ONNX, verified against torch before anything is written.
 
@@ -130,6 +137,7 @@ def export_onnx(
         size: height and width of the graph's images in pixels; by default those of the training. It is verified at it.
         dynamic_size: leave height and width open; `size` is then the size that is verified.
         card: of a module, stored in the file.
+        rest: what is neither FP4 nor FP8: "fp16", "bf16" or "fp32" (`fp4deploy.rest`); None: as the card says.
 
     Raises:
         GateError: ONNX Runtime and torch disagree by more than FP4 explains (see `verify`).
@@ -147,11 +155,11 @@ def export_onnx(
     1
     """
     if isinstance(checkpoint, nn.Module):
-        given = {"card": card, "portable": with_portable, "dynamic_size": dynamic_size}
+        given = {"card": card, "portable": with_portable, "dynamic_size": dynamic_size, "rest": rest}
         return _export_module(checkpoint, out, Path(portable), data, verify, **given)
     checkpoint, out = Path(checkpoint), Path(out)
     check_request(checkpoint, out, ".onnx", data, images, verify)
-    model, found = load_model(checkpoint)
+    model, found = load_model(checkpoint, rest=rest)
     if size is not None:
         found = replace(found, height=size[0], width=size[1])
     canonical = export_graph(model, (3, found.height, found.width), found, dynamic_size)
@@ -178,13 +186,15 @@ def _export_module(
     if out.suffix != ".onnx":
         raise InputError(f"{out} should end in .onnx.")
     card, portable = options["card"], options["portable"]
-    canonical = export_graph(model, example, card, options["dynamic_size"])
+    canonical = export_graph(model, example, card, options["dynamic_size"], options["rest"])
     _describe(canonical, card, None)
     verification, decomposed = None, to_portable(canonical) if portable or verify else None
     if verify and decomposed is not None:
         samples = batches_of(example if inputs is None else inputs, len(canonical.graph.input))
         head = card.head if card is not None else None
-        verification = verify_decomposed(deployed(model), decomposed, samples, head=head, card=card)
+        verification = verify_decomposed(
+            deployed(model, rest_of_file(canonical)), decomposed, samples, head=head, card=card
+        )
         require_agreement(verification, type(model).__name__)
     return _write_all(model, canonical, decomposed if portable else None, out, card, verification)
 
@@ -209,7 +219,7 @@ def _write_all(
     size_bytes = _write(canonical, out)
     if decomposed is not None:
         _write(decomposed, portable_name(out))
-    held = {name for name, plan in planned_layers(canonical).items() if plan["precision"] != "FP16"}
+    held = {name for name, plan in planned_layers(canonical).items() if plan["precision"] in QUANTIZED}
     return ExportResult(
         path=out,
         portable_path=portable_name(out) if decomposed is not None else None,

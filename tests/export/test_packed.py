@@ -151,7 +151,7 @@ def test_activations_beyond_fp16_are_refused() -> None:
     model = small("nvfp4_qat")
     layer = model.get_submodule("3")
     layer.input_amax.fill_(87590.4)  # type: ignore[union-attr, operator]
-    with pytest.raises(InputError, match=r"3\.input_amax is 87590\.4, beyond FP16's largest, 65504"):
+    with pytest.raises(InputError, match=r"3\.input_amax reaches 87590\.4, and FP16's largest number is 65504"):
         pack_model(model, torch.randn(1, 3, 16, 16))
 
 

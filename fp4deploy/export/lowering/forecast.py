@@ -19,7 +19,7 @@ from fp4deploy.qat.layers import QuantizedLayer
 from fp4deploy.qat.placement import is_pointwise, is_upsampling
 from fp4deploy.qat.prepare import is_fp8
 
-BLOCKED = "TensorRT has no FP4 convolution: FP4 weights are decoded to FP16 for it"
+BLOCKED = "TensorRT has no FP4 convolution: FP4 weights are decoded for it"
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ from fp4deploy.export.lowering.gemm import ConvToGemm, geometry, is_pointwise, i
 from fp4deploy.export.lowering.linear import CutLinear, FlattenLinear
 from fp4deploy.export.lowering.pattern import Fp4Layer, check_multiple, find_fp4_layers, is_fp4
 from fp4deploy.export.lowering.placement import quantized_after
-from fp4deploy.export.lowering.plan import count_macs, plan_layers
+from fp4deploy.export.lowering.plan import count_macs, high_precision, plan_layers
 from fp4deploy.export.lowering.plugin import ConvToPlugin
 from fp4deploy.export.lowering.plugin_match import read_source
 from fp4deploy.export.lowering.scales import RepeatGlobalScales
@@ -155,6 +155,12 @@ def _lower(proto: onnx.ModelProto, conv: str, backend: str, usual: tuple[int, in
     _check_requests(requests, fp4)
     layers = {layer.name: layer for layer in find_fp4_layers(model)}
     _check_open(layers.values(), conv, usual)
+    others = {high_precision(layer.dtype) for layer in layers.values()} - {"FP16"}
+    if conv == "plugin" and others:
+        raise InputError(
+            f"Plugins read and write FP16, and the rest of this file is {others.pop()}. "
+            "Choose --conv auto, or export it with --rest fp16."
+        )
     check_meaning(proto)
     plugins = {name for name, layer in layers.items() if conv == "plugin" and read_source(layer) is not None}
     reasons = {name: _gemm_reason(layer, conv) for name, layer in layers.items() if name not in plugins}

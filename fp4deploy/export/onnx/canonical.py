@@ -21,6 +21,7 @@ from onnx.external_data_helper import (
 )
 
 from fp4deploy.errors import Fp4DeployError, InputError, first_line, named_cause
+from fp4deploy.rest import Rest, rest_of
 from fp4deploy.system.schema import parse_json
 
 OPSET = 23  # the first with FLOAT4E2M1
@@ -33,6 +34,7 @@ MOST_EXPANSION = 64  # times those in the file
 GRAPHS = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
 LARGEST_ELEMENT = 16  # bytes: complex128
 LAYERS_KEY = "fp4deploy.layers"  # metadata: torch layer name -> {kind, precision, reason, largest}
+REST_KEY = "fp4deploy.rest"  # metadata: the precision of the rest (`fp4deploy.rest`); absent: FP16
 
 
 @contextmanager
@@ -52,8 +54,16 @@ def foreign_graph(source: object) -> Iterator[None]:
 
 
 def is_canonical(model: onnx.ModelProto) -> bool:
-    """Whether this is the canonical FP16 graph rather than the decomposed FP32 one."""
-    return any(value.type.tensor_type.elem_type == onnx.TensorProto.FLOAT16 for value in model.graph.input)
+    """Whether this is the canonical graph, with FP16 inputs or FP4 or BF16 tensors, rather than the decomposed one."""
+    narrow = (onnx.TensorProto.FLOAT4E2M1, onnx.TensorProto.BFLOAT16)
+    return any(value.type.tensor_type.elem_type == onnx.TensorProto.FLOAT16 for value in model.graph.input) or any(
+        tensor.data_type in narrow for tensor in model.graph.initializer
+    )
+
+
+def rest_of_file(model: onnx.ModelProto) -> Rest:
+    """The precision of the rest that a file says it has; FP16 of one that says nothing."""
+    return rest_of(next((entry.value for entry in model.metadata_props if entry.key == REST_KEY), None))
 
 
 def parse_onnx(path: Path) -> onnx.ModelProto:

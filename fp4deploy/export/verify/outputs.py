@@ -27,6 +27,7 @@ from fp4deploy.data import VAL
 from fp4deploy.detection import decode_boxes
 from fp4deploy.detection.decode import in_image, iou
 from fp4deploy.errors import GateError, InputError
+from fp4deploy.export.onnx.canonical import rest_of_file
 from fp4deploy.export.onnx.session import verifying_session
 from fp4deploy.export.verify.flat import flat_difference
 from fp4deploy.export.verify.layerwise import LayerwiseAgreement, compare_layerwise
@@ -38,7 +39,7 @@ from fp4deploy.models.checkpoint import read_card, read_signed
 from fp4deploy.models.heads import Head, compared, counted_unit
 from fp4deploy.qat import quantized_layers
 from fp4deploy.qat.ranges import Ranges
-from fp4deploy.rest import FP16
+from fp4deploy.rest import FP16, Rest
 from fp4deploy.tasks import task_of
 
 REQUIRED_AGREEMENT = 0.999  # of the pixels
@@ -54,7 +55,7 @@ class Agreement:
     largest: the largest absolute difference of two logits.
     layerwise: the comparison with reference inputs; None where the end-to-end comparison passed.
     flat: how they differ on a black, a white or a constant image (`flat`); "" where they do not.
-    ranges: the largest magnitude of what the file computes in FP16, by place (`qat.ranges`).
+    ranges: the largest magnitude of what the file computes in `rest`, by place (`qat.ranges`).
     """
 
     images: int
@@ -65,6 +66,7 @@ class Agreement:
     head: Head | None = None
     flat: str = ""
     ranges: Mapping[str, float] = field(default_factory=dict)
+    rest: Rest = FP16
 
     @property
     def share(self) -> float:
@@ -74,7 +76,7 @@ class Agreement:
     @property
     def passed(self) -> bool:
         """Whether the difference is within the limits of this module."""
-        if self.flat or FP16.beyond(self.ranges):
+        if self.flat or self.rest.beyond(self.ranges):
             return False
         if self.pixels and self.share >= REQUIRED_AGREEMENT:
             return True
@@ -100,11 +102,12 @@ def compare_with_torch(
     names = [value.name for value in session.get_inputs()]
     count = pixels = differing = 0
     largest = 0.0
-    ranges = Ranges(model, FP16)
+    rest = rest_of_file(portable)
+    ranges = Ranges(model, rest)
     for batch in images:
         fed = feed(batch, names)
         with torch.no_grad(), ranges:
-            expected = [each.float() for each in call(model, batch)]
+            expected = [each.float() for each in call(model, batch, rest)]
         given = [torch.from_numpy(each).float() for each in session.run(None, fed)[: len(expected)]]
         count += len(fed[names[0]])
         for same in same_outputs(expected, given, head):
@@ -114,7 +117,7 @@ def compare_with_torch(
         if not all(bool(each.isfinite().all()) for each in given):
             differing, largest = pixels, float("inf")
             break
-    return Agreement(count, pixels, differing, largest, head=head, ranges=ranges.largest)
+    return Agreement(count, pixels, differing, largest, head=head, ranges=ranges.largest, rest=rest)
 
 
 def verify_decomposed(
@@ -144,7 +147,7 @@ def _flat_difference(model: nn.Module, portable: onnx.ModelProto, batch: Inputs,
 
     def of_torch(inputs: Inputs) -> list[torch.Tensor]:
         with torch.inference_mode():
-            return [each.float() for each in call(model, inputs)]
+            return [each.float() for each in call(model, inputs, rest_of_file(portable))]
 
     def of_file(inputs: Inputs) -> list[torch.Tensor]:
         return [torch.from_numpy(each).float() for each in session.run(None, feed(inputs, names))]
@@ -168,7 +171,7 @@ def require_agreement(agreement: Agreement, name: str) -> None:
         )
     if agreement.flat:
         cause = agreement.flat
-    if beyond := FP16.beyond(agreement.ranges):
+    if beyond := agreement.rest.beyond(agreement.ranges):
         raise GateError(f"{name}: {beyond} {NOTHING_WRITTEN}")
     if agreement.layerwise is not None:
         cause += f"; {_explain(agreement.layerwise)}"

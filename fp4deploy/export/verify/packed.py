@@ -28,7 +28,7 @@ from fp4deploy.packed.graph import GroupNormReLU, Layer, Node
 from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4
 from fp4deploy.qat import QuantizedLayer, quantized_layers
 from fp4deploy.qat.ranges import Ranges
-from fp4deploy.rest import FP16
+from fp4deploy.rest import FP16, Rest, rest_of
 
 Activation = torch.Tensor | Nvfp4Tensor
 LAYERS = (
@@ -43,7 +43,7 @@ class PackedAgreement:
     images, pixels: how much was compared. differing: pixels on which they disagree, end to end. nodes: the error of
     each node with reference inputs from torch, by layer; None where the end-to-end comparison passed. flat: how they
     differ on a black, a white or a constant image (`flat`); "" where they do not. ranges: the largest magnitude of what
-    a GPU computes in FP16, by place (`qat.ranges`).
+    a GPU computes in the rest's precision, by place (`qat.ranges`).
     """
 
     images: int
@@ -53,6 +53,7 @@ class PackedAgreement:
     head: Head | None = None
     flat: str = ""
     ranges: Mapping[str, float] = field(default_factory=dict)
+    rest: Rest = FP16
 
     @property
     def share(self) -> float:
@@ -67,7 +68,7 @@ class PackedAgreement:
     @property
     def passed(self) -> bool:
         """Whether the difference is within the limits of this module."""
-        if self.flat or FP16.beyond(self.ranges):
+        if self.flat or self.rest.beyond(self.ranges):
             return False
         return self.share >= REQUIRED_AGREEMENT or (bool(self.nodes) and not self.wrong)
 
@@ -86,14 +87,14 @@ def verify_packed(model: nn.Module, file: PackedFile, inputs: Iterable[Inputs]) 
     network, kept = PackedNetwork(file), [_positional(each, file) for each in inputs]
     head = file.card.head if file.card else None
     count = pixels = differing = 0
-    ranges = Ranges(model, FP16)
+    ranges = Ranges(model, rest_of(file.graph))
     for batch in kept:
         with ranges:
             expected = leaves(model(*_copies(batch)))
         for same in same_outputs(expected, leaves(network(*_copies(batch))), head):
             pixels, differing = pixels + same.numel(), differing + int((~same).sum())
         count += len(batch[0])
-    found = PackedAgreement(count, pixels, differing, head=head, ranges=ranges.largest)
+    found = PackedAgreement(count, pixels, differing, head=head, ranges=ranges.largest, rest=ranges.rest)
     if found.share < REQUIRED_AGREEMENT and kept:
         nodes: dict[str, float] = {}
         for batch in kept:
@@ -128,7 +129,7 @@ def require_packed(found: PackedAgreement, name: str) -> None:
     """
     if found.passed:
         return
-    if beyond := FP16.beyond(found.ranges):
+    if beyond := found.rest.beyond(found.ranges):
         raise GateError(f"{name}: {beyond} {NOTHING_WRITTEN}")
     cause = found.flat or (
         "there was nothing to compare"
