@@ -278,7 +278,8 @@ def example_of(model: RandomNetwork) -> tuple[torch.Tensor, ...]:
 
 
 def outcome(seed: int, folder: Path, rest: Rest = FP16) -> str:
-    """What became of one network, deployed with this rest: "agrees", or "refused by STAGE: ..." in words; two where both files are refused.
+    """What became of one network, deployed with this rest: "agrees", or "refused by STAGE: ..." in words; two where
+    both files are refused.
 
     Raises:
         AssertionError: a file computes something else than torch.

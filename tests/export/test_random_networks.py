@@ -27,4 +27,3 @@ def test_random_networks(seed: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", [2, 30])
 def test_with_another_rest(seed: int, rest: str, tmp_path: Path) -> None:
     assert outcome(seed, tmp_path, rest_of(rest)) == "agrees"
-

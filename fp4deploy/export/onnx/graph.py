@@ -13,7 +13,7 @@ BatchNorm is not folded into the convolution before it. The exporter would fold 
 second time: the file would hold other weights than those that were trained and compared, and FP4 layers below would see
 other codes. A compiler may fold it in higher precision, and each layer keeps its name.
 
-A graph in BF16 has FP32 inputs and outputs, with a Cast behind and before each: numpy has no BF16.
+A graph in BF16 has FP32 inputs and outputs, and operators in FP32 where ONNX has no others (`bf16`).
 
 A model without quantised layers gives the plain FP16 graph, so both precisions share one path. The batch is dynamic,
 the image size fixed or, with `dynamic_size`, free; the same checkpoint gives the same bytes.
@@ -39,6 +39,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from fp4deploy.errors import InputError
+from fp4deploy.export.onnx.bf16 import WidenEnds, WidenOperators
 from fp4deploy.export.onnx.canonical import IR_VERSION, LAYERS_KEY, OPSET, REST_KEY
 from fp4deploy.export.onnx.exporter import short_export
 from fp4deploy.export.onnx.floor import TRANSLATIONS
@@ -47,7 +48,6 @@ from fp4deploy.export.onnx.mixed_types import MixedTypes
 from fp4deploy.export.onnx.naming import ForgetTracing, NameAfterModules
 from fp4deploy.export.onnx.pooling import Divisors
 from fp4deploy.export.onnx.qdq import ACTIVATION_MARKER, MARKER_DOMAIN, WEIGHT_MARKER, LowerMarkers, marked_layers
-from fp4deploy.export.onnx.writer import NodeWriter
 from fp4deploy.graph.capture import (
     Inputs,
     arguments,
@@ -67,7 +67,7 @@ from fp4deploy.models.card import CARD_KEY, ModelCard
 from fp4deploy.qat.computed import rest_tensors, torch_class
 from fp4deploy.qat.layers import QuantConvTranspose2d, QuantLinear
 from fp4deploy.qat.prepare import layer_plan, quantized_layers, restore
-from fp4deploy.rest import FP16, Rest, rest_of
+from fp4deploy.rest import BF16, FP16, FP32, Rest, rest_of
 from fp4deploy.tracing import make_no_folder
 
 ATTENTION_AXES = "only 4D query, key, and value are supported"  # says torch's exporter
@@ -117,16 +117,17 @@ def export_graph(
     refuse_random(restore(copied(model)), *examples)
     traced = _trace(_traceable(model, constants, refused, precision), examples, dynamic_size, precision)
     reached = marked_layers(traced)
+    operators = WidenOperators()
+    wide = (operators, WidenEnds()) if precision is BF16 else ()
     leaves = {name for name, module in model.named_modules() if not any(module.children())}
-    for each in (NameAfterModules(leaves), ForgetTracing(), LowerMarkers(constants, precision), NameFixPass()):
+    for each in (NameAfterModules(leaves), ForgetTracing(), LowerMarkers(constants, precision), *wide, NameFixPass()):
         each(traced)
-    _widen_ends(traced.graph)
     if dynamic_size:
         _name_axes(traced.graph)
     traced.ir_version = IR_VERSION
     traced.producer_name, traced.producer_version = PRODUCER, None
     traced.graph.name = card.architecture if card else type(model).__name__.lower()
-    traced.metadata_props[LAYERS_KEY] = json.dumps(_layers(model, reached, precision))
+    traced.metadata_props[LAYERS_KEY] = json.dumps(_layers(model, reached, precision, operators.widened))
     if precision is not FP16:
         traced.metadata_props[REST_KEY] = precision.name
     if card:
@@ -134,24 +135,6 @@ def export_graph(
     proto = ir.to_proto(traced)
     onnx.checker.check_model(proto, full_check=True)
     return proto
-
-
-def _widen_ends(graph: ir.Graph) -> None:
-    """FP32 inputs and outputs where they are BF16, with a Cast behind and before each."""
-    narrow, wide = ir.DataType.BFLOAT16, ir.DataType.FLOAT
-    for value in [each for each in graph.inputs if each.dtype == narrow]:
-        writer = NodeWriter(graph, str(value.name), before=next(iter(graph)), dtype=narrow)
-        readers = list(value.uses())
-        cast = writer.add("Cast", "bf16", value, shape=value.shape, to=int(narrow))
-        for reader, place in readers:
-            reader.replace_input_with(place, cast)
-        value.dtype = wide
-    for place, value in enumerate(graph.outputs):
-        if value.dtype == narrow:
-            name, writer = value.name, NodeWriter(graph, str(value.name), before=None, dtype=wide)
-            result = writer.add("Cast", "fp32", value, shape=value.shape, to=int(wide))
-            value.name, result.name = f"{name}.bf16", name
-            graph.outputs[place] = result
 
 
 def _name_axes(graph: ir.Graph) -> None:
@@ -181,17 +164,25 @@ def _constants(model: nn.Module) -> tuple[dict[str, LayerConstants | Fp8Constant
     return found, refused
 
 
-def _layers(model: nn.Module, reached: set[str], rest: Rest) -> dict[str, dict[str, str]]:
-    """What each layer is in; a quantised one that the network never calls is not in the file."""
+def _layers(model: nn.Module, reached: set[str], rest: Rest, widened: list[str]) -> dict[str, dict[str, str]]:
+    """What each layer is in; a quantised one that the network never calls is not in the file.
+
+    widened: nodes that ONNX does not define in the rest.
+    """
     quantized = quantized_layers(model)
     recipes = [layer.recipe for layer in quantized.values()]
     plans = layer_plan(model, recipes[0] if recipes else None)  # of a prepared model: as it is
-    names = {FP16.label: rest.label}
-    return {
-        plan.name: {"kind": plan.kind, "precision": names.get(plan.precision, plan.precision), "reason": plan.reason}
-        for plan in plans
-        if plan.name in reached or plan.name not in quantized
-    }
+    found = {}
+    for plan in plans:
+        if plan.name not in reached and plan.name in quantized:
+            continue
+        precision, reason = plan.precision, plan.reason
+        if precision == FP16.label:
+            precision = rest.label
+            if plan.name in widened:
+                precision, reason = FP32.label, f"{reason}; ONNX does not define it for {rest.label}"
+        found[plan.name] = {"kind": plan.kind, "precision": precision, "reason": reason}
+    return found
 
 
 Examples = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]  # positional, by name
