@@ -57,6 +57,11 @@ class Rest:
         """
         return round(2 / torch.finfo(self.dtype).eps)
 
+    def autocast(self, device: str, enabled: bool = True) -> torch.autocast:
+        """What a network of FP32 weights computes in on a type of device: this precision on a GPU, FP32 on a CPU."""
+        enabled = enabled and device == "cuda" and self.name != "fp32"
+        return torch.autocast(device, dtype=self.dtype if enabled else None, enabled=enabled)
+
     @property
     def largest(self) -> float:
         """The largest finite number."""

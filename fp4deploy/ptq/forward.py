@@ -1,16 +1,38 @@
-"""Forward passes of calibration (FP16 autocast on a GPU as in deployment, FP32 on a CPU); the output of one module."""
+"""Forward passes of calibration (on a GPU in autocast, as in deployment, FP32 on a CPU); the output of one module."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fp4deploy.rest import FP16, Rest
+
+_rest: ContextVar[Rest] = ContextVar("rest", default=FP16)
+
+
+@contextmanager
+def deployed_in(rest: Rest) -> Iterator[None]:
+    """Inside, forward passes are those of a network whose rest is this; FP16 outside."""
+    token = _rest.set(rest)
+    try:
+        yield
+    finally:
+        _rest.reset(token)
+
+
+def deployed_rest() -> Rest:
+    """What the network will be deployed in."""
+    return _rest.get()
+
 
 def autocast(x: Tensor) -> torch.autocast:
     """The precision of a forward pass on the device of `x`."""
-    return torch.autocast(x.device.type, dtype=torch.float16, enabled=x.device.type == "cuda")
+    return deployed_rest().autocast(x.device.type)
 
 
 class _Stop(BaseException):

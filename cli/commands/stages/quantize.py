@@ -11,7 +11,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.runs import latest_run
 
 from ...console import done, note, shown, typed
-from ...settings import NamedModelOption, expect, parse_size
+from ...settings import NamedModelOption, RestOption, expect, parse_size
 
 MOST_IMAGES = 256
 
@@ -61,6 +61,7 @@ def quantize(
     digits: Annotated[
         bool, typer.Option("--digits", help="Let the first layer read a multi-term FP4 encoding of the image (unet).")
     ] = False,
+    rest: RestOption = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of everything drawn.")] = 0,
     out: Annotated[
         Path | None,
@@ -86,8 +87,10 @@ def quantize(
     expect(model)
     settings = {"correction": correction, "activations": activations, "iterations": iterations, "seed": seed}
     if checkpoint is not None and checkpoint.suffix == ".onnx":
-        if config is not None or digits:
-            raise InputError("--config and --digits are for checkpoints; an .onnx file takes --include and --exclude.")
+        if config is not None or digits or rest is not None:
+            raise InputError(
+                "--config, --digits and --rest are for checkpoints; an .onnx file takes --include and --exclude."
+            )
         chosen = {"include": _tuple(include), "exclude": _tuple(exclude), "fp8": _tuple(fp8)}
         _of_onnx(checkpoint, data, out, method, images, batch, parse_size(size), (mean, std), settings | chosen)
         return
@@ -124,6 +127,7 @@ def quantize(
             method,
             device="cuda" if torch.cuda.is_available() else "cpu",
             digits=digits,
+            rest=rest,
             include=_tuple(include),
             exclude=_tuple(exclude),
             fp8=_tuple(fp8),
