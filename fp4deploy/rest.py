@@ -100,7 +100,7 @@ class Rest:
             return torch.equal(x.to(self.dtype).to(x.dtype), x)
         return bool((x.abs() <= self.largest).logical_or(~x.isfinite()).all())
 
-    def beyond(self, largest: Mapping[str, float]) -> str:
+    def beyond(self, largest: Mapping[str, float], advice: str = ADVICE) -> str:
         """What of several magnitudes, by place, does not fit: a sentence with the limit and what to do; "" if all do.
 
         >>> FP16.beyond({"stem": 12.5, "attention (bmm)": 131072.0, "head": 65505.0})
@@ -113,8 +113,8 @@ class Rest:
         more = ", ".join(f"{place} {each:.6g}" for place, each in others[:3])
         counted = f" ({len(others)} other place{'s' * (len(others) > 1)}, too: {more})" if others else ""
         limit = f"{self.label}'s largest number is {self.largest:.6g}"
-        advice = f" {ADVICE}" if self.name == "fp16" else ""
-        return f"{first} reaches {size:.6g}, and {limit}{counted}.{advice}"
+        advised = f" {advice}" if self.name == "fp16" else ""
+        return f"{first} reaches {size:.6g}, and {limit}{counted}.{advised}"
 
     def require(self, name: str, x: torch.Tensor) -> None:
         """Refuse a tensor that holds NaN, Inf, or a number beyond the largest one.

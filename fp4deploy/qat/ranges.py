@@ -125,9 +125,9 @@ class Ranges(TorchDispatchMode):
                 self.largest[result.place] = max(self.largest.get(result.place, 0.0), float(result.largest))
         self._open.clear()
 
-    def beyond(self) -> str:
-        """What does not fit, as a sentence with the limit and what to do; "" where everything does."""
-        return self.rest.beyond(self.largest)
+    def beyond(self, **options: str) -> str:
+        """What does not fit, as a sentence with the limit and what to do, as `Rest.beyond`; "" where everything does."""
+        return self.rest.beyond(self.largest, **options)
 
 
 def _is_view(func: Any) -> bool:

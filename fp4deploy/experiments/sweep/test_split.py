@@ -24,7 +24,7 @@ from fp4deploy.rest import rest_of
 from fp4deploy.runs import Run
 from fp4deploy.system.files import atomic_write
 from fp4deploy.system.schema import Share, read_json, validated
-from fp4deploy.tasks import TASKS, TaskScores, task_of
+from fp4deploy.tasks import TASKS, TaskScores, readable, task_of
 from fp4deploy.train.batches import validation_loader
 from fp4deploy.train.config import Config
 from fp4deploy.train.tasks import make_task
@@ -98,5 +98,5 @@ def _score(config: Config, root: Path, checkpoint: Path) -> tuple[int, TaskScore
     with closing(validation_loader(config, data)) as batches, autocast:
         for batch in batches:
             images, labels = expand(*(part.to(device, non_blocking=True) for part in batch))
-            evaluation.update(network(images), labels)
+            evaluation.update(readable(network(images)), labels)
     return len(data), evaluation.compute()
