@@ -126,7 +126,7 @@ class Ranges(TorchDispatchMode):
         self._open.clear()
 
     def beyond(self, **options: str) -> str:
-        """What does not fit, as a sentence with the limit and what to do, as `Rest.beyond`; "" where everything does."""
+        """What does not fit, as a sentence with the limit and what to do, as `Rest.beyond`; or ""."""
         return self.rest.beyond(self.largest, **options)
 
 

@@ -1,8 +1,7 @@
-"""The rest of a network in FP16, BF16 and FP32: what files hold, that they agree with torch, and what FP16 cannot do."""
+"""The rest of a network in FP16, BF16 and FP32: what files hold, that they agree with torch, what FP16 refuses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -217,12 +216,12 @@ def test_operators_that_onnx_lacks_in_bf16_stand_between_casts() -> None:
 
 
 @pytest.fixture
-def quantised() -> Iterator[nn.Module]:
+def quantised() -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 1), nn.Conv2d(32, 4, 1)).eval()
     fd.prepare(model, include=["0", "2"])
     fd.calibrate(model, X)
-    yield model
+    return model
 
 
 @pytest.mark.parametrize("rest", [BF16, FP32], ids=lambda rest: rest.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 import onnx
@@ -48,5 +49,6 @@ def of_onnx(model: onnx.ModelProto, card: ModelCard | None) -> str:
 
 def of_engine(ledger: Ledger | None, card: str) -> str:
     """Of an engine, by its ledger; without that by the precision of its card."""
-    requested = of_layers(layer.requested for layer in ledger.layers) if ledger is not None else ""
-    return requested or OF_CARDS.get(card, card)
+    layers = [layer.requested for layer in ledger.layers] if ledger is not None else []
+    most = Counter(layers).most_common(1)
+    return of_layers(layers) or (most[0][0] if most else OF_CARDS.get(card, card))
