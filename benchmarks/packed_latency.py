@@ -5,7 +5,8 @@
 Networks of random weights, calibrated on random images: latency and memory do not depend on the values (agreement of
 trained models: `packed_unet.py`). A case is MODEL:BATCHxHEIGHTxWIDTH, MODEL being the scale of our UNet, or a network
 of a library such as smp:Unet/resnet34. In one process, packed networks first, then form by form; with --gpus, each case
-in a process and on a GPU of its own, as many at a time:
+in a process and on a GPU of its own, as many at a time; with --jobs too, so many processes compile everything before,
+untimed, since compiling takes minutes where timing takes seconds:
 
 * `fp16, FORM`: torch's FP16 model, in all forms of `peers`, with and without a CUDA graph;
 * `packed fp16`: the same FP16 weights in a packed file (`unet-fp16.fp4`): our executor and norm kernels, convolutions
@@ -29,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import lru_cache, partial
 from pathlib import Path
@@ -79,6 +80,7 @@ def main() -> None:
     parser.add_argument("--forms", nargs="*", default=list(reversed(FORMS)), choices=FORMS, help="of torch, in order")
     parser.add_argument("--seconds", type=float, default=1e9, help="nothing is begun after so many")
     parser.add_argument("--gpus", nargs="*", default=[], metavar="GPU", help="numbers of the GPUs to use")
+    parser.add_argument("--jobs", type=int, default=0, metavar="N", help="with --gpus: compile in N processes before")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.cases == ["networks"]:
@@ -114,29 +116,44 @@ def here(arguments: argparse.Namespace, rows: dict[str, dict[str, Any]], kept: C
 
 
 def on_gpus(arguments: argparse.Namespace, rows: dict[str, dict[str, Any]], kept: Callable[[], None]) -> None:
-    """Measure each case in a process of its own, on the first GPU that is free."""
-    free: SimpleQueue[str] = SimpleQueue()
-    for gpu in arguments.gpus:
-        free.put(gpu)
+    """Measure each case in a process of its own, on the first GPU that is free; the compilers' caches are shared."""
+    packed, forms = arguments.packed, arguments.forms
+    whole = ["--seconds", str(arguments.seconds)]
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.jobs:
+            gpus = [arguments.gpus[number % len(arguments.gpus)] for number in range(arguments.jobs)]
+            one = [["--packed", name, "--forms"] for name in packed] + [["--packed", "--forms", form] for form in forms]
+            for _ in each_alone([["--cases", case, *names] for case in rows for names in one], gpus, folder):
+                pass
+        jobs = [["--cases", case, "--packed", *packed, "--forms", *forms, *whole] for case in rows]
+        for row in each_alone(jobs, arguments.gpus, folder):
+            rows[row["case"]] = row
+            kept()
 
-    def measure_alone(case: str) -> dict[str, Any]:
+
+def each_alone(jobs: Sequence[Sequence[str]], gpus: Sequence[str], folder: str) -> Iterator[dict[str, Any]]:
+    """Run this program with the options of each job, one at a time for each of `gpus`; their rows as they come."""
+    free: SimpleQueue[str] = SimpleQueue()
+    for gpu in gpus:
+        free.put(gpu)
+    threads = str(max((os.cpu_count() or 1) // len(gpus), 1))
+
+    def run(options: Sequence[str]) -> dict[str, Any]:
         gpu = free.get()
         try:
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder, "case.json")
-                options = ["--cases", case, "--packed", *arguments.packed, "--forms", *arguments.forms]
-                options += ["--seconds", str(arguments.seconds)]
+            with tempfile.TemporaryDirectory() as own:
+                path = Path(own, "case.json")
                 environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu, "TMPDIR": folder}
-                subprocess.run([sys.executable, __file__, *options, "--json", path], env=environment, check=True)
+                environment |= {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": threads}
+                subprocess.run([sys.executable, __file__, *options, "--json", str(path)], env=environment, check=True)
                 row: dict[str, Any] = json.loads(path.read_text())["cases"][0]
                 return row
         finally:
             free.put(gpu)
 
-    with ThreadPoolExecutor(len(arguments.gpus)) as pool:
-        for done in as_completed([pool.submit(measure_alone, case) for case in arguments.cases]):
-            rows[done.result()["case"]] = done.result()
-            kept()
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        for done in as_completed([pool.submit(run, job) for job in jobs]):
+            yield done.result()
 
 
 @lru_cache

@@ -32,6 +32,7 @@ from fp4deploy.export.verify.outputs import (
     validation_images,
     verify_decomposed,
 )
+from fp4deploy.export.verify.sizes import require_open_sizes
 from fp4deploy.graph.capture import Inputs
 from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.card import ModelCard
@@ -135,7 +136,7 @@ def export_onnx(
         images: how many of the dataset's images.
         verify: False writes without comparing.
         size: height and width of the graph's images in pixels; by default those of the training. It is verified at it.
-        dynamic_size: leave height and width open; `size` is then the size that is verified.
+        dynamic_size: leave height and width open; the file is then verified at two other sizes, too (`verify.sizes`).
         card: of a module, stored in the file.
         rest: what is neither FP4 nor FP8: "fp16", "bf16" or "fp32" (`fp4deploy.rest`); None: as the card says.
 
@@ -167,9 +168,11 @@ def export_onnx(
     decomposed = to_portable(canonical) if portable or verify else None
     verification = None
     if verify and data is not None and decomposed is not None:
-        samples = validation_images(Path(data), found, images)
+        samples = list(validation_images(Path(data), found, images))
         verification = verify_decomposed(model, decomposed, samples, head=found.head, card=found)
         require_agreement(verification, str(checkpoint))
+        if dynamic_size:
+            require_open_sizes(model, decomposed, samples[0], str(checkpoint), found.head)
     if portable and decomposed is not None and isinstance(found.head, DetectionHead):
         decomposed = with_boxes(decomposed, found.head, (found.height, found.width))
         if verify and data is not None:
@@ -192,10 +195,11 @@ def _export_module(
     if verify and decomposed is not None:
         samples = batches_of(example if inputs is None else inputs, len(canonical.graph.input))
         head = card.head if card is not None else None
-        verification = verify_decomposed(
-            deployed(model, rest_of_file(canonical)), decomposed, samples, head=head, card=card
-        )
+        reference = deployed(model, rest_of_file(canonical))
+        verification = verify_decomposed(reference, decomposed, samples, head=head, card=card)
         require_agreement(verification, type(model).__name__)
+        if options["dynamic_size"]:
+            require_open_sizes(reference, decomposed, samples[0], type(model).__name__, head)
     return _write_all(model, canonical, decomposed if portable else None, out, card, verification)
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.export.packing import Tensors, packed_graph
 from fp4deploy.export.verify.outputs import check_request, validation_images
 from fp4deploy.export.verify.packed import PackedAgreement, require_packed, verify_packed
+from fp4deploy.export.verify.sizes import packed_differs
 from fp4deploy.graph import UnsettledSizes, capture
 from fp4deploy.graph.capture import Inputs, arguments
 from fp4deploy.graph.copied import copied
@@ -91,8 +91,10 @@ def pack(
     file = packed_file(out, card, *packed, about=origin)
     verification = None
     if verify and data is not None:
-        verification = verify_packed(model, file, validation_images(Path(data), card, images))
+        samples = list(validation_images(Path(data), card, images))
+        verification = verify_packed(model, file, samples)
         require_packed(verification, str(checkpoint))
+        file = _at_sizes_of_torch(model, file, samples[0], example)
     write_packed(file)
     provenance.record("export", out, [checkpoint])
     return PackedResult(file, verification)
@@ -143,7 +145,7 @@ def _deployed_file(model: nn.Module, out: Path, example_inputs: Inputs, rest: Re
 def pack_model(
     model: nn.Module, example_inputs: Inputs, dynamic_size: bool = True, rest: Rest = FP16
 ) -> tuple[Graph, Tensors]:
-    """Graph and tensors of a module, prepared or plain, with its parameters as deployed.
+    """Graph and tensors of a module, prepared or plain, with its parameters as deployed (`qat.round_to_deployed`).
 
     Args:
         dynamic_size: capture height and width as free sizes, where every node can be packed so; else as they are, with
@@ -161,7 +163,6 @@ def pack_model(
     refuse_random(plain, *arguments(example_inputs))
     # Not `quantized_layers`, which names each once: a captured layer may have another of its names.
     quantised = {name for name, each in model.named_modules(remove_duplicate=False) if isinstance(each, QuantizedLayer)}
-    _untie(plain, quantised)
     if digits:  # the graph begins with the encoded image
         plain.digits = False  # type: ignore[assignment]
         if not isinstance(example_inputs, torch.Tensor):
@@ -184,22 +185,23 @@ def pack_model(
     return fixed
 
 
-def _untie(model: nn.Module, names: Collection[str]) -> None:
-    """Give each of these layers parameters of its own, in place.
-
-    A captured node knows its layer by the parameter's name; layers that share a weight have other biases and scales.
-    """
-    seen: set[int] = set()
-    for layer in {id(each): each for each in map(model.get_submodule, sorted(names))}.values():
-        for name, parameter in layer._parameters.items():
-            if parameter is not None and id(parameter) in seen:
-                layer._parameters[name] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-            seen.add(id(parameter))
-
-
 def _cause(error: InputError) -> str:
     """Why sizes do not stay free, without advice that is of the other case."""
     return error.cause if isinstance(error, UnsettledSizes) else f"With free sizes: {str(error).partition('. ')[0]}."
+
+
+def _at_sizes_of_torch(model: nn.Module, file: PackedFile, sample: Inputs, example: Inputs) -> PackedFile:
+    """A packed network that takes the example's size alone if it computes something else than torch at others."""
+
+    def packed(plain: nn.Module) -> PackedFile:
+        return packed_file(file.path, file.card, *pack_model(plain, example, rest=rest_of(file.graph)))
+
+    differs = packed_differs(model, file, sample, packed)
+    if not differs:
+        return file
+    warnings.warn(f"{differs} The packed network takes inputs of the example's size alone.", stacklevel=3)
+    fixed = [each.model_copy(update={"free": [0]}) for each in file.graph.inputs]
+    return replace(file, graph=file.graph.model_copy(update={"inputs": fixed}))
 
 
 def _pack_module(model: nn.Module, out: Path, example_inputs: Inputs | None, verify: bool, rest: Rest) -> PackedResult:
@@ -215,5 +217,6 @@ def _pack_module(model: nn.Module, out: Path, example_inputs: Inputs | None, ver
     if verify:
         verification = verify_packed(deployed, file, [example_inputs])
         require_packed(verification, type(model).__name__)
+        file = _at_sizes_of_torch(deployed, file, example_inputs, example_inputs)
     write_packed(file)
     return PackedResult(file, verification)

@@ -17,7 +17,7 @@ import re
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import replace
 from pathlib import Path
@@ -28,16 +28,18 @@ from torch import fx, nn
 
 from fp4deploy.errors import InputError
 from fp4deploy.graph.copied import copied
+from fp4deploy.graph.divided import Divided
 from fp4deploy.graph.growth import BoundedSizes, undecided, unsettled
 from fp4deploy.graph.ir import COMPUTED, Graph, Node, Value
 from fp4deploy.graph.operators import ALIAS, NO_OUTPUT, Call, Step, is_known, parts_of, steps_of
 from fp4deploy.graph.retraced import decomposed, inline_regions, made_functional
 from fp4deploy.graph.sizes import Size, SizeError, axes_of, size_of
-from fp4deploy.graph.specialized import fixed_axis
+from fp4deploy.graph.specialized import Specializing, fixed_axis
 from fp4deploy.graph.unpooling import Unpooling
 from fp4deploy.tracing import make_no_folder
 
 PRODUCTS = ("linear", *(f"{kind}{axes}d" for kind in ("conv", "conv_transpose") for axes in (1, 2, 3)))
+USED_BY_TORCH = ("sympy", "onnx_ir", "onnxscript")  # by its tracing and its exporter
 DECOMPOSITIONS = 4  # rounds: a decomposition may give calls that are to be decomposed as well
 Inputs = torch.Tensor | Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
 
@@ -114,10 +116,13 @@ def _export(
 
     shapes: Any = tuple(axes(x) for x in positional) if positional else {name: axes(x) for name, x in named.items()}
     plain = copied(model).cpu().eval()
-    bound = BoundedSizes()
+    bound, specializing = BoundedSizes(), Specializing(plain)
     make_no_folder()
     try:
-        with quiet(), torch.no_grad(), bound if dynamic_size else nullcontext(), Unpooling():
+        with (
+            quiet(), torch.no_grad(), bound if dynamic_size else nullcontext(), specializing, Divided(pools=False),
+            Unpooling(),
+        ):  # fmt: skip
             program = torch.export.export(plain, positional, named, dynamic_shapes=shapes, strict=False)
     except OSError:  # of the machine, such as no room for temporary files
         raise
@@ -126,14 +131,14 @@ def _export(
         if ended := bound.error or unsolved:
             advice = "Capture it with a fixed size: dynamic_size=False."
             raise unsettled(type(model).__name__, place_of(ended), advice, ended is not unsolved) from error
-        raise InputError(why_not_captured(model, error)) from error
+        raise InputError(why_not_captured(model, error, lambda: specializing)) from error
     if axis := fixed_axis(program):
-        raise InputError(fixes_an_axis(type(model).__name__, axis))
+        raise InputError(fixes_an_axis(type(model).__name__, axis, specializing))
     return program
 
 
-def why_not_captured(model: nn.Module, error: Exception) -> str:
-    """One paragraph: what failed, in which line of the user's code, and what to do."""
+def why_not_captured(model: nn.Module, error: Exception, watched: Callable[[], Specializing] | None = None) -> str:
+    """One paragraph: what failed, in which line of the user's code, and what to do; watched: what saw a size fixed."""
     place = place_of(error)
     kind = type(model).__name__
     message = str(error)
@@ -147,9 +152,9 @@ def why_not_captured(model: nn.Module, error: Exception) -> str:
             "decision with torch.where, or let it depend on shapes and settings of the module."
         )
     if fixed := re.match(r"Constraints violated \(([\w, ]+)\)", message):
-        return fixes_an_axis(kind, fixed[1])
+        return fixes_an_axis(kind, fixed[1], watched and watched())
     if "user-specified ranges and inferred ranges" in message or "inconsistencies were found" in message:
-        return fixes_an_axis(kind, "height or width")
+        return fixes_an_axis(kind, "height or width", watched and watched())
     if "translating node return" in message:
         return f"{kind} returns something that is no tensor. Return tensors, or a tuple or dict of them."
     if untranslated := re.search(r"translating node .*target=torch\.ops\.(.+?)\]", message):
@@ -160,18 +165,29 @@ def why_not_captured(model: nn.Module, error: Exception) -> str:
     return f"torch.export cannot capture {kind}{place}: {cause}. Check the example inputs' shapes and types."
 
 
-def fixes_an_axis(kind: str, axis: str) -> str:
-    """Of a network that was traced for one size of an axis."""
+def fixes_an_axis(kind: str, axis: str, specializing: Specializing | None = None) -> str:
+    """Of a network that was traced for one size of an axis; specializing: what watched the tracing."""
+    call = f" at {specializing.call}{line_of(specializing.frames)}" if specializing and specializing.call else ""
     return (
-        f"{kind} takes the size of an axis ({axis}) for a constant, and it may change. Read it from x.shape. These fix "
-        "it: len(x), int(x.shape[0]), a loop over the axis, a window of its size, a size written as a number."
+        f"{kind} takes the size of an axis ({axis}) for a constant{call}, and it may change. Read it from x.shape. "
+        "These fix it: len(x), int(x.shape[0]), a loop over the axis, a window of its size, a size that is a number. "
+        "Height and width may stay fixed: dynamic_size=False, without --dynamic-size."
     )
 
 
 def place_of(error: BaseException) -> str:
     """The last line of the user's code in the traceback, as " (net.py, line 12)"; "" where there is none."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
-    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return line_of((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
+
+
+def line_of(frames: Iterable[tuple[str, int]]) -> str:
+    """The innermost line of the user's code, as " (net.py, line 12)"; "" if there is none.
+
+    Args:
+        frames: file and line of each, the outermost first.
+    """
+    own = [(file, line) for file, line in frames if _is_users(file)]
+    return f" ({Path(own[-1][0]).name}, line {own[-1][1]})" if own else ""
 
 
 def _place_of_node(error: Exception) -> str:
@@ -184,7 +200,7 @@ def _place_of_node(error: Exception) -> str:
 def _is_users(file: str) -> bool:
     tracing = Path(__file__).parent, Path(__file__).parents[1] / "export"
     own = (str(Path(torch.__file__).parent), *map(str, tracing), sysconfig.get_paths()["stdlib"])
-    if "/site-packages/sympy/" in Path(file).as_posix():  # torch's, which decides on sizes with it
+    if any(f"/site-packages/{each}/" in Path(file).as_posix() for each in USED_BY_TORCH):
         return False
     return "site-packages" in file.removeprefix(own[0]) if file.startswith(own) else not file.startswith("<")
 

@@ -13,6 +13,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
 
 from fp4deploy.graph.ir import Graph, Node
 from fp4deploy.graph.sizes import evaluate
@@ -22,6 +27,7 @@ OPERANDS = {
     "matmul": ("input", "other"),
     "attention": ("query", "key", "value"),
 }
+MULTIPLYING = (nn.Linear, nn.modules.conv._ConvNd)  # modules; transposed convolutions are of the second class
 
 
 def macs_of(graph: Graph, sizes: Mapping[str, int] | None = None) -> dict[str, int]:
@@ -61,3 +67,26 @@ def _macs(graph: Graph, node: Node, sizes: Mapping[str, int]) -> int:
         query, key, value = (shape(node.inputs[role]) for role in ("query", "key", "value"))
         return math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
     return 0
+
+
+@torch.no_grad()
+def macs_of_calls(model: nn.Module, layers: Mapping[str, nn.Module], image: torch.Tensor) -> dict[str, int]:
+    """Layer -> multiply-accumulates of all its calls in a forward pass of one image [1, C, H, W], run for it."""
+    found = dict.fromkeys(layers, 0)
+
+    def count(name: str, layer: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        found[name] += macs_of_call(layer, inputs[0], output)
+
+    handles = [layer.register_forward_hook(partial(count, name)) for name, layer in layers.items()]
+    try:
+        model(image)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def macs_of_call(layer: Any, x: torch.Tensor, y: torch.Tensor) -> int:
+    """Multiply-accumulates of a linear layer or convolution that made y of x."""
+    transposed = isinstance(layer, nn.modules.conv._ConvTransposeNd)
+    return int((x if transposed else y).numel() * layer.weight[0].numel())

@@ -520,7 +520,7 @@ def _slice(call: Call) -> list[Step]:
         return []
     if call.op == "narrow":
         start = arguments["start"]
-        end = start + arguments["length"] if isinstance(start, int) and isinstance(arguments["length"], int) else None
+        end = _plus(start, arguments["length"])
         return [Step("slice", {"dim": axis, "start": start, "end": end, "step": 1}, {"input": "self"})]
     start, end = arguments["start"], arguments["end"]
     attributes = {"dim": axis, "start": start or 0, "end": end, "step": arguments["step"]}
@@ -629,10 +629,11 @@ _KNOWN: dict[str, Callable[[Call], list[Step] | None]] = {
 }
 
 
-def _plus(size: Size, extra: int) -> Size:
-    if isinstance(size, int):
+def _plus(size: Size, extra: Size) -> Size:
+    if isinstance(size, int) and isinstance(extra, int):
         return size + extra
-    return (*size, extra, "+") if extra else size
+    one, other = ((each,) if isinstance(each, int) else each for each in (size, extra))
+    return (*one, *other, "+") if extra else size
 
 
 def _listed(value: Any) -> tuple[int, ...]:

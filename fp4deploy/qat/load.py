@@ -121,9 +121,12 @@ def round_to_deployed(model: nn.Module, rest: Rest = FP16) -> None:
     """Round, in place, what an engine keeps in `rest` to its values, and every static amax to what its scale gives
     back.
 
+    Layers that share a parameter and hold it in other forms get one each.
+
     Raises:
         InputError: a parameter is beyond the range of the rest, naming it.
     """
+    _untie(model)
     for name, tensor in rest_tensors(model, rest):
         masked = not isinstance(tensor, nn.Parameter)  # a buffer may hold -Inf
         rest.require(name, tensor[tensor.isfinite()] if masked else tensor)
@@ -133,3 +136,25 @@ def round_to_deployed(model: nn.Module, rest: Rest = FP16) -> None:
             layer.input_amax.requires_grad_(False)
             if layer.recipe.activation is not None and layer.recipe.activation.format != "fp8":
                 layer.input_amax.copy_(deployed_amax(layer.input_amax))
+
+
+def _untie(model: nn.Module) -> None:
+    """Give layers that share a parameter, but not what a file holds of it, parameters of their own, in place.
+
+    A quantised layer has codes and scales, an unquantised one the weight in FP16, a transposed convolution that in
+    another order; and a captured graph knows each layer by the names of its parameters.
+    """
+    forms: dict[int, int | str] = {}  # module -> its own form, or that of its kind
+    for layer in model.modules():
+        forms.setdefault(id(layer), "transposed" if isinstance(layer, nn.modules.conv._ConvTransposeNd) else "plain")
+    for layer in quantized_layers(model).values():
+        forms.update(dict.fromkeys(map(id, layer.modules()), id(layer)))
+    first: dict[int, int | str] = {}  # parameter -> the form that keeps it
+    others: dict[tuple[int, int | str], nn.Parameter] = {}
+    for module in model.modules():
+        form = forms[id(module)]
+        for name, parameter in module._parameters.items():
+            if parameter is None or first.setdefault(id(parameter), form) == form:
+                continue
+            own = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+            module._parameters[name] = others.setdefault((id(parameter), form), own)

@@ -93,7 +93,12 @@ def layer_plan(
     chosen = find_recipe(recipe)
     impossible = {name: _reason_impossible(layer) for name, layer in layers}  # once: it tries a subclass's forward
     ends = ends_of(model, _is_gemm, example_inputs) if include is None else Ends((), ())  # it traces a copy
-    _check_include(include, impossible)
+    of_groups = {
+        name: crossed_groups(layer, recipe_of(chosen, name, layer, fp8))
+        for name, layer in layers
+        if not impossible[name]
+    }
+    _check_include(include, impossible | of_groups)
     for selection in (exclude, fp8):
         _check_patterns(selection, [name for name, _ in layers])
     as_it_is = include is None and exclude is None and fp8 is None
@@ -103,6 +108,7 @@ def layer_plan(
     for name, layer in layers:
         kept = hidden.get(name) or impossible[name]
         kept = kept or _reason_to_keep(name, layer, ends, include, exclude)
+        kept = kept or of_groups[name]
         if prepared and isinstance(layer, QuantizedLayer):
             kept = None
         elif prepared and kept is None:
@@ -316,8 +322,8 @@ def _reason_to_keep(name: str, layer: nn.Module, ends: Ends, include: Selection,
     channels, groups = _input_channels(layer)
     if channels == 1 and groups > 1:
         return f"depthwise: {groups} groups of one input channel, nothing for a block of {NVFP4_BLOCK} to share"
-    if groups > 1 and channels % NVFP4_BLOCK:
-        return f"{groups} groups of {channels} input channels: a block of {NVFP4_BLOCK} would cross groups"
+    if groups > 1 and channels % NVFP4_BLOCK:  # in FP8, too
+        return _crossed_inputs(channels, groups)
     if not name:  # the model is this one layer, and whoever prepares it means it
         return None
     if name in ends.first:
@@ -326,6 +332,28 @@ def _reason_to_keep(name: str, layer: nn.Module, ends: Ends, include: Selection,
         return f"{channels} input channels: three quarters of a block of {NVFP4_BLOCK}, or more, would be padding"
     if name in ends.outputs:
         return "output layer: its error goes straight into the logits"
+    return None
+
+
+def _crossed_inputs(channels: int, groups: int) -> str:
+    return f"{groups} groups of {channels} input channels: a block of {NVFP4_BLOCK} would cross groups"
+
+
+def crossed_groups(layer: nn.Module, recipe: Recipe) -> str | None:
+    """Why a file does not hold what a layer with groups is trained as; None where it does, or the recipe has no file.
+
+    Training quantises each group alone. An operator that decodes a file has one axis of all channels.
+    """
+    channels, groups = _input_channels(layer)
+    has_file = recipe.activation is not None and recipe.activation.scale == "static"
+    if groups == 1 or is_fp8(recipe) or not has_file:
+        return None
+    if channels % NVFP4_BLOCK:
+        return _crossed_inputs(channels, groups)
+    outputs = int(layer.out_channels) // groups  # type: ignore[arg-type]
+    blocks_2d = recipe.weight is not None and recipe.weight.block == "2d"
+    if blocks_2d and not isinstance(layer, nn.ConvTranspose2d) and outputs % NVFP4_BLOCK:
+        return f"{groups} groups of {outputs} output channels: a block of 16 x 16 would cross groups"
     return None
 
 

@@ -21,8 +21,9 @@ from markupsafe import Markup
 from fp4deploy.bench import tables
 from fp4deploy.bench.records import Machine
 from fp4deploy.errors import counted
+from fp4deploy.export.ledger.shares import in_words
 from fp4deploy.report.figures.overlays import Overlay
-from fp4deploy.report.model import MODEL_TITLES, ReportData, count_titles
+from fp4deploy.report.model import ENGINE_HEAD, MODEL_TITLES, ReportData, engine_row
 from fp4deploy.tasks import TASKS
 
 if TYPE_CHECKING:
@@ -100,7 +101,8 @@ def render_html(report: ReportData, pictures: Pictures) -> str:
             heatmaps=pictures.heatmaps,
             telemetry=pictures.telemetry,
             overlays=pictures.overlays,
-            counts=count_titles(report),
+            engine_head=ENGINE_HEAD,
+            engine_rows=[engine_row(entry) for entry in report.ledgers],
             per_class=TASKS[report.task].per_class,
             errors=tables.error_rows(report.artifacts),
             confusions=tables.confusion_rows(report.artifacts),
@@ -146,9 +148,9 @@ def _tiles(report: ReportData) -> list[Tile]:
         found.append(Tile("ONNX file, of FP16's size", f"{100 * small / large:.0f} %", note))
     for engine in report.ledgers:
         if engine.model == "nvfp4":
-            weights = engine.counts.get("FP16 layers, FP4 weights", 0)
-            note = f"and {counted(weights, 'FP16 layer')} with FP4 weights"
-            found.append(Tile("FP4 GEMMs in the engine", str(engine.counts.get("FP4 matrix products", 0)), note))
+            missed = f"{counted(engine.not_as_requested, 'layer')} not as requested"
+            note = f"{missed}, {counted(engine.fallbacks, 'fallback')}; requested {in_words(engine.requested)}"
+            found.append(Tile(f"multiply-accumulates, {engine.engine}", in_words(engine.actual), note))
     return found
 
 

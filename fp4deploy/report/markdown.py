@@ -5,7 +5,7 @@ from __future__ import annotations
 from fp4deploy.bench import tables
 from fp4deploy.bench.records import Machine
 from fp4deploy.errors import counted
-from fp4deploy.report.model import ModelEntry, ReportData, count_titles
+from fp4deploy.report.model import ENGINE_HEAD, ModelEntry, ReportData, engine_row
 from fp4deploy.tasks import TASKS
 
 
@@ -17,9 +17,7 @@ def render_markdown(report: ReportData) -> str:
     if remarks:
         parts.append("\n".join(f"* {remark}" for remark in remarks) + "\n")
     if report.ledgers:
-        counts = count_titles(report)
-        body = [[e.engine, e.built, *(str(e.counts.get(name, 0)) for name in counts)] for e in report.ledgers]
-        parts += ["## Engines\n", tables.markdown(("engine", "built by", *counts.values()), body)]
+        parts += ["## Engines\n", tables.markdown(ENGINE_HEAD, list(map(engine_row, report.ledgers)))]
     parts += [f"## {TASKS[report.task].per_class} per class, %\n", per_class(report.models)]
     if kinds := tables.error_rows(report.artifacts):
         parts += ["## Kinds of errors: how many, and AP50 that they cost in points\n", tables.markdown(*kinds)]

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from fp4deploy.bench.records import ArtifactEntry, Machine, Record, Scores
+from fp4deploy.export.ledger.shares import in_words
 from fp4deploy.models.card import TaskName
 
 MODEL_TITLES = {"fp16": "FP16", "nvfp4": "NVFP4", "fp16_control": "FP16 control", "nvfp4_ptq": "NVFP4 PTQ"}
@@ -49,15 +50,17 @@ class ModelEntry(Record):
 
 
 class EngineEntry(Record):
-    """The ledger of an engine: `counts` of layers by kind, `layers` as rows under `columns`."""
+    """The ledger of an engine: shares of the multiply-accumulates by precision, `layers` as rows under `columns`."""
 
     engine: str
     model: str
     built: str
     statement: str
     summary: str
-    fp4_mac_share: float
-    counts: dict[str, int]
+    requested: dict[str, float]
+    actual: dict[str, float]
+    not_as_requested: int
+    fallbacks: int
     columns: list[str]
     layers: list[list[str]]
 
@@ -111,7 +114,10 @@ class ReportData(Record):
         return found
 
 
-def count_titles(report: ReportData) -> dict[str, str]:
-    """Key of each count of layers -> heading of its column; the keys are those of report.json."""
-    counts = report.ledgers[0].counts if report.ledgers else {}
-    return {name: "FP4 GEMMs" if name == "FP4 matrix products" else name for name in counts}
+ENGINE_HEAD = ("engine", "built by", "requested", "actual", "layers not as requested", "fallbacks")
+
+
+def engine_row(entry: EngineEntry) -> tuple[str, ...]:
+    """The cells under `ENGINE_HEAD`; precisions by their shares of the multiply-accumulates."""
+    shares = (in_words(entry.requested), in_words(entry.actual))
+    return (entry.engine, entry.built, *shares, str(entry.not_as_requested), str(entry.fallbacks))

@@ -16,6 +16,13 @@ from tests.cli.command_line import Invoke
 from tests.export.lowering.engine_graphs import CanonicalGraph, with_open_size
 
 
+def card_of(fp4: bool) -> dict[str, str]:
+    """Metadata of a file for 16x16 and four classes."""
+    precision = "nvfp4" if fp4 else "fp16"
+    card = ModelCard(precision, 0.25, ("a", "b", "c", "d"), 16, 16, (0.5, 0.4, 0.3), (0.2, 0.2, 0.2), True)
+    return {"fp4deploy.card": card.to_json()}
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """A graph of open image size with one FP4 layer, with a model card."""
@@ -23,9 +30,8 @@ def model(tmp_path: Path) -> Path:
     x = graph.conv("first", graph.image(16, 16), 32, fp4=False)
     x = graph.conv("point", x, 32, kernel=1)
     found = with_open_size(graph.model(graph.conv("head", x, 4, kernel=1, fp4=False)))
-    card = ModelCard("nvfp4", 0.25, ("a", "b", "c", "d"), 16, 16, (0.5, 0.4, 0.3), (0.2, 0.2, 0.2), True)
     layers = {entry.key: entry.value for entry in found.metadata_props}
-    helper.set_model_props(found, {**layers, "fp4deploy.card": card.to_json()})
+    helper.set_model_props(found, {**layers, **card_of(True)})
     onnx.save(found, tmp_path / "model.onnx")
     return tmp_path / "model.onnx"
 
@@ -52,6 +58,29 @@ class TestBuilt:
         shown = json.loads(invoke("inspect", "model.plan", "--json").stdout)
         assert (shown["batch"], shown["sizes"]) == ([2, 3, 4], [[8, 16], [16, 16], [32, 24]])
         assert shown["interface"] == ledger.interface
+
+    def test_the_smallest_form_is_found_and_a_plan_larger_than_that_of_fp16_is_named(
+        self, invoke: Invoke, tmp_path: Path
+    ) -> None:
+        for name, fp4 in (("half", False), ("four", True)):
+            graph = CanonicalGraph()
+            x = graph.conv("deep", graph.conv("first", graph.image(16, 16), 32, fp4=False), 32, fp4=fp4)
+            found = graph.model(graph.conv("head", x, 4, kernel=1, fp4=False), function=fp4)
+            helper.set_model_props(found, {**{each.key: each.value for each in found.metadata_props}, **card_of(fp4)})
+            onnx.save(found, tmp_path / f"{name}.onnx")
+        assert "larger" not in invoke("build", "half.onnx").stderr
+        sizes = {}
+        for form in ("auto", "gemm", "fp8", "qdq"):
+            result = invoke("build", "four.onnx", "--conv", form, "--out", f"{form}.plan", "--json")
+            (built,) = json.loads(result.stdout)["results"]
+            sizes[form] = built["size_bytes"]
+            (half,) = (path.stat().st_size for path in tmp_path.glob("half.plan"))
+            assert sizes[form] > half
+            assert f"{form}.plan is larger than the FP16 plan half.plan, {sizes[form] / 1e6:.2f} MB" in result.stderr
+        assert len(set(sizes.values())) > 1
+        result = invoke("build", "four.onnx", "--conv", "smallest", "--out", "least.plan", "--json")
+        assert json.loads(result.stdout)["results"][0]["size_bytes"] == min(sizes.values())
+        assert "No form is smaller." in result.stderr
 
     @pytest.mark.usefixtures("model")
     def test_the_usual_size_is_by_default_the_largest(self, invoke: Invoke, tmp_path: Path) -> None:

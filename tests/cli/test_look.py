@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,47 @@ def test_check_gives_every_layer_a_reason(invoke: Invoke) -> None:
     assert result.stderr == ""
 
 
-def test_check_table_counts(invoke: Invoke) -> None:
+def test_check_counts_layers_and_shares_in_every_form(invoke: Invoke) -> None:
     result = invoke("check", "unet")
     assert result.exit_code == 0
-    assert "unet: 21 of 41 layers quantised to FP4." in result.stdout
-    assert "TensorRT-RTX with --conv auto multiplies 4 of them in FP4 and 17 in FP8." in result.stdout
+    assert "unet: 41 layers, 21 quantised to FP4." in result.stdout
+    assert "Of these, TensorRT-RTX with --conv auto multiplies 4 in FP4 and 17 in FP8." in result.stdout
+    rows = {
+        row[1]: row[-3:] for line in result.stdout.splitlines() if (row := re.split(r" {2,}|(?<=--conv) ", line))[1:]
+    }
+    assert rows["auto"] == rows["fp8"]
+
+
+def test_check_counts_the_multiply_accumulates_of_a_network_of_ones_own(invoke: Invoke, tmp_path: Path) -> None:
+    """Of a 1x1 convolution, a 3x3 one, and a first and a last layer."""
+    (tmp_path / "net.py").write_text(
+        "from torch import nn\n"
+        "def make(num_classes):\n"
+        "    inner = [nn.Conv2d(16, 144, 1), nn.Conv2d(144, 16, 3, padding=1)]\n"
+        "    return nn.Sequential(nn.Conv2d(3, 16, 1), *inner, nn.Conv2d(16, num_classes, 1))\n"
+    )
+    found = json.loads(invoke("check", f"{tmp_path}/net.py:make", "--classes", "4", "--size", "8x16", "--json").stdout)
+    assert [layer["macs"] for layer in found["layers"]] == [128 * n for n in (48, 2304, 20736, 64)]
+    total = 48 + 2304 + 20736 + 64
+    assert found["shares"]["requested"] == {"FP4": (2304 + 20736) / total, "FP16": (48 + 64) / total}
+    assert found["shares"]["conv"]["auto"] == {"FP8": 20736 / total, "FP4": 2304 / total, "FP16": (48 + 64) / total}
+    assert found["shares"]["conv"]["gemm"] == found["shares"]["requested"]
+
+
+def test_check_says_which_shares_it_does_not_know(invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(
+        "from torch import nn\n"
+        "def make(num_classes):\n"
+        "    fixed = nn.Sequential(nn.Flatten(), nn.Linear(32 * 16, 32 * 16), nn.Unflatten(1, (32, 4, 4)))\n"
+        "    return nn.Sequential(nn.Conv2d(3, 32, 1), nn.Conv2d(32, 32, 1), fixed, nn.Conv2d(32, num_classes, 1))\n"
+    )
+    assert "not known" not in invoke("check", f"{tmp_path}/net.py:make", "--size", "4x4").stdout
+    result = invoke("check", f"{tmp_path}/net.py:make")
+    assert result.exit_code == 0
+    assert "are not known: the network fails on images of 256x256 (--size names another)" in result.stdout
+    found = json.loads(invoke("check", f"{tmp_path}/net.py:make", "--json").stdout)
+    assert "256x256" in found["shares_unknown"]
+    assert found["shares"]["requested"] == {}
 
 
 def test_check_reads_checkpoints(invoke: Invoke, checkpoint: Path) -> None:

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-from fp4deploy.models import read_card
+import numpy as np
+import pytest
+
+from fp4deploy.bench.gate.change import measure_change
+from fp4deploy.bench.runtimes.open import open_runtime
+from fp4deploy.data import EvalTransform, validation_set
+from fp4deploy.data.part import part_of
+from fp4deploy.errors import InputError
+from fp4deploy.models import read_card, save_checkpoint
+from fp4deploy.qat import load_model
 from tests.cli.command_line import Invoke
 
 
@@ -13,6 +23,7 @@ def test_quantize_search_and_quantize_again(invoke: Invoke, checkpoint: Path, sh
     result = invoke("quantize", checkpoint, *data, *few, "--method", "4/6", "--out", "q.safetensors")
     assert result.exit_code == 0, result.stderr
     assert "q.safetensors (4/6, correction norm, 2 images" in result.stdout
+    assert re.search(r"class unchanged against \S+ on \d+\.\d\d % of the pixels; mIoU \d+", result.stderr)
     assert read_card(Path("q.safetensors")).recipe == "nvfp4_4o6_weight_qat"
 
     gate = ("--baseline", checkpoint, "--max-drop", 100, "--iterations", 1)
@@ -48,3 +59,36 @@ def test_what_quantize_and_search_refuse(invoke: Invoke, checkpoint: Path, shape
         assert result.exit_code == 2, result.stderr
         assert message in result.stderr
     assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_what_quantising_changed_is_counted(checkpoint: Path, shapes: Path, tmp_path: Path) -> None:
+    """Against itself nothing; against a head that prefers one class, the pixels that had another."""
+    same = measure_change(checkpoint, checkpoint, shapes, 2)
+    assert (same.images, same.unchanged, same.metric) == (2, 1.0, "mIoU")
+    assert same.before == same.after
+    card, model = read_card(checkpoint), load_model(checkpoint)[0]
+    model.head.bias.data[3] += 1e4
+    save_checkpoint(tmp_path / "other.safetensors", model, card)
+    other = measure_change(checkpoint, tmp_path / "other.safetensors", shapes, 2)
+    runtime = open_runtime(checkpoint)
+    dataset = part_of(validation_set(card, shapes), 2)
+    transform = EvalTransform(card.height, card.width, card.mean, card.std)
+    images = np.stack([transform(dataset.load(place))[0].numpy() for place in range(2)])
+    assert other.unchanged == pytest.approx(float((runtime.infer(images).argmax(1) == 3).mean()))
+    assert other.before == same.before
+    assert "; 2 validation images." in other.sentence("fp16.safetensors")
+
+
+def test_data_that_cannot_be_compared_leaves_what_is_written(
+    invoke: Invoke, checkpoint: Path, shapes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise InputError("no labels")
+
+    monkeypatch.setattr("fp4deploy.bench.gate.change.measure_change", refuse)
+    few = ("--images", 2, "--method", "amax", "--correction", "none", "--out", "q.safetensors")
+    result = invoke("quantize", checkpoint, "--data", shapes, *few)
+    assert result.exit_code == 0, result.stderr
+    assert "was not compared with its source: no labels" in result.stderr
+    assert read_card(Path("q.safetensors")).precision == "nvfp4"
+    assert "compared" not in invoke("quantize", checkpoint, "--data", shapes, *few, "--compare", 0).stderr

@@ -32,6 +32,7 @@ FIXED = {
     "a part of the size": lambda x: F.avg_pool2d(x, (x.shape[2] // 2, 2)),
     "so many pixels": lambda x: x + torch.arange(64.0).view(1, 1, 8, 8),
 }
+CALLS = {"a window of the size": "avg_pool2d", "a part of the size": "avg_pool2d", "so many pixels": "add"}
 
 
 def partitioned(x: torch.Tensor) -> torch.Tensor:
@@ -46,6 +47,20 @@ FREE = {
     "half and back": lambda x: x + F.interpolate(F.max_pool2d(x, 2), x.shape[2:]),
     "a mean": lambda x: x * x.mean((2, 3), keepdim=True),
 }
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_the_call_that_fixes_a_size_is_named(name: str) -> None:
+    model, x = Around(FIXED[name]).eval(), torch.randn(2, 3, 8, 8)
+    call = rf"for a constant at {CALLS[name]} in 'Around' \(test_specialized.py, line \d+\).*without --dynamic-size"
+    with pytest.raises(InputError, match=call):
+        fd.export_graph(model, x, dynamic_size=True)
+
+
+def test_the_layer_over_an_open_axis_is_named() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 16, 1), nn.Linear(8, 8)).eval()
+    with pytest.raises(InputError, match="for a constant at linear in '1' \\(.*, and it may change"):
+        fd.export_graph(model, torch.randn(2, 3, 8, 8), dynamic_size=True)
 
 
 @pytest.mark.parametrize("function", FIXED.values(), ids=list(FIXED))

@@ -7,6 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from fp4deploy.qat.computed import quantized_class
+from fp4deploy.qat.prepare import recipe_of, restore
+from fp4deploy.qat.recipes import Recipe, find_recipe
+
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear": (lambda: nn.Linear(48, 32), (37, 48)),
     "linear ragged, 3-D": (lambda: nn.Linear(40, 10), (2, 7, 40)),
@@ -34,6 +38,14 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "transposed overlapping, no bias": (lambda: nn.ConvTranspose2d(16, 32, 4, 2, 1, bias=False), (1, 16, 4, 4)),
     "transposed unbatched": (lambda: nn.ConvTranspose2d(32, 16, 2, stride=2), (32, 3, 3)),
 }
+
+
+def quantized(layer: nn.Module, recipe: str | Recipe) -> nn.Sequential:
+    """A network of this layer, quantised also where no file holds the blocks, as of groups that do not fill them."""
+    model = restore(nn.Sequential(layer))
+    layer.__class__ = quantized_class(layer)
+    layer.attach(recipe_of(find_recipe(recipe), "0", layer), None)  # type: ignore[operator]
+    return model  # type: ignore[return-value]
 
 
 def generator(seed: int = 0) -> torch.Generator:

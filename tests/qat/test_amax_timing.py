@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fp4deploy.formats import ZEROS_AMAX, FourOverSix, fake_quantize_nvfp4
 from fp4deploy.plugins import available
 from fp4deploy.qat import RECIPES, QuantizedLayer, QuantSpec, Recipe, calibrate, prepare, quantized_layers, restore
-from tests.qat.layer_cases import generator
+from tests.qat.layer_cases import generator, quantized
 
 DELAYED = replace(RECIPES["nvfp4_qat_delayed"], amax_decay=0.5)
 FOUR_OVER_SIX = replace(DELAYED, name="4/6", activation=QuantSpec(scale="static", four_over_six=FourOverSix()))
@@ -43,8 +43,7 @@ STEPS = [(2.0, 2.0, 2.0), (8.0, 2.0, 8.0), (1.0, 8.0, 4.0), (1.0, 4.0, 2.0), (3.
 
 def prepared(kind: str, recipe: Recipe) -> tuple[nn.Sequential, QuantizedLayer]:
     torch.manual_seed(0)
-    model = nn.Sequential(LAYERS[kind][0]())
-    prepare(model, recipe, include=["0"])
+    model = quantized(LAYERS[kind][0](), recipe)
     return model.train(), model[0]  # type: ignore[return-value]
 
 

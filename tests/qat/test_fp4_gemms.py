@@ -18,7 +18,7 @@ from fp4deploy.qat.fp4_gemms.operands import PackedOperand, pack_operand
 from fp4deploy.qat.fp4_gemms.requirements import require_packed
 from fp4deploy.qat.operators.gemms import ConvGemms, LinearGemms
 from fp4deploy.qat.operators.quantizers import quantize_operand
-from tests.qat.layer_cases import LAYERS, make
+from tests.qat.layer_cases import LAYERS, make, quantized
 from tests.qat.reference_gemms import check, one_step
 
 TRAINING = [name for name, recipe in RECIPES.items() if not recipe.straight_through]
@@ -59,7 +59,7 @@ def gemms_of(layer: Any) -> LinearGemms | ConvGemms:
 def operands(name: str, recipe: Recipe) -> list[tuple[torch.Tensor, QuantSpec, tuple[int, ...], tuple[int, ...]]]:
     """The six operands of a layer with its shapes, as `quantize_operand` takes them."""
     layer, x = make(name)
-    model = prepare(nn.Sequential(layer), recipe, include=["0"]).eval()
+    model = quantized(layer, recipe).eval()
     if layer.input_amax is not None:
         layer.input_amax.fill_(2.0)
     gemms = gemms_of(layer)
@@ -100,7 +100,7 @@ def test_packed_codes_are_the_emulations(recipe: str, name: str) -> None:
 def test_a_step_is_the_emulations(recipe: str, name: str) -> None:
     """Y, dX, dW and db in float64, where nothing but an operand can differ."""
     layer, x = make(name)
-    model = prepare(nn.Sequential(layer.double()), RECIPES_HERE[recipe], include=["0"]).train()
+    model = quantized(layer.double(), RECIPES_HERE[recipe]).train()
     found = []
     for products in ("emulated", "fp4"):
         set_products(model, products)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from fp4deploy.formats import FourOverSix
-from fp4deploy.qat import RECIPES, QuantSpec, Recipe, prepare
-from tests.qat.layer_cases import LAYERS, make
+from fp4deploy.qat import RECIPES, QuantSpec, Recipe
+from tests.qat.layer_cases import LAYERS, make, quantized
 from tests.qat.reference_gemms import Gradients, check, one_step, reference
 
 PLAIN = QuantSpec()
@@ -37,7 +37,7 @@ MORE_RECIPES = {
 
 
 def run(layer: nn.Module, recipe: Recipe, x: torch.Tensor) -> tuple[Gradients, torch.Tensor]:
-    return one_step(prepare(nn.Sequential(layer), recipe, include=["0"]).train(), x)
+    return one_step(quantized(layer, recipe).train(), x)
 
 
 @pytest.mark.usefixtures("one_byte")

@@ -12,7 +12,7 @@ from torch import nn
 from fp4deploy.formats import quantize_nvfp4, random_hadamard
 from fp4deploy.qat import RECIPES, QuantSpec, Recipe, prepare, set_products
 from fp4deploy.qat.operators.ste import fake_quantize
-from tests.qat.layer_cases import LAYERS, generator, make
+from tests.qat.layer_cases import LAYERS, generator, make, quantized
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
 
@@ -21,7 +21,7 @@ STATIC = [name for name, recipe in RECIPES.items() if recipe.activation and reci
 
 
 def prepared(layer: nn.Module, recipe: str | Recipe) -> nn.Module:
-    return prepare(nn.Sequential(layer), recipe, include=["0"])
+    return quantized(layer, recipe)
 
 
 def gradients(

@@ -28,7 +28,7 @@ from fp4deploy.qat import (
     restore,
 )
 from fp4deploy.qat.layers import QUANTIZED
-from tests.qat.layer_cases import LAYERS, generator, make
+from tests.qat.layer_cases import LAYERS, generator, make, quantized
 
 OFF = Recipe("off")
 
@@ -237,6 +237,35 @@ def test_layers_that_cannot_be_quantised_say_why() -> None:
             prepare(model, include=[name])
     prepare(model, include=["*"])
     assert list(quantized_layers(model)) == ["weight_norm", "fine"]
+
+
+GROUPS: dict[str, tuple[nn.Module, str, str | None]] = {
+    "of 12": (nn.Conv2d(48, 32, 3, groups=4), "nvfp4_qat", "4 groups of 12 input channels"),
+    "of 12, transposed": (nn.ConvTranspose2d(48, 32, 3, groups=4), "nvfp4_qat", "4 groups of 12 input channels"),
+    "of 20 in one axis": (nn.Conv1d(40, 32, 3, groups=2), "nvfp4_qat_delayed", "2 groups of 20 input channels"),
+    "depthwise": (nn.Conv2d(32, 32, 3, groups=32), "nvfp4_4o6_weight_qat", "32 groups of 1 input channels"),
+    "of 5 outputs in 16 x 16": (nn.Conv2d(64, 10, 3, groups=2), "nvfp4_qat_2d", "2 groups of 5 output channels"),
+    "of 5 outputs": (nn.Conv2d(64, 10, 3, groups=2), "nvfp4_qat", None),
+    "of 16 outputs in 16 x 16": (nn.Conv2d(64, 32, 3, groups=2), "nvfp4_qat_2d", None),
+    "of 5 outputs, transposed": (nn.ConvTranspose2d(64, 10, 3, groups=2), "nvfp4_qat_2d", None),
+    "in FP8": (nn.Conv2d(48, 32, 3, groups=4), "fp8_qat", None),
+    "trained without a file": (nn.Conv2d(48, 32, 3, groups=4), "nvfp4_train", None),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_groups_whose_blocks_no_file_holds_stay_even_where_they_are_included(name: str) -> None:
+    layer, recipe, reason = GROUPS[name]
+    model = nn.ModuleList([copy.deepcopy(layer), nn.Linear(32, 32)])
+    plan = layer_plan(model, recipe, include=["*"])[0]
+    assert (plan.precision == "FP16") == (reason is not None)
+    if reason is None:
+        return
+    assert plan.reason.startswith(f"{reason}: a block of")
+    with pytest.raises(InputError, match=f"'0' includes nothing that can be quantised. 0: {reason}"):
+        prepare(model, recipe, include=["0"])
+    with pytest.raises(InputError, match=f"0: {reason}.*exclude=\\['0'\\]"):
+        layer_constants("0", quantized(copy.deepcopy(layer), recipe)[0])
 
 
 def test_a_layer_of_few_channels_stays_wherever_it_stands() -> None:

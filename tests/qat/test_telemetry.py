@@ -27,7 +27,7 @@ from fp4deploy.qat.telemetry.collect import (
     window,
 )
 from fp4deploy.qat.telemetry.statistics import SHARES, raw_row
-from tests.qat.layer_cases import LAYERS
+from tests.qat.layer_cases import LAYERS, quantized
 
 
 def on_gpu() -> bool:
@@ -177,8 +177,7 @@ def test_random_numbers_are_left_alone() -> None:
 def test_layers_of_every_kind_are_seen(case: str, recipe: str | Recipe) -> None:
     make, shape = LAYERS[case]
     torch.manual_seed(0)
-    model = nn.Sequential(make())
-    prepare(model, recipe, include=["0"])
+    model = quantized(make(), recipe)
     x = torch.randn(shape)
     watcher = Watcher(model)
     with watcher.watching(x):

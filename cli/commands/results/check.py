@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from fp4deploy.errors import InputError
+from fp4deploy.errors import Fp4DeployError, InputError, counted, named_cause
+from fp4deploy.export.ledger.shares import shares_of
 
 from ... import completion
 from ...console import print_json, results
-from ...settings import NamedModelOption, expect
+from ...settings import NamedModelOption, expect, parse_size
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,7 +24,26 @@ if TYPE_CHECKING:
     from fp4deploy.export.lowering.forecast import Forecast
     from fp4deploy.qat import LayerPlan
 
-RULES = {"tensorrt-rtx": "TensorRT-RTX", "tensorrt": "TensorRT"}
+PRECISIONS = ("FP4", "FP8", "FP16")
+TITLES = {"tensorrt-rtx": "TensorRT-RTX", "tensorrt": "TensorRT"}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is checked: its plan, what each layer becomes under a `--conv` mode of a library, its multiply-accumulates.
+
+    macs: of each layer for one image; None where they are not known, and `unknown` says why.
+    """
+
+    plans: list[LayerPlan]
+    forecasts: Callable[[str, str], list[Forecast]]
+    macs: dict[str, int] | None
+    unknown: str = ""
+
+    def shares(self, precisions: Iterable[str]) -> dict[str, float]:
+        """Of the multiply-accumulates, for the precision of each layer in the plan's order."""
+        pairs = zip(self.plans, precisions, strict=True)
+        return shares_of((precision, (self.macs or {}).get(plan.name, 0)) for plan, precision in pairs)
 
 
 def check(
@@ -49,58 +72,85 @@ def check(
         Literal["auto", "qdq", "gemm", "fp8", "plugin"],
         typer.Option("--conv", help="As of build."),
     ] = "auto",
+    size: Annotated[
+        str | None,
+        typer.Option("--size", help="HxW that shares are counted for.", show_default="the checkpoint's, or 256x256"),
+    ] = None,
     factory: NamedModelOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of the table.")] = False,
 ) -> None:
     """Show for each layer whether it is quantised, what an engine multiplies it in, and why."""
     expect(factory)
-    from fp4deploy.export.lowering.lower import check_conv_mode
+    from fp4deploy.export.lowering.lower import CONV_MODES, check_conv_mode
 
     check_conv_mode(conv, target)
-    plans = _plans(model, recipe, classes, digits, sets, conv, target)
+    subject = _subject(model, recipe, classes, digits, sets, parse_size(size))
+    engine = subject.forecasts(conv, target)
+    forms = {
+        each: subject.shares(found.compute for found in subject.forecasts(each, _library(each, target)))
+        for each in CONV_MODES
+    }
     if as_json:
         layers = [
-            {**dataclasses.asdict(plan), "engine": engine.compute, "engine_reason": engine.reason}
-            for plan, engine in plans
+            {**dataclasses.asdict(plan), "engine": found.compute, "engine_reason": found.reason}
+            | ({"macs": subject.macs.get(plan.name, 0)} if subject.macs else {})
+            for plan, found in zip(subject.plans, engine, strict=True)
         ]
-        print_json({"model": model, "target": target, "conv": conv, "layers": layers})
+        shares = {"requested": subject.shares(plan.precision for plan in subject.plans), "conv": forms}
+        unknown = {"shares_unknown": subject.unknown} if subject.unknown else {}
+        print_json({"model": model, "target": target, "conv": conv, "layers": layers, "shares": shares, **unknown})
         return
-    _print_table(model, plans, f"{RULES[target]} with --conv {conv}")
+    _print_table(subject, engine)
+    _print_forms(model, subject, engine, forms, target, conv)
 
 
-Planned = list[tuple["LayerPlan", "Forecast"]]
+def _library(conv: str, target: str) -> str:
+    return "tensorrt" if conv == "plugin" else target
 
 
-def _plans(
-    model: str, recipe: str, classes: int, digits: bool, sets: list[str] | None, conv: str, target: str
-) -> Planned:
+def _subject(
+    model: str, recipe: str, classes: int, digits: bool, sets: list[str] | None, size: tuple[int, int] | None
+) -> Subject:
     path = Path(model)
     if not path.is_file() and path.suffix not in (".onnx", ".safetensors"):
-        return _spec_plans(model, recipe, classes, digits, sets, conv)
+        return _of_spec(model, recipe, classes, digits, sets, size)
     if not path.is_file():
         raise InputError(
             f"There is no file {model}. check reads a model such as unet:0.25, a checkpoint or an .onnx file."
         )
     if path.suffix == ".onnx":
-        return _onnx_plans(path, conv, target)
+        return _of_onnx(path)
     if path.suffix == ".safetensors":
-        return _checkpoint_plans(path, recipe, conv)
+        return _of_checkpoint(path, recipe, size)
     raise InputError(f"check does not read {path.suffix or 'such'} files. Valid: unet, unet:0.25, .safetensors, .onnx.")
 
 
-def _forecasts(network: nn.Module, plans: list[LayerPlan], conv: str) -> Planned:
-    from fp4deploy.export.lowering.forecast import Forecast, forecast, forecast_fp8
+def _of_network(network: nn.Module, plans: list[LayerPlan], size: tuple[int, int], channels: int = 3) -> Subject:
+    import torch
 
-    def of(plan: LayerPlan) -> Forecast:
+    from fp4deploy.export.lowering.forecast import Forecast, forecast, forecast_fp8
+    from fp4deploy.graph.costs import MULTIPLYING, macs_of_calls
+
+    def of(plan: LayerPlan, conv: str) -> Forecast:
         if plan.precision == "FP16":
             return Forecast("FP16", "FP16", plan.reason)
         layer = network.get_submodule(plan.name)
         return forecast(layer, conv) if plan.precision == "FP4" else forecast_fp8(layer)
 
-    return [(plan, of(plan)) for plan in plans]
+    named = {plan.name: network.get_submodule(plan.name) for plan in plans}
+    multiplying = {name: layer for name, layer in named.items() if isinstance(layer, MULTIPLYING)}
+    macs, unknown = None, ""
+    try:
+        macs = macs_of_calls(network.eval(), multiplying, torch.zeros(1, channels, *size))
+    except Exception as error:  # the network's own code, on a size that nobody gave
+        cause = str(error) if isinstance(error, Fp4DeployError) else named_cause(error)
+        unknown = f"the network fails on images of {size[0]}x{size[1]} (--size names another): {cause}"
+    return Subject(plans, lambda conv, _: [of(plan, conv) for plan in plans], macs, unknown)
 
 
-def _spec_plans(model: str, recipe: str, classes: int, digits: bool, sets: list[str] | None, conv: str) -> Planned:
+def _of_spec(
+    model: str, recipe: str, classes: int, digits: bool, sets: list[str] | None, size: tuple[int, int] | None
+) -> Subject:
     from fp4deploy.models.build import build_model
     from fp4deploy.models.spec import parse_spec
     from fp4deploy.qat import layer_plan
@@ -108,10 +158,10 @@ def _spec_plans(model: str, recipe: str, classes: int, digits: bool, sets: list[
 
     chosen = load_config(None, sets or []).model
     network = build_model(parse_spec(model, chosen.args, chosen.output), classes, digits=digits)
-    return _forecasts(network, layer_plan(network, recipe), conv)
+    return _of_network(network, layer_plan(network, recipe), size or (256, 256))
 
 
-def _checkpoint_plans(path: Path, recipe: str, conv: str) -> Planned:
+def _of_checkpoint(path: Path, recipe: str, size: tuple[int, int] | None) -> Subject:
     from fp4deploy.models import load_weights, read_card
     from fp4deploy.models.checkpoint import network_of
     from fp4deploy.qat import layer_plan, prepare_as
@@ -121,48 +171,70 @@ def _checkpoint_plans(path: Path, recipe: str, conv: str) -> Planned:
     if card.precision == "nvfp4":
         prepare_as(model, card)
     load_weights(model, path)
-    return _forecasts(model, layer_plan(model, card.recipe or recipe), conv)
+    return _of_network(model, layer_plan(model, card.recipe or recipe), size or (card.height, card.width))
 
 
-def _onnx_plans(path: Path, conv: str, target: str) -> Planned:
+def _of_onnx(path: Path) -> Subject:
     from fp4deploy.export import read_onnx
     from fp4deploy.export.lowering.forecast import Forecast
     from fp4deploy.export.lowering.lower import lower
     from fp4deploy.export.onnx.layers import planned_layers
     from fp4deploy.qat import LayerPlan
 
-    graph = read_onnx(path)
-    layers = planned_layers(graph)
+    layers = planned_layers(read_onnx(path))
     if not layers:
         raise InputError(f"{path} has no layer plan in its metadata. Write it with: fp4deploy export")
-    lowered = {layer.name: layer for layer in lower(graph, conv, target).layers}
-    return [
-        (
-            LayerPlan(name, layer.get("kind", ""), layer.get("precision", ""), layer.get("reason", "")),
-            Forecast(lowered[name].compute, lowered[name].weights, lowered[name].reason),
-        )
+
+    def forecasts(conv: str, target: str) -> list[Forecast]:
+        lowered = {layer.name: layer for layer in lower(read_onnx(path), conv, target).layers}
+        return [Forecast(lowered[name].compute, lowered[name].weights, lowered[name].reason) for name in layers]
+
+    plans = [
+        LayerPlan(name, layer.get("kind", ""), layer.get("precision", ""), layer.get("reason", ""))
         for name, layer in layers.items()
     ]
+    macs = {layer.name: layer.macs for layer in lower(read_onnx(path), "qdq", "tensorrt").layers}
+    return Subject(plans, forecasts, macs)
 
 
-def _print_table(model: str, plans: Planned, engine: str) -> None:
+def _print_table(subject: Subject, engine: list[Forecast]) -> None:
     from rich.table import Table
 
     table = Table("layer", "kind", "precision", "engine", "reason", box=None, pad_edge=False)
-    for plan, found in plans:
+    for plan, found in zip(subject.plans, engine, strict=True):
         style = "green" if found.compute == "FP4" else "yellow" if plan.precision == "FP4" else None
         reason = plan.reason if found.compute == plan.precision else f"{plan.reason}; {found.reason}"
         table.add_row(plan.name, plan.kind, plan.precision, found.compute, reason, style=style)
+    results().print(table)
+
+
+def _print_forms(
+    model: str, subject: Subject, engine: list[Forecast], forms: dict[str, dict[str, float]], target: str, conv: str
+) -> None:
+    """What was asked for, what an engine gives, and what it would give in every other form."""
+    from rich.table import Table
+
     console = results()
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, soft_wrap=True)
+
+    asked = Counter(plan.precision for plan in subject.plans if plan.precision != "FP16")
+    quantised = ", ".join(f"{number} quantised to {name}" for name, number in asked.items()) or "none quantised"
+    say(f"\n{model}: {counted(len(subject.plans), 'layer')}, {quantised}.")
+    pairs = zip(subject.plans, engine, strict=True)
+    got = Counter(found.compute for plan, found in pairs if plan.precision in asked)
+    if got:
+        made = " and ".join(f"{number} in {name}" for name, number in sorted(got.items()))
+        say(f"Of these, {TITLES[target]} with --conv {conv} multiplies {made}.")
+    if subject.macs is None:
+        say(f"Shares of the multiply-accumulates are not known: {subject.unknown}")
+        return
+    say("Shares of the multiply-accumulates, as the plan is (build says what the compiler made of it):\n")
+    table = Table("form", "library", *PRECISIONS, box=None, pad_edge=False)
+    rows = {"requested": ("", subject.shares(plan.precision for plan in subject.plans))}
+    rows |= {f"--conv {each}": (TITLES[_library(each, target)], shares) for each, shares in forms.items()}
+    for name, (library, shares) in rows.items():
+        cells = (f"{100 * shares[each]:.1f} %" if each in shares else "-" for each in PRECISIONS)
+        table.add_row(name, library, *cells, style="bold" if name == f"--conv {conv}" else None)
     console.print(table)
-    quantised = [found for plan, found in plans if plan.precision == "FP4"]
-    other = "FP8" if any(found.compute == "FP8" for found in quantised) else "FP16 with FP4 weights"
-    multiplied = sum(found.compute == "FP4" for found in quantised)
-    eight = sum(plan.precision == "FP8" for plan, _ in plans)
-    in_fp8 = f" {eight} more {'is' if eight == 1 else 'are'} quantised to FP8." if eight else ""
-    console.print(
-        f"\n{model}: {len(quantised)} of {len(plans)} layers quantised to FP4. {engine} multiplies {multiplied} "
-        f"of them in FP4 and {len(quantised) - multiplied} in {other}.{in_fp8}",
-        markup=False,
-        soft_wrap=True,
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -17,7 +18,7 @@ from ...numbers import finite
 from ...settings import parse_size
 
 if TYPE_CHECKING:
-    from fp4deploy.export.engine.build import BuildResult
+    from fp4deploy.export.engine.build import BuildResult, PreparedEngine
     from fp4deploy.export.engine.profile import Sizes
 
 
@@ -43,14 +44,18 @@ def build(
         ),
     ] = None,
     conv: Annotated[
-        Literal["auto", "qdq", "gemm", "fp8", "plugin"],
-        typer.Option("--conv", help="Form of FP4 convolutions; auto picks per layer, plugin needs tensorrt."),
+        Literal["auto", "qdq", "gemm", "fp8", "plugin", "smallest"],
+        typer.Option(
+            "--conv",
+            help="Form of FP4 convolutions; auto picks per layer, smallest is the form of the smallest plan, plugin "
+            "needs tensorrt.",
+        ),
     ] = "auto",
     batch: Annotated[int, typer.Option("--max-batch", min=1, help="Largest batch the engine takes.")] = 8,
     opt_batch: Annotated[int, typer.Option("--opt-batch", min=1, help="Batch that the engine is fastest at.")] = 1,
     min_batch: Annotated[int, typer.Option("--min-batch", min=1, help="Smallest batch the engine takes.")] = 1,
     strict: Annotated[
-        bool, typer.Option("--strict", help="Fail (exit 1) where a layer does not have its planned precision.")
+        bool, typer.Option("--strict", help="Fail (exit 1) where a layer does not have the precision that it requests.")
     ] = False,
     require_fp4: Annotated[
         float | None,
@@ -113,6 +118,7 @@ def build(
     """Build an engine of each model, and a ledger that says which layer runs in which precision."""
     from fp4deploy.bench.locate import or_of_latest_run
     from fp4deploy.export.engine.build import prepare_engine
+    from fp4deploy.export.engine.forms import smaller_in_fp16, smallest
     from fp4deploy.export.lowering.interface import Interface
     from fp4deploy.system.files import require_writable
     from fp4deploy.system.progress import progress
@@ -126,13 +132,16 @@ def build(
     require_writable(*(target_of(path, out) for path in found), log)
     options = tuple(name for name, chosen in flags.items() if chosen)
     with progress("lowering"):  # all of them, so that what cannot be built is refused before anything is written
-        engines = [
-            prepare_engine(path, backend, arch, conv, (min_batch, opt_batch, batch), pixels, sizes, interface, options)
-            for path in found
-        ]
+        batches = (min_batch, opt_batch, batch)
+
+        def prepare(path: Path, form: str) -> PreparedEngine:
+            return prepare_engine(path, backend, arch, form, batches, pixels, sizes, interface, options)
+
+        engines = [prepare(path, "auto" if conv == "smallest" else conv) for path in found]
     for path, engine in zip(found, engines, strict=True):
         note(f"Building {shown(path)} ...")
         with progress("compiling") as bar:
+            engine = smallest(partial(prepare, path), bar.phase) if conv == "smallest" else engine
             result = engine.build(target_of(path, out), strict, log, require_fp4, bar.phase)
         done(
             describe(result),
@@ -143,6 +152,8 @@ def build(
             build_seconds=round(result.seconds, 3),
             totals=dataclasses.asdict(result.ledger.totals()),
         )
+        if larger := smaller_in_fp16(result.plan, result.ledger, conv == "smallest"):
+            note(larger)
     last = typed(result.plan)
     note(f"Measure it with: fp4deploy bench --engine {last}; show its ledger with: fp4deploy inspect {last}")
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +13,9 @@ from fp4deploy.runs import latest_run
 
 from ...console import done, note, shown, typed
 from ...settings import NamedModelOption, RestOption, expect, parse_size
+
+if TYPE_CHECKING:
+    from fp4deploy.bench.gate.change import Change
 
 MOST_IMAGES = 256
 
@@ -62,6 +66,15 @@ def quantize(
         bool, typer.Option("--digits", help="Let the first layer read a multi-term FP4 encoding of the image (unet).")
     ] = False,
     rest: RestOption = None,
+    compare: Annotated[
+        int,
+        typer.Option(
+            "--compare",
+            min=0,
+            max=MOST_IMAGES,
+            help="Validation images on which the result is compared with the checkpoint; 0: it is not.",
+        ),
+    ] = 32,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of everything drawn.")] = 0,
     out: Annotated[
         Path | None,
@@ -136,18 +149,35 @@ def quantize(
             **settings,
         )
     provenance.record("quantize", target, [source, where])
+    change = _change(source, target, where, compare) if compare else None
     done(
         f"{shown(target)} ({method}, correction {correction}, {result.images} images, {result.seconds:.1f} s)",
+        **({"change": dataclasses.asdict(change)} if change else {}),
         checkpoint=str(target),
         method=method,
         correction=correction,
         images=result.images,
         seconds=round(result.seconds, 3),
     )
+    if change is not None:
+        note(f"{shown(target)}: {change.sentence(shown(source))}")
     note(
-        f"Compare it with: fp4deploy bench --engine {typed(target)} --baseline {typed(source)}; export it with: "
-        f"fp4deploy export {typed(target)}"
+        f"Measure it on all images with: fp4deploy bench --engine {typed(target)} --baseline {typed(source)}; "
+        f"export it with: fp4deploy export {typed(target)}"
     )
+
+
+def _change(source: Path, target: Path, data: Path, images: int) -> Change | None:
+    """What quantising changed; None, and a note, where the data cannot say it: the result is written by then."""
+    from fp4deploy.bench.gate.change import measure_change
+    from fp4deploy.system.progress import progress
+
+    try:
+        with progress("comparing with the source") as bar:
+            return measure_change(source, target, data, images, bar.advance)
+    except InputError as error:
+        note(f"{shown(target)} was not compared with its source: {error}")
+        return None
 
 
 def _of_onnx(

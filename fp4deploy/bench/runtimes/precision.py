@@ -1,14 +1,14 @@
-"""The precision of an artefact in one or two words: what its layers are quantised to."""
+"""The precision of an artefact in a few words: what its layers are quantised to, and of an engine what multiplies."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 
 import onnx
 
 from fp4deploy.bench.runtimes.onnx_file import weights
 from fp4deploy.export.ledger.ledger import Ledger
+from fp4deploy.export.ledger.shares import in_words
 from fp4deploy.export.onnx.layers import layers_of, planned_layers
 from fp4deploy.models.card import ModelCard
 from fp4deploy.rest import Rest
@@ -48,7 +48,5 @@ def of_onnx(model: onnx.ModelProto, card: ModelCard | None) -> str:
 
 
 def of_engine(ledger: Ledger | None, card: str) -> str:
-    """Of an engine, by its ledger; without that by the precision of its card."""
-    layers = [layer.requested for layer in ledger.layers] if ledger is not None else []
-    most = Counter(layers).most_common(1)
-    return of_layers(layers) or (most[0][0] if most else OF_CARDS.get(card, card))
+    """Of an engine, the shares of the multiply-accumulates by its ledger; without that the precision of its card."""
+    return in_words(ledger.shares()) if ledger is not None and ledger.shares() else OF_CARDS.get(card, card)

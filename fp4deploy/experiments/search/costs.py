@@ -25,6 +25,7 @@ from fp4deploy.bench.records import Record
 from fp4deploy.errors import InputError
 from fp4deploy.export.lowering.forecast import forecast
 from fp4deploy.formats import NVFP4_BLOCK
+from fp4deploy.graph.costs import macs_of_call
 from fp4deploy.peaks import Gpu
 from fp4deploy.system.schema import Count, Float, Name, read_json, validated
 
@@ -129,7 +130,7 @@ def layer_costs(
 
     def watch(name: str) -> Any:
         def hook(layer: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-            seen[name] = (inputs[0].numel(), output.numel(), _macs(layer, inputs[0], output))
+            seen[name] = (inputs[0].numel(), output.numel(), macs_of_call(layer, inputs[0], output))
 
         return hook
 
@@ -140,15 +141,6 @@ def layer_costs(
         for handle in handles:
             handle.remove()
     return {name: _cost(names[name], *counts, gpu, conv) for name, counts in seen.items()}
-
-
-def _macs(layer: Any, x: torch.Tensor, y: torch.Tensor) -> int:
-    weight = layer.weight
-    if isinstance(layer, nn.Linear):
-        return y.numel() * weight.shape[1]
-    if isinstance(layer, nn.ConvTranspose2d):
-        return x.numel() * weight[0].numel()
-    return y.numel() * weight[0].numel()
 
 
 def _cost(layer: Any, read: int, written: int, macs: int, gpu: Gpu, conv: str) -> LayerCost:

@@ -80,7 +80,7 @@ def build_engine(
         backend: "tensorrt-rtx" (any machine) or "tensorrt" (the GPU present).
         arch: such as "sm120"; by default sm120 for TensorRT-RTX and the GPU present for TensorRT.
         conv: form of FP4 convolutions, see `lowering`.
-        strict: fail where a layer does not have its planned precision; then nothing is written.
+        strict: fail where a layer does not have the precision that it requests; then nothing is written.
         batch: smallest, most frequent and largest batch.
         log: keep the compiler's verbose log here, also of a failed build.
         size: height and width of the images, for a file that leaves them open.
@@ -95,7 +95,7 @@ def build_engine(
     Raises:
         InputError: a wrong value, a file that is no canonical ONNX, a graph that the compiler refuses.
         UnavailableError: the library or the GPU is missing.
-        GateError: `strict`, and a layer fell back; or less than `require_fp4` is in FP4.
+        GateError: `strict`, and a layer is not as requested; or less than `require_fp4` is in FP4.
 
     >>> engine = build_engine(folder / "unet.onnx", folder / "unet.plan", arch="sm120")
     >>> engine.ledger_path.name
@@ -133,12 +133,20 @@ class PreparedEngine:
             ledger = _ledger(self.source, out, self.lowered, job, answer, self.conv, self.interface)
             ledger = replace(ledger, about=self.about)
             if strict:
-                ledger.require_no_fallback()
+                ledger.require_requested()
             if require_fp4 is not None:
                 ledger.require_fp4_share(require_fp4)
             _write(job, out, ledger)
         provenance.record("build", out, [self.source])
         return BuildResult(out, ledger_path(out), ledger, answer.seconds, ledger.plan_bytes)
+
+    def plan_bytes(self, progress: Progress | None = None) -> int:
+        """The size of its plan, which is compiled for it and not kept; errors as of `build_engine`."""
+        BACKENDS[self.job.backend].require_installed()
+        with owned_folder() as folder:
+            job = replace(self.job, folder=str(folder))
+            _compile(self.lowered, job, None, progress)
+            return job.plan.stat().st_size
 
 
 def prepare_engine(

@@ -1,4 +1,4 @@
-"""Engines of every form that a model can have on one GPU, to be timed side by side (`bench --forms`).
+"""Engines of every form that a model can have on one GPU: timed side by side (`bench --forms`), or the smallest.
 
 Which form of an FP4 convolution is fastest depends on the GPU and on the network, and no cost model was checked against
 one. So the forms are built and measured: NAME-auto.plan of every model, and of one that requests FP4 also
@@ -12,7 +12,9 @@ from pathlib import Path
 
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.export.engine.backends import BACKENDS
-from fp4deploy.export.engine.build import BuildResult, build_engine
+from fp4deploy.export.engine.build import BuildResult, PreparedEngine, build_engine
+from fp4deploy.export.engine.compile import Progress
+from fp4deploy.export.ledger.ledger import Ledger, load_ledger
 from fp4deploy.export.onnx.layers import inspect_onnx
 from fp4deploy.requirements import LIBRARIES, reasons
 
@@ -47,6 +49,70 @@ def expected(models: Sequence[Path]) -> list[str]:
         forms = (FIRST, *OTHERS) if quantised else (FIRST,)
         names += [f"{model.stem}-{form}.plan" for form in forms]
     return names
+
+
+def smallest(prepare: Callable[[str], PreparedEngine], progress: Progress | None = None) -> PreparedEngine:
+    """The engine, of all forms of a network, whose plan has the fewest bytes; every form is compiled to know that.
+
+    Args:
+        prepare: gives the engine of a form.
+
+    Raises:
+        InputError: no form builds; the first one's reason.
+    """
+    first = prepare(FIRST)
+    if not first.lowered.fp4:
+        return first
+    sizes: list[tuple[int, PreparedEngine]] = []
+    refused: list[InputError] = []
+    for form in (FIRST, *OTHERS):
+        try:
+            engine = prepare(form)
+            sizes.append((engine.plan_bytes(progress), engine))
+        except InputError as error:
+            refused.append(error)
+    if not sizes:
+        raise refused[0]
+    return min(sizes, key=lambda pair: pair[0])[1]
+
+
+def smaller_in_fp16(plan: Path, ledger: Ledger, is_smallest: bool = False) -> str:
+    """Why a quantised plan is larger than the FP16 plan of the same network in its folder; "" where none is smaller.
+
+    is_smallest: no other form of the network has a smaller plan.
+    """
+    if ledger.precision == "fp16" or ledger.card is None:
+        return ""
+    offer = "No form is smaller." if is_smallest else "The form of the smallest plan: --conv smallest."
+    alike = [ledger.backend, ledger.arch, ledger.batch, ledger.sizes, _network(ledger)]
+    for path in sorted(plan.parent.glob("*.ledger.json")):
+        try:
+            other = load_ledger(path)
+        except InputError:
+            continue
+        same = [other.backend, other.arch, other.batch, other.sizes, _network(other)] == alike
+        if other.precision == "fp16" and same and other.plan_bytes < ledger.plan_bytes:
+            return (
+                f"{plan.name} is larger than the FP16 plan {other.plan}, {_megabytes(ledger.plan_bytes)} against "
+                f"{_megabytes(other.plan_bytes)}: of it {_parts(ledger)}; of FP16's {_parts(other)}. "
+                f"{offer}"
+            )
+    return ""
+
+
+def _network(ledger: Ledger) -> list[object]:
+    card = ledger.card or {}
+    return [card.get(key) for key in ("architecture", "scale", "height", "width", "class_names", "digits")]
+
+
+def _parts(ledger: Ledger) -> str:
+    constants = ledger.totals().constant_bytes
+    code = max(ledger.plan_bytes - constants, 0)
+    return f"{_megabytes(constants)} are constants and {_megabytes(code)} {len(ledger.engine)} compiled kernels"
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.2f} MB"
 
 
 def build_forms(

@@ -22,9 +22,11 @@ A plugin is a kernel of this project. The engine stores its compiled code and se
 has its planned precision where the engine lists a plugin for it that reads INT8: FP4, or FP16 on GPUs before Blackwell,
 where the kernel decodes.
 
-A layer **fell back** when it requested FP4, FP8 or INT8 and its actual precision or its weight storage is not the
-planned one, or when no kernel was found for it: without evidence nothing is claimed. The plan was built and inspected,
-not run; the ledger speaks of the kernels that were chosen, not of time or accuracy.
+A layer is **not as requested** when it requested FP4, FP8 or INT8 and is multiplied in another precision, by plan or
+not: a 3x3 convolution that the default `--conv auto` makes FP8, too. `--strict` fails on it. It **fell back** when its
+actual precision or its weight storage is not even the planned one, or when no kernel was found for it: without evidence
+nothing is claimed. The plan was built and inspected, not run; the ledger speaks of the kernels that were chosen, not of
+time or accuracy.
 """
 
 from __future__ import annotations
@@ -40,12 +42,14 @@ from typing import Any
 
 from fp4deploy.errors import GateError, InputError
 from fp4deploy.export.ledger.build_log import EngineLayer
+from fp4deploy.export.ledger.shares import in_words, shares_of
 from fp4deploy.models.card import ModelCard
 from fp4deploy.system.schema import Bool, Count, Float, parse_json, read_text, validated
 
 FORMAT = 1
 STATEMENT = "built and inspected, not run"
 UNKNOWN = "unknown"
+QUANTISED = ("FP4", "FP8", "INT8")
 BITS = {"FP4": 4, "FP8": 8, "INT8": 8, "FP16": 16, "BF16": 16, "FP32": 32, "Int32": 32, "Int64": 64}
 Extent = tuple[Count, Count]
 _JSON_KEYS = {"requested": "wanted", "actual": "realised"}  # attribute -> key in ledger files, which are a contract
@@ -104,9 +108,14 @@ class LedgerRow:
 class Totals:
     """Counts over the rows.
 
-    `fp4_mac_share` is the part of all multiply-accumulates that FP4 tensor cores do; `constant_bytes` what weights and
-    other constants take in the plan (the rest of it is compiled code, about 60 kB a kernel).
+    `fp4_mac_share` is the part of all multiply-accumulates that FP4 tensor cores do, `requested` and `actual` those of
+    each precision; `constant_bytes` what weights and other constants take in the plan (the rest of it is compiled code,
+    about 60 kB a kernel).
     """
+
+    requested: dict[str, float]
+    actual: dict[str, float]
+    not_as_requested: int
 
     fp4_gemms: int
     fp16_with_fp4_weights: int
@@ -164,22 +173,38 @@ class Ledger:
         """Layers that requested FP4, FP8 or INT8 and do not have the planned precision or weight storage."""
         return tuple(row for row in self.layers if row.fell_back)
 
-    def require_no_fallback(self) -> None:
-        """The gate of `--strict`.
+    def not_as_requested(self) -> tuple[LedgerRow, ...]:
+        """Layers that requested FP4, FP8 or INT8 and are multiplied in another precision."""
+        return tuple(row for row in self.layers if row.requested in QUANTISED and row.actual != row.requested)
+
+    def require_planned(self) -> None:
+        """Of an engine whose plan is what is wanted.
 
         Raises:
             GateError: a layer fell back; the message lists all of them.
         """
-        failed = self.fallbacks()
+        self._refuse(self.fallbacks(), "fell back", "planned")
+
+    def require_requested(self) -> None:
+        """The gate of `--strict`.
+
+        Raises:
+            GateError: a layer is not as requested, or fell back; the message lists all of them.
+        """
+        failed = tuple(dict.fromkeys((*self.not_as_requested(), *self.fallbacks())))
+        other = "" if self.conv == "gemm" else ", or choose another form with: --conv gemm"
+        advice = f" No engine was written. Build without --strict to keep the engine and its ledger{other}"
+        self._refuse(failed, "are not as requested", "requested", advice)
+
+    def _refuse(self, failed: tuple[LedgerRow, ...], what: str, expected: str, advice: str = "") -> None:
         if not failed:
             return
         listed = "; ".join(
-            f"{row.layer} (planned {row.planned}, actual {row.actual}, weights {row.weights})" for row in failed
+            f"{row.layer} ({expected} {getattr(row, expected)}, actual {row.actual}, weights {row.weights}: "
+            f"{row.reason})"
+            for row in failed
         )
-        raise GateError(
-            f"{len(failed)} of {len(self.layers)} layers fell back: {listed}. No engine was written. "
-            "Build without --strict to keep the engine and its ledger."
-        )
+        raise GateError(f"{len(failed)} of {len(self.layers)} layers {what}: {listed}.{advice}")
 
     def require_fp4_share(self, share: float) -> None:
         """The gate of `--require-fp4`: a plan that keeps convolutions in FP16 has no fallback, and may be too little.
@@ -205,6 +230,9 @@ class Ledger:
         macs = sum(row.macs for row in self.layers)
         fp4 = sum(row.macs for row in self.layers if row.actual == "FP4")
         return Totals(
+            requested=self.shares("requested"),
+            actual=self.shares("actual"),
+            not_as_requested=len(self.not_as_requested()),
             fp4_gemms=sum(layer.type == "gemm" and layer.precision == "FP4" for layer in self.engine),
             fp16_with_fp4_weights=sum(row.actual == "FP16" and row.weights == "FP4" for row in self.layers),
             fp16=sum(row.actual == "FP16" and row.weights == "FP16" for row in self.layers),
@@ -221,38 +249,21 @@ class Ledger:
         attributes = {key: attribute for attribute, key in _JSON_KEYS.items()}
         return [{key: str(getattr(row, attributes.get(key, key))) for key in COLUMNS} for row in self.layers]
 
+    def shares(self, which: str = "actual") -> dict[str, float]:
+        """Precision -> share of the multiply-accumulates; which: "requested", "planned" or "actual"."""
+        return shares_of((getattr(row, which), row.macs) for row in self.layers)
+
     def summary(self) -> str:
-        """One sentence that counts every layer: the counts of `totals`, then layers of other precisions by kind."""
-        total = self.totals()
-        plugins = f"{_count(total.plugins, 'plugin')} and " if total.plugins else ""
-        gemms = plugins + _count(total.fp4_gemms, "FP4 GEMM")
+        """One sentence: shares of the multiply-accumulates, layers that are not as requested, fallbacks."""
+        requested, actual = in_words(self.shares("requested")), in_words(self.shares())
+        asked = f", requested: {requested}" if actual != requested else ""
+        missed = Counter(row.requested for row in self.not_as_requested())
+        texts = [f"{_count(number, 'layer')} requested {name} and got another" for name, number in missed.items()]
+        texts.append(_count(len(self.fallbacks()), "fallback"))
         return (
-            f"{gemms} ({100 * total.fp4_mac_share:.1f} % of the multiply-accumulates), "
-            f"{_count(total.fp16_with_fp4_weights, 'FP16 layer')} with FP4 weights, "
-            f"{_count(total.fp16, 'FP16 layer')}, {self._others()}"
-            f"{_count(total.fell_back, 'fallback')} among {_count(len(self.layers), 'layer')}; {self.statement}."
+            f"multiply-accumulates in {actual or UNKNOWN}{asked}; "
+            f"{', '.join(texts)} among {_count(len(self.layers), 'layer')}; {self.statement}."
         )
-
-    def _others(self) -> str:
-        """Layers that no count of `totals` has: FP8 or FP32, mixed, or without weights that the evidence names."""
-        kinds = Counter(
-            (row.actual, row.weights)
-            for row in self.layers
-            if row.actual != "FP4" and (row.actual, row.weights) not in (("FP16", "FP4"), ("FP16", "FP16"))
-        )
-        texts = []
-        for (actual, weights), number in kinds.items():
-            noun = f"layer of {UNKNOWN} precision" if actual == UNKNOWN else f"{actual} layer"
-            nouns = noun if number == 1 else noun.replace("layer", "layers", 1)
-            with_weights = "whose weights are not listed" if weights == UNKNOWN else f"with {weights} weights"
-            share = f" ({100 * self._mac_share(actual):.1f} %)" if (actual, weights) == ("FP8", "FP8") else ""
-            texts.append(f"{number} {nouns} {with_weights}{share}, ")
-        return "".join(texts)
-
-    def _mac_share(self, precision: str) -> float:
-        """Part of all multiply-accumulates in layers of an actual precision."""
-        total = sum(row.macs for row in self.layers)
-        return sum(row.macs for row in self.layers if row.actual == precision) / total if total else 0.0
 
     def to_json(self) -> str:
         """Serialise; `from_json` gives the same ledger back."""

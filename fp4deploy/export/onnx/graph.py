@@ -27,6 +27,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import onnx
@@ -59,9 +60,10 @@ from fp4deploy.graph.capture import (
     why_not_captured,
 )
 from fp4deploy.graph.copied import copied
+from fp4deploy.graph.divided import Divided
 from fp4deploy.graph.growth import BoundedSizes, undecided, unsettled
 from fp4deploy.graph.randomness import refuse_random
-from fp4deploy.graph.specialized import watched
+from fp4deploy.graph.specialized import Specializing, specializing, watched
 from fp4deploy.graph.unpooling import Unpooling
 from fp4deploy.models.card import CARD_KEY, ModelCard
 from fp4deploy.qat.computed import rest_tensors, torch_class
@@ -122,6 +124,7 @@ def export_graph(
     leaves = {name for name, module in model.named_modules() if not any(module.children())}
     for each in (NameAfterModules(leaves), ForgetTracing(), LowerMarkers(constants, precision), *wide, NameFixPass()):
         each(traced)
+    _trim_less(traced.graph)
     if dynamic_size:
         _name_axes(traced.graph)
     traced.ir_version = IR_VERSION
@@ -135,6 +138,31 @@ def export_graph(
     proto = ir.to_proto(traced)
     onnx.checker.check_model(proto, full_check=True)
     return proto
+
+
+def _trim_less(graph: ir.Graph) -> None:
+    """Rows that a transposed convolution adds at the end are rows that it trims less: ONNX Runtime adds fewer than a
+    stride, torch fewer than the dilation, too.
+    """
+    for node in graph:
+        extra = node.attributes.get_ints("output_padding", ()) if node.op_type == "ConvTranspose" else ()
+        if not any(extra):
+            continue
+        strides, pads = node.attributes.get_ints("strides"), [*node.attributes.get_ints("pads")]
+        trimmed = [min(rows, pad) for rows, pad in zip(extra, pads[len(extra) :], strict=True)]
+        left = [rows - less for rows, less in zip(extra, trimmed, strict=True)]
+        if all(rows < stride for rows, stride in zip(extra, strides, strict=True)):
+            continue
+        if any(rows >= stride for rows, stride in zip(left, strides, strict=True)):
+            raise InputError(
+                f"{node.name}: a transposed convolution with output_padding={[*extra]}, padding={pads[: len(extra)]} "
+                f"and stride={[*strides]} has no form that ONNX Runtime computes. Append the rows with F.pad."
+            )
+        pads[len(extra) :] = [pad - less for pad, less in zip(pads[len(extra) :], trimmed, strict=True)]
+        node.attributes["output_padding"], node.attributes["pads"] = (
+            ir.AttrInt64s("output_padding", left),
+            ir.AttrInt64s("pads", pads),
+        )
 
 
 def _name_axes(graph: ir.Graph) -> None:
@@ -233,6 +261,7 @@ def _trace(model: nn.Module, examples: Examples, dynamic_size: bool, rest: Rest)
             quiet(),
             short_export(rest),
             bound if dynamic_size else nullcontext(),
+            Divided(),
             Unpooling(),
             MixedTypes(),
             Divisors(),
@@ -258,27 +287,36 @@ def _trace(model: nn.Module, examples: Examples, dynamic_size: bool, rest: Rest)
         if refused is not None:  # by the network itself
             raise InputError(str(refused)) from error
         given = ", ".join(f"[N, {', '.join(map(str, x.shape[1:]))}]" for x in tensors)
-        why = why_not_captured(model, cause)
+        why = why_not_captured(model, cause, partial(specializing, model, positional, named))
         if "sizes of tensors" in why.lower():
             why += " Check the image size too (a UNet needs multiples of 16)."
         raise InputError(f"torch could not trace {type(model).__name__} with an input {given}: {why}") from error
-    _require_free(program.model.graph, type(model).__name__, dynamic_size, fixed[-1])
+    _require_free(
+        program.model.graph,
+        type(model).__name__,
+        dynamic_size,
+        fixed[-1],
+        partial(specializing, model, positional, named),
+    )
     _name_outputs(program)
     return program.model
 
 
-def _require_free(graph: ir.Graph, kind: str, dynamic_size: bool, fixed: str) -> None:
+def _require_free(
+    graph: ir.Graph, kind: str, dynamic_size: bool, fixed: str, watched_again: Callable[[], Specializing]
+) -> None:
     """Refuse a network that needs one size of an axis: torch's exporter fixes the axis, or not even that, in silence.
 
-    fixed: what `specialized.fixed_axis` gives of the program that was exported.
+    fixed: what `specialized.fixed_axis` gives of the program that was exported. watched_again: traces once more.
     """
     if fixed:
-        raise InputError(fixes_an_axis(kind, fixed))
+        raise InputError(fixes_an_axis(kind, fixed, watched_again()))
     for value in graph.inputs:
         assert value.shape is not None
         for axis, size in enumerate(value.shape):
             if isinstance(size, int) and (axis == 0 or (dynamic_size and axis > 1)):
-                raise InputError(fixes_an_axis(kind, f"axis {axis} of {value.name}" if axis else BATCH))
+                name = f"axis {axis} of {value.name}" if axis else BATCH
+                raise InputError(fixes_an_axis(kind, name, watched_again()))
 
 
 class AttentionOfFourAxes(TorchFunctionMode):

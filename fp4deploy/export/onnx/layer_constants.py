@@ -20,6 +20,7 @@ from torch import nn
 from fp4deploy.errors import InputError
 from fp4deploy.formats import deployed_amax, fp8_scale, quantize_fp8, quantize_nvfp4
 from fp4deploy.qat.layers import QuantizedLayer
+from fp4deploy.qat.prepare import crossed_groups
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -88,6 +89,8 @@ def layer_constants(name: str, layer: QuantizedLayer) -> LayerConstants | Fp8Con
             f"{name}: recipe '{recipe.name}' chooses 4 or 6 for activations too, which no engine does while it runs. "
             "Train with --recipe nvfp4_4o6_weight_qat."
         )
+    if reason := crossed_groups(layer, recipe):
+        raise InputError(f"{name}: {reason}. Leave it unquantised: exclude=['{name}'].")
     amax, weight = _amax_and_weight(name, layer)
     quantized = quantize_nvfp4(
         _taps_first(layer, weight), block=recipe.weight.block, four_over_six=recipe.weight.four_over_six

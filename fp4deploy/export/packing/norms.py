@@ -42,7 +42,10 @@ def _norm(writer: Writer, node: ir.Node, forms: list[Form], **more: Any) -> pack
 
 def write_layer_norm(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
     """LayerNorm over the last axes."""
-    return _norm(writer, node, forms, shape=[int(size) for size in node.attributes["normalized_shape"]])
+    shape = list(node.attributes["normalized_shape"])
+    if not all(isinstance(size, int) for size in shape):
+        raise refuse(node, "a LayerNorm over axes of open size")
+    return _norm(writer, node, forms, shape=shape)
 
 
 def write_instance_norm(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:

@@ -91,7 +91,7 @@ def write_prelu(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node
     return packed.PReLU(tensor=tensor, inputs=[writer.source(node)], outputs=forms)
 
 
-COMPARISONS = {
+COMPARISONS: dict[str, str] = {
     "gt": "greater", "ge": "greater_equal", "lt": "less", "le": "less_equal", "eq": "equal", "ne": "not_equal",
 }  # fmt: skip
 

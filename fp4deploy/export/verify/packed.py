@@ -62,7 +62,7 @@ class PackedAgreement:
 
     @property
     def wrong(self) -> list[tuple[str, float]]:
-        """The nodes that compute something else, in their order, with their errors."""
+        """The nodes that compute something else with reference inputs, in their order, with their errors."""
         return [(node, error) for node, error in (self.nodes or {}).items() if not error <= ALLOWED_ELEMENTS]
 
     @property
@@ -84,7 +84,7 @@ class PackedAgreement:
 @torch.no_grad()
 def verify_packed(model: nn.Module, file: PackedFile, inputs: Iterable[Inputs]) -> PackedAgreement:
     """Compare end to end on `inputs` (images float32 [N, 3, H, W] each); where that fails, node by node as well."""
-    network, kept = PackedNetwork(file), [_positional(each, file) for each in inputs]
+    network, kept = PackedNetwork(file), [positional(each, file) for each in inputs]
     head = file.card.head if file.card else None
     count = pixels = differing = 0
     ranges = Ranges(model, rest_of(file.graph))
@@ -112,7 +112,7 @@ def _copies(inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     return tuple(x.clone() for x in inputs)
 
 
-def _positional(inputs: Inputs, file: PackedFile) -> tuple[torch.Tensor, ...]:
+def positional(inputs: Inputs, file: PackedFile) -> tuple[torch.Tensor, ...]:
     """Inputs in the order of the graph."""
     if isinstance(inputs, torch.Tensor):
         return (inputs,)
@@ -137,8 +137,8 @@ def require_packed(found: PackedAgreement, name: str) -> None:
         else f"{100 * (1 - found.share):.3f} % of the {counted_unit(found.head)}"
     )
     if found.wrong:
-        name_of, error = found.wrong[0]
-        cause += f", and with reference inputs the first node to differ is {name_of}, by {error:.2g}"
+        node, error = found.wrong[0]
+        cause += f", and with reference inputs the first node to differ is {node}, by {error:.2g}"
     raise GateError(f"{name}: the packed network and torch disagree: {cause}. {NOTHING_WRITTEN}")
 
 
@@ -176,6 +176,22 @@ def compare_nodes(
             errors[key] = max(_error(*pair) for pair in zip(got, expected, strict=True))
         live.update(zip(names, expected, strict=True))
     return errors
+
+
+def packed_values(file: PackedFile, inputs: Inputs) -> list[torch.Tensor]:
+    """Every tensor that a packed network without quantised layers computes; those before a node that does not run."""
+    network, given = PackedNetwork(file), positional(inputs, file)
+    live: dict[str, Any] = {}
+    sizes = network.sizes(given)
+    for each, x in zip(network.graph.inputs, given, strict=True):
+        live.update(zip([form.name for form in each.outputs], network.read_input(each, x), strict=True))
+    for node in network.graph.nodes:
+        try:
+            got = network.run_node(node, [live[name] for name in node.inputs], sizes)
+        except Exception:  # torch's own, of an operator
+            break
+        live.update(zip([form.name for form in node.outputs], got, strict=True))
+    return [each for each in live.values() if isinstance(each, torch.Tensor)]
 
 
 def _expected(node: Node, x: torch.Tensor, layer: nn.Module, amaxes: Mapping[str, torch.Tensor]) -> list[Activation]:

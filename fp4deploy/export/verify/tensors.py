@@ -26,11 +26,15 @@ def call(model: nn.Module, inputs: Inputs, rest: Rest = FP16) -> list[torch.Tens
     Numbers in its code are rounded to the rest's precision, as the file has them (`numbers`). It gets copies, since it
     may change its input in place, which others read as well.
     """
-    inputs = tree_map(torch.clone, inputs)
     with rest_numbers(model, rest):
-        if isinstance(inputs, torch.Tensor):
-            return leaves(model(inputs))
-        return leaves(model(**inputs) if isinstance(inputs, Mapping) else model(*inputs))
+        return leaves(applied(model, tree_map(torch.clone, inputs)))
+
+
+def applied(model: nn.Module, inputs: Inputs) -> Any:
+    """What a module gives for one tensor, several, or a dict by the names of its arguments."""
+    if isinstance(inputs, torch.Tensor):
+        return model(inputs)
+    return model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
 
 
 def leaves(outputs: Any) -> list[torch.Tensor]:
@@ -38,8 +42,8 @@ def leaves(outputs: Any) -> list[torch.Tensor]:
     return list(tree_leaves(outputs))
 
 
-def feed(inputs: Inputs, names: Sequence[str]) -> dict[str, NDArray[Any]]:
-    """Inputs by the names of a graph's inputs, as arrays.
+def named(inputs: Inputs, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Inputs by the names of a graph's inputs.
 
     Raises:
         InputError: there are not as many, or a name is missing.
@@ -50,7 +54,12 @@ def feed(inputs: Inputs, names: Sequence[str]) -> dict[str, NDArray[Any]]:
         given = dict(zip(names, tensors, strict=False)) if len(tensors) == len(names) else {}
     if set(given) != set(names):
         raise InputError(f"The file reads {', '.join(names)}. Give one tensor for each, or a dict by these names.")
-    return {name: tensor.detach().cpu().numpy().copy() for name, tensor in given.items()}
+    return given
+
+
+def feed(inputs: Inputs, names: Sequence[str]) -> dict[str, NDArray[Any]]:
+    """As `named`, as arrays."""
+    return {name: tensor.detach().cpu().numpy().copy() for name, tensor in named(inputs, names).items()}
 
 
 def same_outputs(

@@ -215,11 +215,11 @@ class TestRtx:
 
     def test_build_leaves_plan_and_ledger(self, model: Path) -> None:
         out = model.parent / "engines" / "model.plan"
-        result = build_engine(model, out, strict=True)
+        result = build_engine(model, out, conv="gemm", strict=True)
         assert written(out.parent) == {"model.plan", "model.ledger.json"}
         assert out.stat().st_size == result.size_bytes == result.ledger.plan_bytes
         assert load_ledger(result.ledger_path) == open_plan(out) == result.ledger
-        assert (result.ledger.backend, result.ledger.arch, result.ledger.conv) == ("tensorrt-rtx", "sm120", "auto")
+        assert (result.ledger.backend, result.ledger.arch, result.ledger.conv) == ("tensorrt-rtx", "sm120", "gemm")
         assert result.ledger.evidence == "build log"
         assert result.ledger.about == {"version": __version__}  # the graph has neither checkpoint nor card
 
@@ -233,7 +233,9 @@ class TestRtx:
     )
     @pytest.mark.parametrize("arch", ["sm120", "sm121"])
     def test_realised_precision(self, model: Path, conv: str, realised: dict[str, str], arch: str) -> None:
-        ledger = build_engine(model, model.with_name("model.plan"), arch=arch, conv=conv, strict=True).ledger
+        ledger = build_engine(model, model.with_name("model.plan"), arch=arch, conv=conv).ledger
+        ledger.require_planned()
+        assert [row.layer for row in ledger.not_as_requested()] == [k for k, v in realised.items() if v != "FP4"]
         rows = {row.layer: row for row in ledger.layers}
         assert {name: rows[name].actual for name in realised} == realised
         assert {rows[name].weights for name in realised if realised[name] != "FP8"} == {"FP4"}
@@ -249,7 +251,7 @@ class TestRtx:
         assert ledger.precision == "fp16"
         assert [(row.actual, row.weights) for row in ledger.layers] == [("FP16", "FP16")]
 
-    def test_strict_writes_nothing_when_a_layer_fell_back(self, model: Path) -> None:
+    def test_strict_writes_nothing_when_a_layer_is_not_as_requested(self, model: Path) -> None:
         proto = onnx.load(model)
         for entry in proto.metadata_props:
             layers = json.loads(entry.value)
@@ -257,7 +259,9 @@ class TestRtx:
             entry.value = json.dumps(layers)
         onnx.save(proto, model)
         out = model.with_name("model.plan")
-        with pytest.raises(GateError, match=r"1 of 5 layers fell back: head"):
+        with pytest.raises(GateError, match=r"1 of 5 layers are not as requested: head"):
+            build_engine(model, out, conv="gemm", strict=True)
+        with pytest.raises(GateError, match=r"2 of 5 layers are not as requested: deep \(.*FP8.*; head"):
             build_engine(model, out, strict=True)
         assert written(model.parent) == {"model.onnx"}
         assert [row.layer for row in build_engine(model, out).ledger.fallbacks()] == ["head"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from pathlib import Path
 
 import pytest
@@ -102,7 +101,7 @@ def test_realised_precision_of_every_kind_of_layer() -> None:
         "norm1": ("FP16", "FP16", "FP16"),
     }
     assert found.fallbacks() == ()
-    found.require_no_fallback()
+    found.require_planned()
     assert any(kernel.startswith("up.gemm.matmul") for kernel in row(found, "up").kernels)
     assert "conv2.weight.dequantized" in row(found, "conv2").onnx_nodes
 
@@ -116,32 +115,29 @@ def test_totals_and_summary() -> None:
     assert totals.macs == macs
     assert totals.fp4_mac_share == pytest.approx(4 * 32 * 16 * pixels / macs)
     assert 9 * 32 * 32 // 2 < totals.constant_bytes < 16_000
-    assert found.summary().startswith("1 FP4 GEMM (16.5 % of the multiply-accumulates), 1 FP16 layer with FP4")
-    assert found.summary().endswith("built and inspected, not run.")
+    assert totals.actual == {"FP16": pytest.approx(1 - totals.fp4_mac_share), "FP4": totals.fp4_mac_share}
+    assert totals.requested == {"FP4": pytest.approx(0.910, abs=1e-3), "FP16": pytest.approx(0.090, abs=1e-3)}
+    assert found.summary() == (
+        "multiply-accumulates in FP16 83.5 %, FP4 16.5 %, requested: FP4 91.0 %, FP16 9.0 %; "
+        "1 layer requested FP4 and got another, 0 fallbacks among 5 layers; built and inspected, not run."
+    )
     assert found.precision == "nvfp4"
 
 
-def test_the_summary_counts_every_layer() -> None:
+def test_what_is_not_as_requested_is_counted_beside_fallbacks() -> None:
+    """A convolution that the plan makes FP16 is no fallback, and not what was requested."""
     found = ledger()
-    assert f"0 fallbacks among {len(found.layers)} layers;" in found.summary()
-    plain = [entry for entry in found.layers if entry.form == "plain"]
-    changed = {
-        plain[0].layer: dataclasses.replace(plain[0], weights="unknown"),
-        plain[1].layer: dataclasses.replace(plain[1], actual="FP8", weights="FP8"),
-        plain[2].layer: dataclasses.replace(plain[2], actual="unknown", weights="unknown"),
-    }
-    other = dataclasses.replace(found, layers=tuple(changed.get(entry.layer, entry) for entry in found.layers))
-    text = other.summary()
-    for part in (
-        "1 FP16 layer whose weights are not listed, ",
-        "1 FP8 layer with FP8 weights",
-        "1 layer of unknown precision whose weights are not listed, ",
-    ):
-        assert part in text
-    counted = [
-        int(number) for number in re.findall(r"(\d+) (?:FP\d+ |)(?:GEMM|layer)s?(?= |,)", text.partition(" among")[0])
-    ]
-    assert sum(counted) == len(other.layers)
+    assert [entry.layer for entry in found.not_as_requested()] == ["conv2"]
+    found.require_planned()
+    expected = r"1 of 5 layers are not as requested: conv2 \(requested FP4, actual FP16, weights FP4: .*--conv gemm"
+    with pytest.raises(GateError, match=expected):
+        found.require_requested()
+    other = ledger("\n".join(line for line in RECORDED.splitlines() if "up." not in line))
+    assert [entry.layer for entry in other.not_as_requested()] == ["conv2", "up"]
+    assert "unknown 18.6 %" in other.summary()
+    assert "2 layers requested FP4 and got another, 1 fallback among" in other.summary()
+    with pytest.raises(GateError, match="2 of 5 layers are not as requested"):
+        other.require_requested()
 
 
 def test_a_share_of_fp4_products_can_be_required() -> None:
@@ -159,8 +155,8 @@ def test_decoded_gemm_is_a_fallback() -> None:
     assert failed.actual == "FP16"
     assert failed.fell_back
     assert "the compiler chose FP16 where FP4 was planned" in failed.reason
-    with pytest.raises(GateError, match=r"1 of 5 layers fell back: up \(planned FP4, actual FP16, weights FP16\)"):
-        found.require_no_fallback()
+    with pytest.raises(GateError, match=r"1 of 5 layers fell back: up \(planned FP4, actual FP16, weights FP16: fell"):
+        found.require_planned()
 
 
 def test_activation_left_in_half_precision_is_a_fallback() -> None:
@@ -260,7 +256,7 @@ def test_a_plugin_that_reads_codes_computes_as_planned(read: str, counted: int) 
     kernel = EngineLayer("conv.plugin", "PluginV3", (Tensor("codes", (1, 32, 256), read),), (), (), (node,))
     found = dataclasses.replace(ledger(), layers=match_kernels((layer,), (kernel,)), engine=(kernel,))
     assert (found.totals().plugins, found.totals().fell_back) == (counted, 1 - counted)
-    assert found.summary().startswith("1 plugin and 0 FP4 GEMMs" if counted else "0 FP4 GEMMs")
+    assert found.shares() == {"FP4" if counted else found.layers[0].actual: 1.0}
 
 
 @pytest.mark.parametrize(

@@ -117,9 +117,7 @@ class TestRtx:
             for index in range(layers):
                 x = graph.conv(f"conv{index}", x, 32)
             onnx.save(own_scales(graph.model(x)), tmp_path / "model.onnx")
-            sizes.append(
-                build_engine(tmp_path / "model.onnx", tmp_path / "model.plan", conv="qdq", strict=True).size_bytes
-            )
+            sizes.append(build_engine(tmp_path / "model.onnx", tmp_path / "model.plan", conv="qdq").size_bytes)
         # one more layer is one more quantiser (its scale is in its source), and no decoding kernel
         assert sizes[2] - sizes[1] < 1.5 * 134_000
 
@@ -128,5 +126,5 @@ class TestRtx:
         for fp4 in (True, False):
             path = tmp_path / f"{fp4}.onnx"
             onnx.save(own_scales(unet_graph(1.0, 96, 96, fp4=fp4)), path)
-            sizes[fp4] = build_engine(path, path.with_suffix(".plan"), conv="qdq", strict=True).size_bytes
+            sizes[fp4] = build_engine(path, path.with_suffix(".plan"), conv="qdq").size_bytes
         assert sizes[True] <= 0.445 * sizes[False]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.decomposed import to_portable
 from fp4deploy.export.onnx.graph import export_graph
 from fp4deploy.export.onnx.session import portable_session
@@ -80,6 +81,16 @@ def test_a_linear_layer_of_open_sizes() -> None:
 def test_a_transposed_convolution(channels: tuple[int, int], kernel: int | tuple[int, int]) -> None:
     network = Network(nn.ConvTranspose2d(*channels, kernel, stride=1), last=False)
     assert_computes(*exported(network, (channels[0], 6, 8)))
+
+
+@pytest.mark.parametrize("stride", [1, (2, 1)], ids=str)
+def test_a_transposed_convolution_that_adds_as_many_rows_as_its_stride(stride: int | tuple[int, int]) -> None:
+    """Which ONNX Runtime does not take as they are."""
+    layer = nn.ConvTranspose2d(32, 32, 3, stride, padding=1, output_padding=1, dilation=2)
+    assert_computes(*exported(Network(layer, last=False), (32, 6, 8)))
+    layer = nn.ConvTranspose2d(32, 32, 3, stride, output_padding=1, dilation=2)
+    with pytest.raises(InputError, match=r"layer: .*output_padding=\[1, 1\], padding=\[0, 0\]"):
+        exported(Network(layer, last=False), (32, 6, 8))
 
 
 @pytest.mark.parametrize("channels", [(32, 32), (20, 16)], ids=str)
