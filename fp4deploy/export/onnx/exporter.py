@@ -26,14 +26,14 @@ from fp4deploy.graph.folded import fold_parameters
 from fp4deploy.graph.replaced import replaced
 from fp4deploy.graph.retraced import decomposed, inline_regions, made_functional
 from fp4deploy.graph.wide import keep_wide
-from fp4deploy.rest import Rest
+from fp4deploy.rest import FP16, Rest
 
 aten = torch.ops.aten
 ASSERTIONS = {aten._assert_scalar.default, aten._assert_tensor_metadata.default}  # the exporter removes them
 
 
 @contextmanager
-def short_export(rest: Rest) -> Iterator[None]:
+def short_export(rest: Rest = FP16) -> Iterator[None]:
     """Inside, torch's ONNX exporter reads a copy of one table for each opset and runs a graph again only if it must; in
     this thread. rest: what the graph is traced in.
     """
