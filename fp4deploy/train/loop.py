@@ -52,7 +52,7 @@ from fp4deploy.train.logging.progress import Display
 from fp4deploy.train.logging.running_statistics import EpochStatistics, RunningStatistics
 from fp4deploy.train.logging.telemetry import Telemetry
 from fp4deploy.train.losses.auxiliary import AuxiliaryLosses
-from fp4deploy.train.optimizer import WeightAverage, make_optimizer, set_learning_rate
+from fp4deploy.train.optimizer import WeightAverage, make_optimizer, set_learning_rate, skip_where
 from fp4deploy.train.schedule import TrainingJob, learning_rate
 from fp4deploy.train.sections import TelemetrySection, TrainSection
 from fp4deploy.train.state import Progress, SavingPace, Stateful, load_state, save_state
@@ -434,7 +434,7 @@ class Trainer:
         self.telemetry.sample(self.progress.step, self.progress.epoch, norm, self.accelerator.scaler)
         on_gpu = self.device.type == "cuda"
         if on_gpu and self.accelerator.scaler is None:  # which tells it otherwise
-            self.optimizer.found_inf = torch.isfinite(norm).logical_not().float()  # type: ignore[attr-defined]
+            skip_where(self.optimizer, ~torch.isfinite(norm))
         if on_gpu or torch.isfinite(norm):  # the fused optimiser skips by itself
             self.stepper.step()
         self.stepper.zero_grad(set_to_none=True)

@@ -15,6 +15,7 @@ from fp4deploy.models import read_card
 from fp4deploy.qat import load_model
 from fp4deploy.runs import Run, create_run
 from fp4deploy.train import Config, load_config, loop, train_models, with_settings
+from fp4deploy.train.optimizer import skip_where
 from tests.train.small_network import SPEC, Small
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the arithmetic of a CPU")
@@ -90,6 +91,19 @@ def test_a_training_that_overflows_names_the_layer(
     monkeypatch.setattr(loop.Trainer, "__init__", as_on_a_gpu)
     with pytest.raises(GateError, match=r"leave FP16's range: .*65504.*--set train\.precision=bf16\.$"):
         train_models(config, create_run(tmp_path / "run"), ("fp16",))
+
+
+def test_a_step_is_skipped_without_a_loss_scaler() -> None:
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
+    seen = []
+    for gradient in (1.0, torch.nan, 1.0):
+        weight.grad = torch.full((4,), gradient)
+        skip_where(optimizer, ~torch.isfinite(weight.grad.norm()))
+        optimizer.step()
+        seen.append((float(weight.detach()[0]), float(optimizer.state[weight]["step"])))
+    assert seen[0] == seen[1]
+    assert (seen[2][0] < seen[1][0], seen[2][1]) == (True, 2.0)
 
 
 @pytest.mark.gpu
