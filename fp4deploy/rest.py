@@ -28,7 +28,7 @@ from fp4deploy.errors import InputError
 
 RestName = Literal["fp16", "bf16", "fp32"]
 POSITIONS = 2048  # whole numbers up to here are held only if they are exact: they may be positions
-ADVICE = "Deploy it with --rest bf16, train it under FP16 autocast, or scale down what is computed there."
+ADVICE = "Deploy it with --rest bf16 (rest='bf16'), train it under FP16 autocast, or scale down what is computed there."
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import fp4deploy as fd
 from fp4deploy.architecture import Architecture
 from fp4deploy.errors import GateError, InputError
 from fp4deploy.export.engine.build import build_engine
+from fp4deploy.export.lowering.forecast import forecast
 from fp4deploy.export.lowering.lower import lower
 from fp4deploy.export.onnx.canonical import is_canonical, rest_of_file
 from fp4deploy.export.onnx.decomposed import to_portable
@@ -227,14 +228,16 @@ def quantised() -> nn.Module:
 @pytest.mark.parametrize("rest", [BF16, FP32], ids=lambda rest: rest.name)
 def test_lowered_layers_have_the_type_of_the_rest(quantised: nn.Module, rest: Rest) -> None:
     graph = fd.export_graph(quantised, X, rest=rest.name)
-    for conv in ("auto", "qdq", "gemm", "fp8"):
-        lowered = lower(graph, conv)
+    for conv in ("auto", "qdq", "gemm", "fp8", "plugin"):
+        lowered = lower(graph, conv, "tensorrt")
         assert not {"FLOAT16"} & types_of(lowered.model)
         planned = {layer.name: layer for layer in lowered.layers}
         assert planned["3"].compute == rest.label
         assert planned["0"].compute == ("FP4" if conv == "gemm" else rest.label)
-    with pytest.raises(InputError, match=f"the rest of this file is {rest.label}. Choose --conv auto"):
-        lower(graph, "plugin", "tensorrt")
+        assert ("plugins read and write FP16" in planned["0"].reason) == (conv == "plugin")
+        for name in ("0", "2"):
+            found = forecast(quantised.get_submodule(name), conv, rest)
+            assert (found.compute, found.weights) == (planned[name].compute, planned[name].weights)
 
 
 @pytest.mark.rtx

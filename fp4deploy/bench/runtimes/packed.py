@@ -64,7 +64,8 @@ class PackedRuntime:
             return f"fp4deploy {__version__} packed (CPU, decoded)"
         refused, missed = in_torch(self._device)
         some = " and torch" if refused or missed > self._missed else ""
-        kernels = "torch" if why_unavailable(self._device) else f"kernels{some}"
+        own = self._network.network.has_kernels and not why_unavailable(self._device)
+        kernels = f"kernels{some}" if own else "torch"
         kernels = "compiled" if self._network.programs else kernels
         graph = ", one graph" if self._network.replays else ""
         return f"fp4deploy {__version__} packed (CUDA, {kernels}{graph})"

@@ -10,6 +10,8 @@
 | fp8 | FP4 GEMM | FP4 GEMM | FP8 convolution, see `lowering.fp8` |
 | plugin | FP4 plugin | FP4 plugin | FP4 plugin; groups, or strides or paddings that differ by axis: as auto |
 
+(Where the rest is BF16 or FP32 there is no plugin, and no FP8 but that of the model: both are for FP16.)
+
 (TensorRT-RTX 1.7.1 does not build a 1x1 convolution with FP4 weights, so even `qdq` makes it a GEMM. It takes no
 plugins: `plugin` is for TensorRT, see `lowering.plugin`. A weight of a single block, and that of a 1x1 convolution in
 groups, is decoded to FP16 in every mode without a plugin for it, see `lowering.decode`. FP4 GEMMs are written in the
@@ -43,7 +45,7 @@ from fp4deploy.export.lowering.gemm import ConvToGemm, geometry, is_pointwise, i
 from fp4deploy.export.lowering.linear import CutLinear, FlattenLinear
 from fp4deploy.export.lowering.pattern import Fp4Layer, check_multiple, find_fp4_layers, is_fp4
 from fp4deploy.export.lowering.placement import quantized_after
-from fp4deploy.export.lowering.plan import count_macs, high_precision, plan_layers
+from fp4deploy.export.lowering.plan import count_macs, plan_layers
 from fp4deploy.export.lowering.plugin import ConvToPlugin
 from fp4deploy.export.lowering.plugin_match import read_source
 from fp4deploy.export.lowering.scales import RepeatGlobalScales
@@ -155,14 +157,8 @@ def _lower(proto: onnx.ModelProto, conv: str, backend: str, usual: tuple[int, in
     _check_requests(requests, fp4)
     layers = {layer.name: layer for layer in find_fp4_layers(model)}
     _check_open(layers.values(), conv, usual)
-    others = {high_precision(layer.dtype) for layer in layers.values()} - {"FP16"}
-    if conv == "plugin" and others:
-        raise InputError(
-            f"Plugins read and write FP16, and the rest of this file is {others.pop()}. "
-            "Choose --conv auto, or export it with --rest fp16."
-        )
     check_meaning(proto)
-    plugins = {name for name, layer in layers.items() if conv == "plugin" and read_source(layer) is not None}
+    plugins = {name for name, layer in layers.items() if conv == "plugin" and _is_plugin(layer)}
     reasons = {name: _gemm_reason(layer, conv) for name, layer in layers.items() if name not in plugins}
     decoded = {name: why for name, reason in reasons.items() if (why := why_decoded(layers[name], reason))}
     reasons = {name: reason for name, reason in reasons.items() if name not in decoded}
@@ -183,6 +179,10 @@ def _lower(proto: onnx.ModelProto, conv: str, backend: str, usual: tuple[int, in
     Sequential(DropFunctions(), FoldResizes(), names, *forms, *linear, *share, RemoveUnusedNodesPass(), names)(model)
     plan = plan_layers(model, requests, layers, lowered, macs, conv, plugins, eight, inputs, decoded)
     return LoweredModel(ir.to_proto(model), plan, metadata_object(proto, CARD_KEY), is_fp4(model))
+
+
+def _is_plugin(layer: Fp4Layer) -> bool:
+    return layer.dtype == ir.DataType.FLOAT16 and read_source(layer) is not None
 
 
 def _check_open(layers: Iterable[Fp4Layer], conv: str, usual: tuple[int, int] | None) -> None:

@@ -79,6 +79,8 @@ def plan_layers(
         form, compute, weights, reason = _forecast(
             layer, first, requested, lowered.get(name), conv, request.get("reason", ""), name in plugins
         )
+        if conv == "plugin" and layer is not None and layer.dtype != ir.DataType.FLOAT16:
+            reason = f"{reason}; no plugin, since plugins read and write FP16"
         if fp8 is not None and name in fp8:
             form, compute, weights, reason = "fp8", "FP8", "FP8", fp8[name]
         if decoded is not None and name in decoded:
