@@ -89,7 +89,7 @@ def layer_plan(
             "batch through the model first."
         )
     if recipe is None:
-        return [LayerPlan(name, _kind(layer), "FP16", "the model is not quantised") for name, layer in layers]
+        return [LayerPlan(name, _kind(layer), "FP16", "FP16 model") for name, layer in layers]
     chosen = find_recipe(recipe)
     impossible = {name: _reason_impossible(layer) for name, layer in layers}  # once: it tries a subclass's forward
     ends = ends_of(model, _is_gemm, example_inputs) if include is None else Ends((), ())  # it traces a copy

@@ -206,7 +206,7 @@ def _layers(model: nn.Module, reached: set[str], rest: Rest, widened: list[str])
             continue
         precision, reason = plan.precision, plan.reason
         if precision == FP16.label:
-            precision = rest.label
+            precision, reason = rest.label, reason.replace(FP16.label, rest.label)
             if plan.name in widened:
                 precision, reason = FP32.label, f"{reason}; ONNX does not define it for {rest.label}"
         found[plan.name] = {"kind": plan.kind, "precision": precision, "reason": reason}
