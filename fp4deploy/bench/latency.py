@@ -17,7 +17,7 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-    from fp4deploy.bench.runtimes.protocol import Runtime
+    from fp4deploy.bench.runtimes.protocol import Array, Runtime
 
 MIN_RUNS = 3
 
@@ -43,11 +43,16 @@ def measure(
     runtime: Runtime, batch: int = 1, warmup: int = 3, iterations: int = 50, max_seconds: float = 5.0
 ) -> Latency:
     """Time a runtime on random images of its own size."""
-    card = runtime.card
-    images = np.random.default_rng(0).standard_normal((batch, 3, card.height, card.width)).astype(np.float32)
-    times = runtime.time(images, warmup, iterations, max_seconds)
+    times = runtime.time(random_images(runtime, batch), warmup, iterations, max_seconds)
     p50, p90, p99 = (float(np.quantile(times, q)) for q in (0.5, 0.9, 0.99))
     return Latency(p50, p90, p99, batch, len(times), runtime.device)
+
+
+def random_images(runtime: Runtime, batch: int) -> Array:
+    """Normalised images [batch, 3, H, W] of the runtime's own size."""
+    size = (batch, 3, runtime.card.height, runtime.card.width)
+    images: Array = np.random.default_rng(0).standard_normal(size).astype(np.float32)
+    return images
 
 
 def time_cpu(call: Callable[[], object], warmup: int, iterations: int, max_seconds: float) -> list[float]:

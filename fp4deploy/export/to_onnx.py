@@ -36,6 +36,7 @@ from fp4deploy.export.verify.sizes import require_open_sizes
 from fp4deploy.graph.capture import Inputs
 from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.card import ModelCard
+from fp4deploy.models.meaning import Outputs, known_outputs
 from fp4deploy.qat import deployed, load_model, quantized_layers
 from fp4deploy.system.files import atomic_write, file_digest
 
@@ -100,6 +101,7 @@ def export_onnx(
     dynamic_size: bool = False,
     card: ModelCard | None = None,
     with_portable: bool = False,
+    outputs: Outputs = None,
     rest: str | None = None,
 ) -> ExportResult: ...
 
@@ -115,6 +117,7 @@ def export_onnx(
     dynamic_size: bool = False,
     card: ModelCard | None = None,
     with_portable: bool = False,
+    outputs: Outputs = None,
     rest: str | None = None,
 ) -> ExportResult:
     """Export a checkpoint, or a module in memory, to canonical ONNX, verified against torch before anything is written.
@@ -138,6 +141,7 @@ def export_onnx(
         size: height and width of the graph's images in pixels; by default those of the training. It is verified at it.
         dynamic_size: leave height and width open; the file is then verified at two other sizes, too (`verify.sizes`).
         card: of a module, stored in the file.
+        outputs: of a module: what its outputs are, as of `verify`; by default as the card says.
         rest: what is neither FP4 nor FP8: "fp16", "bf16" or "fp32" (`fp4deploy.rest`); None: as the card says.
 
     Raises:
@@ -156,7 +160,8 @@ def export_onnx(
     1
     """
     if isinstance(checkpoint, nn.Module):
-        given = {"card": card, "portable": with_portable, "dynamic_size": dynamic_size, "rest": rest}
+        given = {"card": card, "portable": with_portable, "dynamic_size": dynamic_size, "outputs": outputs}
+        given["rest"] = rest
         return _export_module(checkpoint, out, Path(portable), data, verify, **given)
     checkpoint, out = Path(checkpoint), Path(out)
     check_request(checkpoint, out, ".onnx", data, images, verify)
@@ -169,10 +174,11 @@ def export_onnx(
     verification = None
     if verify and data is not None and decomposed is not None:
         samples = list(validation_images(Path(data), found, images))
-        verification = verify_decomposed(model, decomposed, samples, head=found.head, card=found)
+        meanings = known_outputs(found)
+        verification = verify_decomposed(model, decomposed, samples, meanings=meanings, card=found)
         require_agreement(verification, str(checkpoint))
         if dynamic_size:
-            require_open_sizes(model, decomposed, samples[0], str(checkpoint), found.head)
+            require_open_sizes(model, decomposed, samples[0], str(checkpoint), meanings)
     if portable and decomposed is not None and isinstance(found.head, DetectionHead):
         decomposed = with_boxes(decomposed, found.head, (found.height, found.width))
         if verify and data is not None:
@@ -189,17 +195,17 @@ def _export_module(
     if out.suffix != ".onnx":
         raise InputError(f"{out} should end in .onnx.")
     card, portable = options["card"], options["portable"]
+    meanings = known_outputs(card, said=options["outputs"])
     canonical = export_graph(model, example, card, options["dynamic_size"], options["rest"])
     _describe(canonical, card, None)
     verification, decomposed = None, to_portable(canonical) if portable or verify else None
     if verify and decomposed is not None:
         samples = batches_of(example if inputs is None else inputs, len(canonical.graph.input))
-        head = card.head if card is not None else None
         reference = deployed(model, rest_of_file(canonical))
-        verification = verify_decomposed(reference, decomposed, samples, head=head, card=card)
+        verification = verify_decomposed(reference, decomposed, samples, meanings=meanings, card=card)
         require_agreement(verification, type(model).__name__)
         if options["dynamic_size"]:
-            require_open_sizes(reference, decomposed, samples[0], type(model).__name__, head)
+            require_open_sizes(reference, decomposed, samples[0], type(model).__name__, meanings)
     return _write_all(model, canonical, decomposed if portable else None, out, card, verification)
 
 

@@ -29,6 +29,7 @@ from fp4deploy.graph.capture import Inputs, arguments
 from fp4deploy.graph.copied import copied
 from fp4deploy.graph.randomness import refuse_random
 from fp4deploy.models.input_encoding import ENCODED_CHANNELS
+from fp4deploy.models.meaning import OutputMeanings, Outputs, known_outputs
 from fp4deploy.packed import Graph, PackedFile, PackedNetwork, packed_file, write_packed
 from fp4deploy.packed.capture import CapturedNetwork, graphs_enabled
 from fp4deploy.packed.file import SUFFIX
@@ -54,6 +55,7 @@ def pack(
     images: int = 16,
     verify: bool = True,
     example_inputs: Inputs | None = None,
+    outputs: Outputs = None,
     rest: str | None = None,
 ) -> PackedResult:
     """Export a checkpoint or any module as a packed network, compared with torch before anything is written.
@@ -66,6 +68,7 @@ def pack(
         verify: False writes without comparing.
         example_inputs: of a module: a tensor, several, or a dict of tensors, on which it is captured and compared.
             Height and width stay free where the module's code allows it.
+        outputs: of a module: what its outputs are, as of `verify`.
         rest: what is not packed: "fp16", "bf16" or "fp32" (`fp4deploy.rest`); None: as the checkpoint's card says, of
             a module FP16.
 
@@ -79,9 +82,9 @@ def pack(
     """
     out = Path(out)
     if isinstance(checkpoint, nn.Module):
-        return _pack_module(checkpoint, out, example_inputs, verify, rest_of(rest))
-    if example_inputs is not None:
-        raise InputError("A checkpoint's card says what it reads; example_inputs is for modules.")
+        return _pack_module(checkpoint, out, example_inputs, verify, known_outputs(said=outputs), rest_of(rest))
+    if example_inputs is not None or outputs is not None:
+        raise InputError("A checkpoint's card says what it reads and gives; these arguments are for modules.")
     checkpoint = Path(checkpoint)
     check_request(checkpoint, out, SUFFIX, data, images, verify)
     model, card = load_model(checkpoint, rest=rest)
@@ -190,13 +193,15 @@ def _cause(error: InputError) -> str:
     return error.cause if isinstance(error, UnsettledSizes) else f"With free sizes: {str(error).partition('. ')[0]}."
 
 
-def _at_sizes_of_torch(model: nn.Module, file: PackedFile, sample: Inputs, example: Inputs) -> PackedFile:
+def _at_sizes_of_torch(
+    model: nn.Module, file: PackedFile, sample: Inputs, example: Inputs, meanings: OutputMeanings | None = None
+) -> PackedFile:
     """A packed network that takes the example's size alone if it computes something else than torch at others."""
 
     def packed(plain: nn.Module) -> PackedFile:
         return packed_file(file.path, file.card, *pack_model(plain, example, rest=rest_of(file.graph)))
 
-    differs = packed_differs(model, file, sample, packed)
+    differs = packed_differs(model, file, sample, packed, meanings)
     if not differs:
         return file
     warnings.warn(f"{differs} The packed network takes inputs of the example's size alone.", stacklevel=3)
@@ -204,7 +209,14 @@ def _at_sizes_of_torch(model: nn.Module, file: PackedFile, sample: Inputs, examp
     return replace(file, graph=file.graph.model_copy(update={"inputs": fixed}))
 
 
-def _pack_module(model: nn.Module, out: Path, example_inputs: Inputs | None, verify: bool, rest: Rest) -> PackedResult:
+def _pack_module(
+    model: nn.Module,
+    out: Path,
+    example_inputs: Inputs | None,
+    verify: bool,
+    meanings: OutputMeanings,
+    rest: Rest,
+) -> PackedResult:
     if example_inputs is None:
         raise InputError(
             "Give example_inputs, such as torch.zeros(1, 3, 256, 256): a module says nothing of its inputs."
@@ -215,8 +227,8 @@ def _pack_module(model: nn.Module, out: Path, example_inputs: Inputs | None, ver
     deployed, file = _deployed_file(model, out, example_inputs, rest)
     verification = None
     if verify:
-        verification = verify_packed(deployed, file, [example_inputs])
+        verification = verify_packed(deployed, file, [example_inputs], meanings)
         require_packed(verification, type(model).__name__)
-        file = _at_sizes_of_torch(deployed, file, example_inputs, example_inputs)
+        file = _at_sizes_of_torch(deployed, file, example_inputs, example_inputs, meanings)
     write_packed(file)
     return PackedResult(file, verification)

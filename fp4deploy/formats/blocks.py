@@ -18,6 +18,23 @@ import torch.nn.functional as F
 from fp4deploy.errors import InputError
 
 PIECE = 1 << 20
+QUANTIZABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def require_quantizable(x: Any, name: str) -> None:
+    """Refuse what has no values that the format `name` could round.
+
+    Raises:
+        InputError: no tensor, a sparse or nested one, or a dtype that is not floating point of 16 to 64 bits.
+    """
+    if not isinstance(x, torch.Tensor):
+        raise InputError(f"{name} quantises tensors, not {type(x).__name__}. Make one: torch.as_tensor(x)")
+    if x.dtype not in QUANTIZABLE:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in QUANTIZABLE)
+        raise InputError(f"{name} quantises floating-point tensors ({known}), not {x.dtype}.")
+    if x.layout != torch.strided or x.is_nested:
+        kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+        raise InputError(f"{name} quantises dense tensors, not {kind} ones. Convert it: x.to_dense()")
 
 
 def normalized_axis(x: torch.Tensor, axis: int) -> int:

@@ -24,7 +24,7 @@ import torch
 
 from fp4deploy.errors import InputError
 from fp4deploy.formats import philox
-from fp4deploy.formats.blocks import pad_to_blocks
+from fp4deploy.formats.blocks import pad_to_blocks, require_quantizable
 from fp4deploy.formats.constants import E4M3_MAX_FOUR_OVER_SIX, NVFP4_BLOCK
 from fp4deploy.formats.e2m1 import encode_e2m1, pack_codes, round_e2m1
 from fp4deploy.formats.nvfp4 import Nvfp4Tensor
@@ -88,8 +88,9 @@ def quantize_ms_eden(
     >>> q.codes.shape, q.scales.shape, q.e4m3_max
     (torch.Size([4, 64]), torch.Size([4, 8]), 256)
     """
-    if not x.is_floating_point() or x.ndim == 0:
-        raise InputError(f"MS-EDEN quantises floating-point tensors with an axis, not {x.dtype} {tuple(x.shape)}.")
+    require_quantizable(x, "MS-EDEN")
+    if x.ndim == 0:
+        raise InputError("MS-EDEN quantises floating-point tensors with an axis, not a single number.")
     y = rotate(x.detach().movedim(axis, -1), rotation)
     blocks = y.unflatten(-1, (-1, NVFP4_BLOCK))
     amax = (

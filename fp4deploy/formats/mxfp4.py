@@ -27,6 +27,7 @@ from fp4deploy.formats.blocks import (
     pad_to_blocks,
     piece_axis,
     pieces,
+    require_quantizable,
     split_blocks,
 )
 from fp4deploy.formats.constants import MXFP4_BLOCK
@@ -77,7 +78,7 @@ def quantize_mxfp4(
         offset: as of `quantize_nvfp4`.
 
     Raises:
-        InputError: an unknown option, no axes, or a dtype that is not floating point.
+        InputError: an unknown option, no axes, or no dense tensor of floating point numbers.
 
     >>> m = quantize_mxfp4(torch.full((2, 32), 12.0))
     >>> m.codes.shape, m.scales.tolist()
@@ -154,8 +155,7 @@ def _blocked(random: torch.Tensor | None, axes: tuple[int, ...]) -> torch.Tensor
 def _axes(x: torch.Tensor, axis: int, scale_rule: str) -> tuple[int, ...]:
     if scale_rule not in SCALE_RULES:
         raise InputError(f"Unknown scale rule '{scale_rule}'. Valid scale rules: {', '.join(SCALE_RULES)}.")
-    if not x.is_floating_point():
-        raise InputError(f"MXFP4 quantises floating-point tensors, not {x.dtype}.")
+    require_quantizable(x, "MXFP4")
     if x.ndim == 0:
         raise InputError("MXFP4 blocks need an axis; this tensor has none.")
     return (normalized_axis(x, axis),)

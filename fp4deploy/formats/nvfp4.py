@@ -16,6 +16,7 @@ Source: NVIDIA, "Pretraining Large Language Models with NVFP4", 2025; the order 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -28,6 +29,7 @@ from fp4deploy.formats.blocks import (
     pad_to_blocks,
     piece_axis,
     pieces,
+    require_quantizable,
     split_blocks,
 )
 from fp4deploy.formats.constants import E2M1_MAX, E4M3_MAX, NVFP4_BLOCK
@@ -87,8 +89,8 @@ def quantize_nvfp4(
         offset: where in the random stream of that seed the bits begin.
 
     Raises:
-        InputError: an unknown or contradictory option, fewer axes than the blocks need, a dtype that is not floating
-            point.
+        InputError: an unknown or contradictory option, fewer axes than the blocks need, no dense tensor of floating
+            point numbers, an `amax` that is negative, NaN or Inf.
 
     >>> x = torch.tensor([[0.0, 0.5, 1.0, -6.0] + [3.0] * 12])
     >>> q = quantize_nvfp4(x)
@@ -98,6 +100,7 @@ def quantize_nvfp4(
     True
     """
     axes = _block_axes(x, block)
+    require_amax(amax)
     if row_scaled and isinstance(amax, torch.Tensor) and amax.ndim:
         amax = amax.unsqueeze(-1)
     global_amax, random = _prepare(x, axes, amax, row_scaled, four_over_six, rounding, seed, offset)
@@ -143,10 +146,11 @@ def fake_quantize_nvfp4(
         (the sign of a zero excepted), and the in-range mask, bool: elements that did not saturate, |x * e| <= 6.
 
     Raises:
-        InputError: an unknown or contradictory option, no axes, or a dtype that is not floating point.
+        InputError: an unknown or contradictory option, no axes, or no dense tensor of floating point numbers.
     """
-    if not x.is_floating_point() or x.ndim == 0:
-        raise InputError(f"NVFP4 quantises floating-point tensors with an axis, not {x.dtype} {tuple(x.shape)}.")
+    require_quantizable(x, "NVFP4")
+    if x.ndim == 0:
+        raise InputError("NVFP4 quantises floating-point tensors with an axis, not a single number.")
     axes = tuple(normalized_axis(x, axis) for axis in axes)
     global_amax, random = _prepare(x, axes, amax, row_scaled, four_over_six, rounding, seed, offset)
     values, in_range = torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
@@ -192,12 +196,41 @@ def _prepare(
     return static_amax(x, axes[-1], amax, row_scaled), random
 
 
+def require_amax(amax: Any) -> None:
+    """Refuse a global amax that is none. The values of a tensor on a GPU are not read, which would wait for it.
+
+    Raises:
+        InputError: negative, NaN or Inf, or no numbers.
+    """
+    if amax is None or (isinstance(amax, torch.Tensor) and not _readable(amax)):
+        return
+    try:
+        values = torch.as_tensor(amax, dtype=torch.float32).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"A global amax is a number or a tensor of numbers, not {type(amax).__name__}.") from error
+    wrong = ~(values >= 0) | values.isinf()
+    if bool(wrong.any()):
+        raise InputError(
+            f"A global amax is the largest absolute value, a finite number from 0 on, and this one is "
+            f"{values[wrong][0].item():g}."
+        )
+
+
+def _readable(x: torch.Tensor) -> bool:
+    """Whether values can be read without waiting for a GPU, and are there: not those that a compiler traces."""
+    return (
+        type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type == "cpu" and not torch.compiler.is_compiling()
+    )
+
+
 def static_amax(x: torch.Tensor, axis: int, amax: float | torch.Tensor, row_scaled: bool) -> torch.Tensor:
     """A given global amax as float32 on the device of `x`: [], or row-scaled the shape of `x` with `axis` 1.
 
     Raises:
-        InputError: another shape.
+        InputError: another shape, or a number that `require_amax` refuses.
     """
+    if not isinstance(amax, torch.Tensor):
+        require_amax(amax)
     static = torch.as_tensor(amax, dtype=torch.float32, device=x.device).detach()
     rows = torch.Size(1 if at == axis else size for at, size in enumerate(x.shape))
     if static.ndim == 1 and static.shape[0] == 1 and not row_scaled:
@@ -241,8 +274,7 @@ def _e4m3_max(four_over_six: FourOverSix | None) -> int:
 def _block_axes(x: torch.Tensor, block: str) -> tuple[int, ...]:
     if block not in BLOCK_AXES:
         raise InputError(f"Unknown block '{block}'. Valid blocks: {', '.join(BLOCK_AXES)}.")
-    if not x.is_floating_point():
-        raise InputError(f"NVFP4 quantises floating-point tensors, not {x.dtype}.")
+    require_quantizable(x, "NVFP4")
     if x.ndim < len(BLOCK_AXES[block]):
         raise InputError(f"{block} blocks need at least {len(BLOCK_AXES[block])} axes; this tensor has {x.ndim}.")
     return tuple(axis % x.ndim for axis in BLOCK_AXES[block])

@@ -168,19 +168,20 @@ def _number(value: float) -> float | None:
 
 
 def _indexed(content: dict[str, Any]) -> COCO:
-    """A COCO object of a dictionary; the annotations are copied, as pycocotools writes into them."""
+    """A COCO object of a dictionary; the annotations are copied, as pycocotools writes into them.
+
+    They are numbered from 1, as the number 0 of an object or of a detection is taken for "not matched".
+    """
     coco = COCO()
-    coco.dataset = {**content, "annotations": [dict(annotation) for annotation in content["annotations"]]}
+    annotations = [{**annotation, "id": number} for number, annotation in enumerate(content["annotations"], start=1)]
+    coco.dataset = {**content, "annotations": annotations}
     coco.createIndex()
     return coco
 
 
 def _detected(results: Sequence[dict[str, Any]], kind: Kind) -> list[dict[str, Any]]:
     """Results as annotations; what COCO.loadRes does, which fails on an empty list."""
-    return [
-        {**result, "id": number, "area": _area(result, kind), "iscrowd": 0}
-        for number, result in enumerate(results, start=1)
-    ]
+    return [{**result, "area": _area(result, kind), "iscrowd": 0} for result in results]
 
 
 def _area(result: dict[str, Any], kind: Kind) -> float:

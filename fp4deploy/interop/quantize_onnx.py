@@ -30,6 +30,7 @@ from fp4deploy.export.onnx.session import portable_session
 from fp4deploy.export.to_onnx import ExportResult, export_onnx
 from fp4deploy.interop.onnx_network import OnnxNetwork, network_of
 from fp4deploy.models.card import ModelCard
+from fp4deploy.models.meaning import Outputs, known_outputs
 from fp4deploy.ptq import Result, quantize
 
 TOLERANCE = 2e-3  # largest difference of an output over its largest value, of files in FP32
@@ -125,6 +126,7 @@ def quantize_onnx(
     class_names: tuple[str, ...] = (),
     background: bool = False,
     device: str = "cpu",
+    outputs: Outputs = None,
     **options: Any,
 ) -> OnnxResult:
     """Quantise an ONNX file of a convolution network in FP16 or FP32 and write the canonical NVFP4 file.
@@ -134,6 +136,7 @@ def quantize_onnx(
         images: calibration batches [N, C, H, W], normalised as the network wants them.
         out: the .onnx file to write.
         method, options: as of `ptq.quantize`.
+        outputs: what the outputs are, as of `export.verify.exported.verify`; by default as the card says.
         mean, std, class_names, background: what the card of the written file says of its images and classes; a card
             is written for networks of RGB images whose first output is a map.
 
@@ -144,6 +147,7 @@ def quantize_onnx(
     path, batches = Path(path), [images] if isinstance(images, Tensor) else list(images)
     if not batches or not len(batches[0]):
         raise InputError("Quantisation needs images to calibrate on. Give some with: --data DIR")
+    known_outputs(said=outputs)  # before minutes of work
     model = read_onnx(path)
     network = network_of(model, path)
     shape = tuple(batches[0].shape[1:])
@@ -158,7 +162,7 @@ def quantize_onnx(
     network.cpu()
     card = _card(network, expected[0], shape, found.recipe, mean, std, class_names, background)
     example = torch.cat(kept[:2]) if len(kept) > 1 else kept[0].repeat(2, 1, 1, 1)
-    written = export_onnx(network, example, Path(out), data=kept[:VERIFIED], card=card)
+    written = export_onnx(network, example, Path(out), data=kept[:VERIFIED], card=card, outputs=outputs)
     sqnr = _sqnr(expected, [_named(network, each) for each in kept])
     return OnnxResult(found, written, difference, sqnr)
 
@@ -185,7 +189,8 @@ def compare_with_file(network: OnnxNetwork, model: Any, images: Iterable[Tensor]
                 if one.shape != tuple(other.shape) or not np.isfinite(one).all():
                     raise InputError(f"{source}: its output {name} is not finite, or of another shape than was read.")
                 apart = np.abs(one - other.float().numpy()).max(initial=0.0)
-                worst = max(worst, float(apart / max(float(np.abs(one).max(initial=0.0)), 1e-30)))
+                share = float(apart / max(float(np.abs(one).max(initial=0.0)), 1e-30))
+                worst = float(np.maximum(worst, share))  # NaN, where the network gives it
     limit = HALF_TOLERANCE if half else TOLERANCE
     if not worst <= limit:
         raise GateError(

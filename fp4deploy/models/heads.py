@@ -125,30 +125,6 @@ class InstanceHead:
         return outputs.narrow(-3, self.classes, self.masks)
 
 
-def agreeing(expected: torch.Tensor, given: torch.Tensor, head: Head | None = None) -> torch.Tensor:
-    """Where two outputs [N, channels, ...] of one model mean the same; NaN and Inf agree with nothing.
-
-    Semantic models, which have no head: the class with the largest logit is the same. Instance models: so are the class
-    and the mask, and neither centre score nor offset differs by more than `CLOSE`, which is a third of a pixel.
-
-    Returns:
-        bool, one value for each of the head's units; [N, H, W] for pixels.
-    """
-    if head is not None:
-        return head.agreeing(expected, given)
-    return given.isfinite().all(1) & (expected.argmax(1) == given.argmax(1))
-
-
-def compared(head: Head | None) -> str:
-    """What `agreeing` compares, for messages."""
-    return "argmax" if head is None else head.compared
-
-
-def counted_unit(head: Head | None) -> str:
-    """What `agreeing` counts, for messages."""
-    return "pixels" if head is None else head.unit
-
-
 def _mask(logits: torch.Tensor) -> torch.Tensor:
     """Number of the mask that holds a pixel, -1 for none."""
     best, number = logits.max(1)

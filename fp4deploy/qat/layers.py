@@ -19,6 +19,7 @@ group, padded to whole blocks, so that no block crosses a group.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, cast
 
@@ -43,6 +44,7 @@ class QuantizedLayer(nn.Module):
     """What the quantised layers share: the recipe, amax tracking and the quantisers."""
 
     recipe: Recipe
+    prepared_as: str  # the layer's name in the model that was prepared, for messages
     input_amax: torch.Tensor | None
     delayed_amax: torch.Tensor | None  # what the last training step quantised with, where that is not input_amax
     observing: bool
@@ -56,9 +58,11 @@ class QuantizedLayer(nn.Module):
     outliers: OutlierChannels | None  # the chosen ones and the others
     channel_norms: torch.Tensor | None  # float32 [C], sums while they are being chosen
 
-    def attach(self, recipe: Recipe, amax: torch.Tensor | None = None) -> None:
+    def attach(self, recipe: Recipe, amax: torch.Tensor | None = None, name: str = "") -> None:
         """Give a layer whose class was just changed its quantiser state; `amax`: a calibrated one to keep."""
         self.recipe = recipe
+        self.prepared_as = name or type(self).__name__
+        self._calibrated = (0, 0)
         self.products = PRODUCTS[0]
         self.observing = False
         self.quantizing = True
@@ -81,7 +85,8 @@ class QuantizedLayer(nn.Module):
 
     def detach(self) -> None:
         """Take the quantiser state off again, before the class is changed back."""
-        del self.recipe, self.products, self.observing, self.quantizing, self.delayed_amax, self.input_amax
+        del self.recipe, self.prepared_as, self._calibrated
+        del self.products, self.observing, self.quantizing, self.delayed_amax, self.input_amax
         del self.outliers, self.channel_norms, self.outlier_channels
         self.__dict__.pop("fusible", None)
 
@@ -206,7 +211,11 @@ class QuantizedLayer(nn.Module):
     def static_amax(self, x: torch.Tensor) -> torch.Tensor | None:
         """The global amax that the input is quantised with, in training tracked; None where there is no static scale.
 
-        A layer that never saw data has no scale: its output is NaN rather than silently zero.
+        A layer that never saw data has no scale: in evaluation that is an error, and where nothing can be raised, in
+        what a compiler captures, its output is NaN rather than silently zero.
+
+        Raises:
+            InputError: in evaluation, with the name that the layer was prepared under.
         """
         if not self.is_static:
             return None
@@ -219,7 +228,26 @@ class QuantizedLayer(nn.Module):
         elif self.is_delayed and self.training and self.delayed_amax is not None:
             return self.delayed_amax
         amax = cast(torch.Tensor, self.input_amax)
+        if not self.training:
+            self._require_calibrated(amax)
         return torch.where(amax > 0, amax, float("nan"))
+
+    def _require_calibrated(self, amax: torch.Tensor) -> None:
+        """Refuse a layer without a scale. On a GPU each value is read once, since that waits for all before it."""
+        known = type(amax) in (torch.Tensor, nn.Parameter) and amax.device.type != "meta"
+        if not known or torch.compiler.is_compiling() or (amax.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        value = (id(amax), 0 if amax.is_inference() else amax._version)
+        if amax.is_cuda and value == self._calibrated:
+            return
+        number = amax.item()
+        if not 0 < number < math.inf:
+            why = "it was never calibrated" if number == 0 else f"its input_amax is {number:g}"
+            raise InputError(
+                f"The layer {self.prepared_as} has no static scale of its input: {why}. Run data through the model "
+                "first: fp4deploy.calibrate(model, batches), or a training step."
+            )
+        self._calibrated = value
 
     @torch.no_grad()
     def amax_before(self, x: torch.Tensor) -> torch.Tensor:

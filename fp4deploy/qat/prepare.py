@@ -171,7 +171,7 @@ def prepare(
     for name in names:
         layer = model.get_submodule(name)
         layer.__class__ = quantized_class(layer)
-        layer.attach(recipe_of(chosen, name, layer, fp8), calibrated.get(name))  # type: ignore[operator]
+        layer.attach(recipe_of(chosen, name, layer, fp8), calibrated.get(name), name)  # type: ignore[operator]
     return model
 
 

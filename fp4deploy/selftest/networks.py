@@ -13,6 +13,7 @@ import torch
 
 from fp4deploy.errors import GateError, UnavailableError
 from fp4deploy.export.verify.outputs import ALLOWED_ELEMENTS
+from fp4deploy.export.verify.packed import largest
 from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.packed import PackedFile, PackedNetwork
 from fp4deploy.packed.graph import Concat, Layer, Node, named
@@ -92,7 +93,7 @@ def node_errors(
         expected = on_cpu(reference, node, inputs)
         if not isinstance(node, Concat):
             found = run(node, inputs)
-            errors[named(node)] = max(difference(*pair) for pair in zip(found, expected, strict=True))
+            errors[named(node)] = largest(*(difference(*pair) for pair in zip(found, expected, strict=True)))
         held.update(zip([form.name for form in node.outputs], map(half, expected), strict=True))
     return errors
 

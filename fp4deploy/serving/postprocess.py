@@ -22,11 +22,13 @@ class TritonPythonModel:
         self.palette = json.loads(config["parameters"]["palette"]["string_value"])
 
     def execute(self, requests: list) -> list:  # type: ignore[type-arg]
-        """Answer each request."""
+        """Answer each request; logits that are not finite are an error of their own request, and no mask of class 0."""
         return [self._answer(request) for request in requests]
 
     def _answer(self, request):  # type: ignore[no-untyped-def]
         logits = pb_utils.get_input_tensor_by_name(request, "logits").as_numpy().astype(np.float32)
+        if not np.isfinite(logits).all():
+            return pb_utils.InferenceResponse(error=pb_utils.TritonError("The network answers NaN or Inf."))
         sizes = pb_utils.get_input_tensor_by_name(request, "SIZE").as_numpy()
         masks = [
             self._encoded(output, int(height), int(width))

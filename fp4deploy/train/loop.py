@@ -118,14 +118,15 @@ class Trainer:
         self.val_batches: Any = loaders[1]
         layers = quantized_layers(model)
         self.layers = tuple(layers.values())
-        fused = bool(settings.fused) and not settings.checkpointing and available(self.device) and self.autocast != "no"
+        self.unfusable = on_gpu and self.autocast == "no"
+        fused = bool(settings.fused) and not settings.checkpointing and available(self.device) and not self.unfusable
         self.kernels = "cuda" if fused else "torch"
         if fused and (settings.fused is True or has_kernels(model)):
             fuse_unet(model, recompute=settings.recompute is True)
         if settings.checkpointing:
             checkpoint_blocks(model)
         compilable = settings.fused == "auto" and available(self.device) and not isinstance(model, FusedUNet)
-        compilable = compilable and self.autocast != "no"
+        compilable = compilable and not self.unfusable
         self.unfused = self._unfused() if compilable and self.layers else None
         self.fuses = compilable and bool(self.layers) and self.unfused is None
         self.compiled = self.fuses or (settings.compile and not isinstance(model, FusedUNet))
@@ -232,7 +233,7 @@ class Trainer:
             self.interrupt,
             Display(job.model, job.epochs, self.steps, start.step, start.epoch + 1, quiet) as display,
         ):
-            if self.autocast == "no" and self.settings.fused and available(self.device):
+            if self.unfusable and self.settings.fused and available(self.device):
                 display.say(f"{job.model}: no fused kernels, since train.precision is fp32 and they have none")
             if self.unfused is not None:
                 display.say(f"{job.model}: train.fused=auto does not fuse, since {self.unfused}")

@@ -75,6 +75,22 @@ def test_the_interval_covers_the_drop_of_the_population() -> None:
     assert 175 <= covered <= 200
 
 
+def test_the_interval_is_as_wide_as_its_level_says() -> None:
+    """Of one class whose predictions lie within it, IoU is a mean over images: its standard error is known."""
+    images = 400
+    missed = np.random.default_rng(2).integers(0, 100, images)
+    truth = np.full(images, 1000)
+    stacked = [np.stack([truth - lost, truth, truth - lost], -1)[:, None] for lost in (0 * missed, missed)]
+    first, second = (PixelCounts([f"{n}.png" for n in range(images)], ("road",), part) for part in stacked)
+    error = float(missed.std()) / 1000 / math.sqrt(images)
+    found = decide(entry(second), baseline(first), 1.0)
+    assert "95 % interval" in found.text()
+    assert (found.drop.high - found.drop.drop) / error == pytest.approx(1.96, abs=0.12)
+    assert (found.drop.drop - found.drop.low) / error == pytest.approx(1.96, abs=0.12)
+    narrow = paired_drop(first, second, level=0.90).metric
+    assert (narrow.high - narrow.low) / error == pytest.approx(2 * 1.645, abs=0.2)
+
+
 def test_equal_predictions_have_no_width() -> None:
     found = paired_drop(counts(5, 0.7), counts(5, 0.7)).metric
     assert (found.drop, found.low, found.high) == (0, 0, 0)

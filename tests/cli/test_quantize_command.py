@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fp4deploy.bench.gate.change import measure_change
+from fp4deploy.bench.change import measure_change
 from fp4deploy.bench.runtimes.open import open_runtime
 from fp4deploy.data import EvalTransform, validation_set
 from fp4deploy.data.part import part_of
@@ -76,7 +76,7 @@ def test_what_quantising_changed_is_counted(checkpoint: Path, shapes: Path, tmp_
     images = np.stack([transform(dataset.load(place))[0].numpy() for place in range(2)])
     assert other.unchanged == pytest.approx(float((runtime.infer(images).argmax(1) == 3).mean()))
     assert other.before == same.before
-    assert "; 2 validation images." in other.sentence("fp16.safetensors")
+    assert "; 2 images." in other.sentence("fp16.safetensors")
 
 
 def test_data_that_cannot_be_compared_leaves_what_is_written(
@@ -85,7 +85,7 @@ def test_data_that_cannot_be_compared_leaves_what_is_written(
     def refuse(*_: object) -> None:
         raise InputError("no labels")
 
-    monkeypatch.setattr("fp4deploy.bench.gate.change.measure_change", refuse)
+    monkeypatch.setattr("fp4deploy.bench.change.measure_change", refuse)
     few = ("--images", 2, "--method", "amax", "--correction", "none", "--out", "q.safetensors")
     result = invoke("quantize", checkpoint, "--data", shapes, *few)
     assert result.exit_code == 0, result.stderr

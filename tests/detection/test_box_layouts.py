@@ -15,7 +15,6 @@ from fp4deploy.detection import DetectionEvaluation, decode_boxes
 from fp4deploy.detection.decode import in_image, iou
 from fp4deploy.export.onnx.boxes import with_boxes
 from fp4deploy.models.boxes import DetectionHead
-from fp4deploy.models.heads import agreeing
 from fp4deploy.train.losses.boxes import BoxLoss, assign
 from tests.detection.perfect import perfect_output
 
@@ -143,10 +142,10 @@ def test_the_operators_of_onnx_decode_the_same_boxes(head: DetectionHead) -> Non
 def test_outputs_agree_by_their_boxes(head: DetectionHead) -> None:
     expected = torch.full((1, head.channels, *head.output_size(*SIZE)), -20.0)
     expected[0, head.classes :], expected[0, 1, [10, 20]] = 0.5, 3.0
-    assert agreeing(expected, expected.clone(), head).tolist() == [True, True]
+    assert head.agreeing(expected, expected.clone()).tolist() == [True, True]
     moved = expected.clone()
     moved[0, head.classes, 10] += 0.5
-    assert agreeing(expected, moved, head).tolist() == [False, True]
+    assert head.agreeing(expected, moved).tolist() == [False, True]
     if head.method == "fcos_relu":  # a box without an area is none
         expected[0, [3, 5], 10], moved[0, [3, 5], 10] = -1.0, -2.0
-        assert agreeing(expected, moved, head).tolist() == [True]
+        assert head.agreeing(expected, moved).tolist() == [True]

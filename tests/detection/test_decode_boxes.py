@@ -12,7 +12,6 @@ from fp4deploy.data import open_boxes
 from fp4deploy.detection import DetectionEvaluation, decode_boxes
 from fp4deploy.detection.decode import iou, suppress
 from fp4deploy.models.boxes import DetectionHead, distance_iou, map_sizes
-from fp4deploy.models.heads import agreeing
 from tests.detection.perfect import perfect_output
 
 HEAD = DetectionHead("fcos", 6, width=16, max_detections=50)
@@ -88,20 +87,20 @@ def test_boxes_end_at_the_border_of_the_image() -> None:
 def test_outputs_agree_by_what_they_show() -> None:
     expected = torch.full((1, HEAD.channels, 340), -20.0)
     expected[0, 1, [40, 90]], expected[0, -1, [40, 90]], expected[0, 6:10] = 2.0, 2.0, 1.0
-    assert agreeing(expected, expected.clone(), HEAD).tolist() == [True, True]
+    assert HEAD.agreeing(expected, expected.clone()).tolist() == [True, True]
     noisy = expected + 0.01 * torch.randn_like(expected)
-    assert agreeing(expected, noisy, HEAD).all()
+    assert HEAD.agreeing(expected, noisy).all()
     moved = expected.clone()
     moved[0, 6, 40] += 0.5
-    assert agreeing(expected, moved, HEAD).tolist() == [False, True]
+    assert HEAD.agreeing(expected, moved).tolist() == [False, True]
     lost, invented = expected.clone(), expected.clone()
     lost[0, 1, 90] = -20.0
     invented[0, 3, 100], invented[0, -1, 100] = 3.0, 3.0
-    assert agreeing(expected, lost, HEAD).tolist() == [True, False]
-    assert sorted(agreeing(expected, invented, HEAD).tolist()) == [False, True, True]
+    assert HEAD.agreeing(expected, lost).tolist() == [True, False]
+    assert sorted(HEAD.agreeing(expected, invented).tolist()) == [False, True, True]
     broken = expected.clone()
     broken[0, 0, 0] = float("nan")
-    assert not agreeing(expected, broken, HEAD).any()
+    assert not HEAD.agreeing(expected, broken).any()
     nothing = torch.full_like(expected, -20.0)
-    assert agreeing(nothing, nothing, HEAD).tolist() == [True]
-    assert not agreeing(nothing, nothing * float("inf"), HEAD).any()
+    assert HEAD.agreeing(nothing, nothing).tolist() == [True]
+    assert not HEAD.agreeing(nothing, nothing * float("inf")).any()

@@ -13,10 +13,17 @@ from onnx.reference import ReferenceEvaluator
 from torch import nn
 
 from fp4deploy.export.onnx.graph import export_graph
+from fp4deploy.export.verify.agreement import OutputAgreement
 from fp4deploy.models import build_unet
+from fp4deploy.models.meaning import Classes
 from fp4deploy.qat import calibrate, prepare, round_to_deployed
 
 UNET_SHAPE = (3, 32, 32)
+
+
+def pixels_that_differ(pixels: int, differing: int) -> tuple[OutputAgreement, ...]:
+    """The agreement of one class map."""
+    return (OutputAgreement("logits", Classes(1), pixels, differing),)
 
 
 class Shapes(nn.Module):

@@ -100,7 +100,7 @@ def test_export_verifies_writes_and_is_deterministic(checkpoint: Path, data: Pat
     result = pack(checkpoint, tmp_path / "unet.fp4", data, images=3)
     assert result.verification is not None
     assert (result.verification.images, result.verification.pixels) == (3, 3 * 32 * 32)
-    assert "argmax equal to torch on" in result.verification.sentence()
+    assert "argmax over axis 1 equal to torch on" in result.verification.sentence()
     assert read_packed(tmp_path / "unet.fp4").graph == result.file.graph
     palette = colours(len(result.file.card.class_names), True) if result.file.card else []
     assert json.loads(read_packed(tmp_path / "unet.fp4").about) == {

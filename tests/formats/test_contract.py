@@ -73,7 +73,7 @@ def test_four_over_six_where_the_candidates_nearly_tie(choice: Choice) -> None:
     check(quantize_nvfp4(tiles, "2d", 8.0, four_over_six=chosen), nvfp4(as_numpy(tiles), 16, 8.0, choice=choice))
 
 
-@pytest.mark.parametrize("amax", [1e-38, 1e-30, 1.0, 6.0, 1536.0, 2688.0, 1e30, 3e38, 1e-44, float("inf")])
+@pytest.mark.parametrize("amax", [1e-38, 1e-30, 1.0, 6.0, 1536.0, 2688.0, 1e30, 3e38, 1e-44])
 def test_a_static_amax_far_from_the_data(amax: float) -> None:
     x = torch.cat([hard_cases()[name][:16] for name in ("normal", "1e-30", "1e30", "subnormal", "heavy tails")])
     check(quantize_nvfp4(x, amax=amax), nvfp4(as_numpy(x), 1, amax))

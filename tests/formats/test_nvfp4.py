@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
 from fp4deploy.errors import InputError
 from fp4deploy.formats import FourOverSix, fake_quantize_nvfp4, quantize_nvfp4, unpack_codes
+from fp4deploy.plugins.quantize import dispatch
 from tests.formats.hard_cases import generator
 
 CHOICES = [None, FourOverSix(), FourOverSix("mse", 448, True)]
@@ -79,13 +83,12 @@ def test_float64_beyond_float32_is_not_finite() -> None:
     assert q.dequantize()[1].tolist() == [1.0] * 16
 
 
-def test_a_static_amax_of_zero_gives_zeros_and_one_of_nan_gives_nan() -> None:
+def test_a_static_amax_of_zero_gives_zeros_and_a_learned_one_of_nan_gives_nan() -> None:
     q = quantize_nvfp4(torch.ones(2, 16), amax=0.0)
     assert q.codes.sum() == 0
     assert q.scales.view(torch.uint8).sum() == 0
     assert fake_quantize_nvfp4(torch.ones(2, 16), amax=0.0)[0].abs().sum() == 0
-    assert quantize_nvfp4(torch.ones(2, 16), amax=float("nan")).dequantize().isnan().all()
-    assert fake_quantize_nvfp4(torch.ones(2, 16), amax=float("nan"))[0].isnan().all()
+    assert fake_quantize_nvfp4(torch.ones(2, 16), amax=torch.tensor(float("nan")))[0].isnan().all()
 
 
 def test_a_static_amax_of_the_tensor_itself_changes_nothing() -> None:
@@ -118,3 +121,41 @@ def test_wrong_arguments_name_the_valid_values() -> None:
         quantize_nvfp4(torch.ones(16, dtype=torch.int32))
     with pytest.raises(InputError, match="axes"):
         quantize_nvfp4(torch.ones(16), block="2d")
+
+
+UNQUANTIZABLE = {
+    "None": (None, "not NoneType"),
+    "list": ([1.0] * 16, "not list"),
+    "numpy": (np.ones(16, np.float32), "not ndarray"),
+    "FP8": (torch.ones(16).to(torch.float8_e4m3fn), "not torch.float8_e4m3fn"),
+    "complex": (torch.ones(16, dtype=torch.complex64), "not torch.complex64"),
+    "bool": (torch.ones(16, dtype=torch.bool), "not torch.bool"),
+    "sparse": (torch.eye(16).to_sparse(), "not sparse_coo ones"),
+    "rows": (torch.eye(16).to_sparse_csr(), "not sparse_csr ones"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("case", UNQUANTIZABLE)
+@pytest.mark.parametrize("function", [quantize_nvfp4, dispatch.quantize_nvfp4, dispatch.quantize_mxfp4])
+def test_what_is_no_dense_tensor_of_numbers_is_refused(case: str, function: Any) -> None:
+    x, cause = UNQUANTIZABLE[case]
+    with pytest.raises(InputError, match=rf"FP4 quantises .*tensors.*{cause}"):
+        function(x)
+
+
+@pytest.mark.parametrize("function", [quantize_nvfp4, dispatch.quantize_nvfp4])
+def test_an_amax_is_a_finite_number_from_zero_on(function: Any) -> None:
+    x = torch.randn(4, 16)
+    for number in (-1.0, float("nan"), float("inf"), -float("inf")):
+        for amax in (number, np.float32(number), torch.tensor(number), torch.tensor([number])):
+            with pytest.raises(InputError, match=rf"finite number from 0 on, and this one is {number:g}"):
+                function(x, amax=amax)
+    with pytest.raises(InputError, match="this one is -3"):
+        function(x, amax=torch.tensor([1.0, -3.0, 2.0, 0.0]), row_scaled=True)
+    for amax in ("6", {"amax": 6}, object()):
+        with pytest.raises(
+            InputError, match=r"A global amax is a number or a tensor of numbers, not (str|dict|object)"
+        ):
+            function(x, amax=amax)
+    assert not function(x, amax=0.0).dequantize().any()

@@ -15,9 +15,11 @@ from pycocotools import mask as coco_mask
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
+from fp4deploy.bench.evidence import read_evidence, write_matches
 from fp4deploy.data import open_instances
 from fp4deploy.errors import InputError
 from fp4deploy.instances import average_precision, read_results, write_results
+from fp4deploy.instances.matches import Matches
 
 SIZE = 64
 Box = tuple[int, int, int, int]
@@ -173,6 +175,90 @@ def test_the_annotations_of_coco_score_one_against_themselves(shared: Path) -> N
 
 
 def test_a_second_detection_of_one_object_is_false() -> None:
-    """pycocotools takes the number 0 of a detection for "not matched": its object could be matched once more."""
+    """Its object could be matched once more if its number were 0 (`scores`)."""
     scores = average_precision(truth(A, B), [result(A, 0.9), result(A, 0.8), result(B, 0.7)])
     assert scores.ap50 == pytest.approx((51 * 1 + 50 * 2 / 3) / 101)
+
+
+def crowded(seed: int, images: int = 6) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Boxes of two classes with crowds and three sizes, and detections in any order: equal scores, some in crowds."""
+    random = np.random.default_rng(seed)
+    annotations, results = [], []
+    for image in range(1, images + 1):
+        for number in range(int(random.integers(0, 7))):
+            size = random.choice([9.0, 25.0, 70.0], 2)
+            annotation = {
+                "id": len(annotations) + 1, "image_id": image, "category_id": int(random.integers(1, 3)),
+                "bbox": [*random.uniform(0, 200, 2).tolist(), *size.tolist()], "area": float(size.prod()),
+                "iscrowd": int(number == 3),
+            }  # fmt: skip
+            annotations.append(annotation)
+            for _ in range(int(random.integers(0, 3))):
+                x, y, width, height = annotation["bbox"]
+                box = [x + random.normal(0, 0.1) * width, y, width * float(np.exp(random.normal(0, 0.2))), height]
+                results.append(
+                    {
+                        "image_id": image, "category_id": annotation["category_id"], "bbox": box,
+                        "score": round(float(random.random()), 1),
+                    }
+                )  # fmt: skip
+    content = {
+        "images": [{"id": number, "height": 300, "width": 300} for number in range(1, images + 1)],
+        "annotations": annotations,
+        "categories": [{"id": 1, "name": "one"}, {"id": 2, "name": "two"}],
+    }
+    return content, [results[place] for place in random.permutation(len(results))]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_matches_give_the_same_ap_also_from_their_text(seed: int) -> None:
+    """Equal scores in one image and in several, equal recalls, ignored detections, crowds that hold several."""
+    content, results = crowded(seed)
+    scores = average_precision(content, results, 100, "bbox")
+    assert scores.matches is not None
+    assert any(each.ignored.any() for each in scores.matches.detections)
+    for found in (scores.matches, read_evidence(write_matches(scores.matches), "x")):
+        assert isinstance(found, Matches)
+        assert found.per_class(np.ones(6)).tolist() == pytest.approx(list(scores.per_class.values()), abs=1e-12)
+        assert found.ap(np.ones(6)) == pytest.approx(scores.ap, abs=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_image_that_is_drawn_several_times_counts_as_so_many(seed: int) -> None:
+    content, results = crowded(seed)
+    results = [each | {"score": (each["score"] + number / 1000) / 2} for number, each in enumerate(results)]
+    found = average_precision(content, results, 100, "bbox").matches
+    assert found is not None
+    weights = [3, 0, 1, 2, 1, 0]
+    drawn = [(old, 10 * old + copy) for old, weight in enumerate(weights, start=1) for copy in range(weight)]
+    repeated = {
+        key: [each | {name: new} for old, new in drawn for each in records if each[name] == old]
+        for key, name, records in (
+            ("images", "id", content["images"]),
+            ("annotations", "image_id", content["annotations"]),
+            ("results", "image_id", results),
+        )
+    }
+    numbered = [each | {"id": number} for number, each in enumerate(repeated["annotations"], start=1)]
+    expected = average_precision(
+        {**content, "images": repeated["images"], "annotations": numbered}, repeated["results"], 100, "bbox"
+    )
+    assert found.per_class(np.array(weights, np.float64)).tolist() == pytest.approx(
+        [math.nan if value is None else value for value in expected.per_class.values()], abs=1e-12, nan_ok=True
+    )
+
+
+def test_objects_found_in_each_image_leave_crowds_out() -> None:
+    inside = truth(A, B, crowds=(CROWD,), images=2)
+    half = (20, 20, 40, 32)  # of B, IoU 0.6: at three of ten overlaps
+    found = average_precision(inside, [result(A, 0.9), result(half, 0.8), result((45, 2, 60, 20), 0.99)]).matches
+    assert found is not None
+    assert found.objects.tolist() == [[2], [0]]
+    assert found.found().tolist() == pytest.approx([1.3, 0.0])
+
+
+def test_annotations_numbered_from_zero_score_the_same() -> None:
+    content = truth(A, B)
+    for annotation in content["annotations"]:
+        annotation["id"] -= 1
+    assert average_precision(content, [result(A, 0.9), result(B, 0.8)]).ap == pytest.approx(1.0)

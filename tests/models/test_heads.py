@@ -9,7 +9,8 @@ import torch
 
 from fp4deploy.errors import InputError
 from fp4deploy.models import InstanceHead, ModelCard
-from fp4deploy.models.heads import CLOSE, agreeing
+from fp4deploy.models.heads import CLOSE
+from fp4deploy.models.meaning import Classes
 
 CARD = ModelCard("fp16", 0.25, ("background", "cell"), 32, 32, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), True)
 CENTRES = InstanceHead("centres", 2, stuff=(1,), max_detections=500)
@@ -57,17 +58,17 @@ def outputs(head: InstanceHead | None) -> torch.Tensor:
 
 @pytest.mark.parametrize("head", [None, CENTRES, SET])
 def test_what_agrees_and_what_does_not(head: InstanceHead | None) -> None:
-    expected = outputs(head)
-    assert agreeing(expected, expected.clone(), head).all()
+    expected, meaning = outputs(head), head or Classes(1)
+    assert meaning.agreeing(expected, expected.clone()).all()
     classes = head.classes if head else 4
     other = expected.clone()
     other[0, :classes, 2, 3] = expected[0, :classes, 2, 3].flip(0) * torch.tensor(-1.0)
     other[0, int(expected[0, :classes, 2, 3].argmin()), 2, 3] = 50.0
-    same = agreeing(expected, other, head)
+    same = meaning.agreeing(expected, other)
     assert (~same).nonzero().tolist() == [[0, 2, 3]]
     broken = expected.clone()
     broken[1, 0, 0, 0] = float("nan")
-    assert (~agreeing(expected, broken, head)).nonzero().tolist() == [[1, 0, 0]]
+    assert (~meaning.agreeing(expected, broken)).nonzero().tolist() == [[1, 0, 0]]
 
 
 def test_centres_and_offsets_agree_within_a_third_of_a_pixel() -> None:
@@ -75,9 +76,9 @@ def test_centres_and_offsets_agree_within_a_third_of_a_pixel() -> None:
     for channel in (2, 3, 4):
         other = expected.clone()
         other[0, channel, 1, 1] += 0.9 * CLOSE
-        assert agreeing(expected, other, CENTRES).all()
+        assert CENTRES.agreeing(expected, other).all()
         other[0, channel, 1, 1] += 0.2 * CLOSE
-        assert (~agreeing(expected, other, CENTRES)).nonzero().tolist() == [[0, 1, 1]]
+        assert (~CENTRES.agreeing(expected, other)).nonzero().tolist() == [[0, 1, 1]]
 
 
 def test_a_mask_agrees_where_the_same_channel_holds_the_pixel() -> None:
@@ -85,8 +86,8 @@ def test_a_mask_agrees_where_the_same_channel_holds_the_pixel() -> None:
     expected[:, 3:, 1, 1] = torch.tensor([-1.0, 2.0, 1.0, -3.0])
     other = expected.clone()
     other[0, 3:, 1, 1] = torch.tensor([-5.0, 0.5, 0.1, -9.0])
-    assert agreeing(expected, other, SET).all()
+    assert SET.agreeing(expected, other).all()
     other[0, 5, 1, 1] = 0.6
-    assert (~agreeing(expected, other, SET)).nonzero().tolist() == [[0, 1, 1]]
+    assert (~SET.agreeing(expected, other)).nonzero().tolist() == [[0, 1, 1]]
     other[0, 3:, 1, 1] = -1.0
-    assert (~agreeing(expected, other, SET)).nonzero().tolist() == [[0, 1, 1]]
+    assert (~SET.agreeing(expected, other)).nonzero().tolist() == [[0, 1, 1]]

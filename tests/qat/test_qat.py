@@ -183,9 +183,17 @@ def test_tracked_amax_follows_up_at_once_and_down_slowly() -> None:
     assert layer.input_amax == before
 
 
-def test_an_uncalibrated_layer_answers_nan_not_zero() -> None:
-    model = prepare(nn.Sequential(nn.Linear(16, 4)), include=["0"]).eval()
-    assert model(torch.ones(1, 16)).isnan().all()
+@pytest.mark.parametrize("recipe", ["nvfp4_qat", "fp8_qat", "nvfp4_qat+learned", "nvfp4_qat_delayed"])
+def test_an_uncalibrated_layer_is_an_error_with_its_name(recipe: str) -> None:
+    model = prepare(nn.Sequential(nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 4))), recipe, include=["1.0"]).eval()
+    with pytest.raises(InputError, match=r"The layer 1\.0 has no static scale of its input: it was never calibrated"):
+        model(torch.ones(1, 16))
+    calibrate(model, torch.ones(1, 16))
+    assert model(torch.ones(1, 16)).isfinite().all()
+    for number in (float("nan"), float("inf"), -1.0):
+        model[1][0].input_amax.data.fill_(number)
+        with pytest.raises(InputError, match=rf"The layer 1\.0 has no static scale .*: its input_amax is {number:g}"):
+            model(torch.ones(1, 16))
 
 
 def test_calibration_sees_what_the_unquantised_model_sees() -> None:

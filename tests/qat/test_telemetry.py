@@ -258,7 +258,7 @@ def test_a_large_activation_is_sampled() -> None:
 
 
 def test_an_uncalibrated_layer_says_so_instead_of_failing() -> None:
-    model = net("nvfp4_qat").eval()
+    model = net("nvfp4_qat+learned").train()  # an evaluated one is refused
     watcher = Watcher(model)
     with watcher.watching(images()), torch.no_grad():
         model(images())

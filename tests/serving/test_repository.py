@@ -175,6 +175,20 @@ def test_more_classes_than_a_palette_holds(tmp_path: Path, monkeypatch: pytest.M
     assert (np.asarray(Image.open(io.BytesIO(answer.outputs["MASK"][0, 0]))) == 299).all()
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_are_an_error_and_no_mask(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, number: float
+) -> None:
+    backend = _backend(repository, "unet_postprocess", monkeypatch)
+    good = np.random.default_rng(0).standard_normal((1, 5, 32, 32)).astype(np.float32)
+    bad = good.copy()
+    bad[0, 3, 5, 5] = number
+    size = np.array([[32, 32]])
+    first, second = backend.execute([{"logits": bad, "SIZE": size}, {"logits": good, "SIZE": size}])
+    assert "NaN or Inf" in first.error
+    assert second.error is None
+
+
 def test_a_broken_image_is_an_error_of_its_own_request(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = _backend(repository, "unet_preprocess", monkeypatch)
     good, bad = (np.array([[content]], dtype=np.object_) for content in (_encoded(photo(32, 32)), b"no image"))

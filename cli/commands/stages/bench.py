@@ -285,9 +285,9 @@ def _require_run(found: list[ArtifactEntry]) -> None:
     Raises:
         UnavailableError: naming it, with the reason.
     """
-    from fp4deploy.bench.artifact import OK
+    from fp4deploy.bench.artifact import EMULATED, OK
 
-    missing = [entry for entry in found if entry.status != OK]
+    missing = [entry for entry in found if entry.status not in (OK, EMULATED)]
     if missing:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise UnavailableError(f"{missing[0].path} was not run{more}: {missing[0].reason}")

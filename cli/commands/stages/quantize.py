@@ -15,7 +15,7 @@ from ...console import done, note, shown, typed
 from ...settings import NamedModelOption, RestOption, expect, parse_size
 
 if TYPE_CHECKING:
-    from fp4deploy.bench.gate.change import Change
+    from fp4deploy.bench.change import Change
 
 MOST_IMAGES = 256
 
@@ -94,6 +94,15 @@ def quantize(
     std: Annotated[
         str | None, typer.Option("--std", help="R,G,B that an .onnx file expects.", show_default="ImageNet's")
     ] = None,
+    outputs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--outputs",
+            help="What the outputs of an .onnx file are: classes, classes:AXIS, values or values:BOUND, or "
+            "NAME=classes of one; repeatable.",
+            show_default="classes and values",
+        ),
+    ] = None,
     model: NamedModelOption = None,
 ) -> None:
     """Write an NVFP4 checkpoint that export, bench and predict take like a trained one; of ONNX the canonical file."""
@@ -104,11 +113,12 @@ def quantize(
             raise InputError(
                 "--config, --digits and --rest are for checkpoints; an .onnx file takes --include and --exclude."
             )
-        chosen = {"include": _tuple(include), "exclude": _tuple(exclude), "fp8": _tuple(fp8)}
-        _of_onnx(checkpoint, data, out, method, images, batch, parse_size(size), (mean, std), settings | chosen)
+        layers = {"include": _tuple(include), "exclude": _tuple(exclude), "fp8": _tuple(fp8)}
+        chosen = settings | layers | {"outputs": _meanings(outputs)}
+        _of_onnx(checkpoint, data, out, method, images, batch, parse_size(size), (mean, std), chosen)
         return
-    if (size, mean, std) != (None, None, None):
-        raise InputError("--size, --mean and --std are for .onnx files: a checkpoint says them itself.")
+    if any(each is not None for each in (size, mean, std, outputs)):
+        raise InputError("--size, --mean, --std and --outputs are for .onnx files: a checkpoint says them itself.")
     import torch
 
     from fp4deploy import provenance
@@ -169,7 +179,7 @@ def quantize(
 
 def _change(source: Path, target: Path, data: Path, images: int) -> Change | None:
     """What quantising changed; None, and a note, where the data cannot say it: the result is written by then."""
-    from fp4deploy.bench.gate.change import measure_change
+    from fp4deploy.bench.change import measure_change
     from fp4deploy.system.progress import progress
 
     try:
@@ -249,6 +259,18 @@ def _of_onnx(
         note("Its output is no map of classes, so bench and predict cannot score it; audit, inspect and build can.")
     made = typed(target)
     note(f"Build an engine with: fp4deploy build {made}; what it multiplies in FP4: fp4deploy check {made}")
+
+
+def _meanings(given: list[str] | None) -> str | dict[str, str] | None:
+    """What --outputs says: a word for all outputs, or words by the names of outputs."""
+    if not given:
+        return None
+    if len(given) == 1 and "=" not in given[0]:
+        return given[0]
+    named = dict(each.rpartition("=")[::2] for each in given)
+    if "" in named or len(named) < len(given):
+        raise InputError("--outputs is one word for all outputs, or once NAME=WORD for each: --outputs depth=values")
+    return named
 
 
 def _rgb(text: str | None, usual: tuple[float, float, float]) -> tuple[float, float, float]:

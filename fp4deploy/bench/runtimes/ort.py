@@ -22,7 +22,7 @@ from fp4deploy.bench.runtimes.like import Like
 from fp4deploy.bench.runtimes.onnx_file import find_card, is_fp4, ports_of, require_card, weights
 from fp4deploy.bench.runtimes.ports import Outputs, fed, fixed_batch, named
 from fp4deploy.bench.runtimes.precision import of_onnx, of_rest
-from fp4deploy.bench.runtimes.protocol import EXPORT_AGAIN, TIMEOUT, Array, Given, checked
+from fp4deploy.bench.runtimes.protocol import EXPORT_AGAIN, TIMEOUT, Array, Given, checked, finite
 from fp4deploy.detection.decode import FoundBoxes
 from fp4deploy.errors import InputError
 from fp4deploy.export import read_onnx, to_portable
@@ -76,7 +76,9 @@ class OrtRuntime:
         batch = fixed_batch(self.inputs) or len(images)
         parts = [self._first(images[at : at + batch], batch) for at in range(0, len(images), batch)]
         found: Array = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return found if self._card is None else checked(found, images, self._card, self._path, self._advice)
+        if self._card is None:
+            return finite(found, images, self._path) if found.dtype.kind == "f" else found
+        return checked(found, images, self._card, self._path, self._advice)
 
     def _first(self, images: Array, batch: int) -> Array:
         """The first output of at most `batch` images; the last one is repeated where there are fewer."""

@@ -21,7 +21,7 @@ from fp4deploy.bench.environment import cpu_name
 from fp4deploy.bench.latency import time_cpu, time_cuda
 from fp4deploy.bench.runtimes.ports import Outputs, Port, fed, named
 from fp4deploy.bench.runtimes.precision import of_rest
-from fp4deploy.bench.runtimes.protocol import Array, Given
+from fp4deploy.bench.runtimes.protocol import Array, Given, finite
 from fp4deploy.graph.capture import file_names
 from fp4deploy.models.card import ModelCard
 from fp4deploy.packed import PackedFile, PackedNetwork, activation_bytes, full_precision, plain_bytes, read_packed
@@ -72,7 +72,8 @@ class PackedRuntime:
 
     def infer(self, images: Array) -> Array:
         """Logits float32 [N, classes, H, W]."""
-        return first_output(self._network(*self._given([images]))).float().cpu().numpy()
+        outputs: Array = first_output(self._network(*self._given([images]))).float().cpu().numpy()
+        return finite(outputs, images, self._path)
 
     def __call__(self, *inputs: Any) -> Outputs:
         """The output of these inputs, or several by name (`ports`)."""

@@ -42,7 +42,11 @@ class Runtime(Protocol):
         ...
 
     def infer(self, images: Array) -> Array:
-        """Logits [N, classes, H, W] of normalised images [N, 3, H, W]; any N."""
+        """Logits [N, classes, H, W] of normalised images [N, 3, H, W]; any N.
+
+        Raises:
+            InputError: NaN or Inf of finite images (`finite`).
+        """
         ...
 
     def time(self, images: Array, warmup: int, iterations: int, max_seconds: float) -> list[float]:
@@ -77,7 +81,7 @@ def checked(outputs: NDArray[Any], images: Array, card: ModelCard, source: objec
     their number is open, and so is the size.
 
     Raises:
-        InputError: another type or shape; `source` begins the message.
+        InputError: another type or shape, NaN or Inf; `source` begins the message.
     """
     height, width = images.shape[2:]
     size = (height, width) if card.head is None else card.head.output_size(height, width)
@@ -91,4 +95,18 @@ def checked(outputs: NDArray[Any], images: Array, card: ModelCard, source: objec
             f"{source} answers {outputs.dtype} {list(outputs.shape)} where its card promises float {list(expected)}. "
             f"{advice}"
         )
-    return outputs.astype(np.float32, copy=False)
+    return finite(outputs.astype(np.float32, copy=False), images, source)
+
+
+def finite(outputs: Array, images: Array, source: object) -> Array:
+    """Outputs of finite images, where they are finite: the largest of NaNs is class 0, and a score like any other.
+
+    Raises:
+        InputError: NaN or Inf; `source` begins the message.
+    """
+    if not np.isfinite(outputs).all() and np.isfinite(images).all():
+        raise InputError(
+            f"{source} answers NaN or Inf for finite images: its weights hold such values, or it computes some beyond "
+            f"FP16's largest, 65504. {EXPORT_AGAIN}"
+        )
+    return outputs

@@ -26,7 +26,7 @@ from fp4deploy.bench.environment import cpu_name
 from fp4deploy.bench.latency import time_cpu, time_cuda
 from fp4deploy.bench.runtimes.ports import Outputs, fed, image_port
 from fp4deploy.bench.runtimes.precision import of_layers, of_rest
-from fp4deploy.bench.runtimes.protocol import Array, Given
+from fp4deploy.bench.runtimes.protocol import Array, Given, finite
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.plugins.runtime.cache import keep_compiled_private
 from fp4deploy.qat import load_model, quantized_layers
@@ -73,7 +73,7 @@ class TorchRuntime:
 
     def infer(self, images: Array) -> Array:
         """Logits float32 [N, classes, H, W]."""
-        return self._forward(self._prepared([images])).float().cpu().numpy()
+        return finite(self._forward(self._prepared([images])).float().cpu().numpy(), images, self._path)
 
     def __call__(self, *inputs: Any) -> Outputs:
         """The logits; a checkpoint's network reads images alone, given as an array or a dict by its name."""

@@ -33,6 +33,8 @@ MOST_EXPANDED = 20_000  # nodes after its functions are expanded, or
 MOST_EXPANSION = 64  # times those in the file
 GRAPHS = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
 LARGEST_ELEMENT = 16  # bytes: complex128
+FORM_KEY = "fp4deploy.form"  # metadata: which of the two graphs of a network it is
+CANONICAL, DECOMPOSED = "canonical", "decomposed"
 LAYERS_KEY = "fp4deploy.layers"  # metadata: torch layer name -> {kind, precision, reason, largest}
 REST_KEY = "fp4deploy.rest"  # metadata: the precision of the rest (`fp4deploy.rest`); absent: FP16
 
@@ -54,10 +56,17 @@ def foreign_graph(source: object) -> Iterator[None]:
 
 
 def is_canonical(model: onnx.ModelProto) -> bool:
-    """Whether this is the canonical graph, with FP16 inputs or FP4 or BF16 tensors, rather than the decomposed one."""
-    narrow = (onnx.TensorProto.FLOAT4E2M1, onnx.TensorProto.BFLOAT16)
-    return any(value.type.tensor_type.elem_type == onnx.TensorProto.FLOAT16 for value in model.graph.input) or any(
-        tensor.data_type in narrow for tensor in model.graph.initializer
+    """Whether this is the canonical graph rather than the decomposed FP32 one: what the file says of itself.
+
+    One that says nothing, of another tool or an older version, is where FP16 goes in or out or a weight is in FP4.
+    """
+    form = next((entry.value for entry in model.metadata_props if entry.key == FORM_KEY), None)
+    if form is not None:
+        return form == CANONICAL
+    half, fp4 = onnx.TensorProto.FLOAT16, onnx.TensorProto.FLOAT4E2M1
+    ends = (*model.graph.input, *model.graph.output)
+    return any(value.type.tensor_type.elem_type == half for value in ends) or any(
+        tensor.data_type == fp4 for tensor in model.graph.initializer
     )
 
 

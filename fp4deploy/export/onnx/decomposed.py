@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from onnx_ir.passes.common import NameFixPass, RemoveUnusedFunctionsPass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
 
 from fp4deploy.errors import InputError
+from fp4deploy.export.onnx.canonical import DECOMPOSED, FORM_KEY
 from fp4deploy.export.onnx.decomposed_quantize import (
     DecomposeFp8,
     DecomposeQuantizers,
@@ -72,6 +73,7 @@ def to_portable(model: onnx.ModelProto) -> onnx.ModelProto:
     )
     for each in passes:
         each(portable)
+    portable.metadata_props[FORM_KEY] = DECOMPOSED
     proto = ir.to_proto(portable)
     _refuse_leftovers(proto)
     return proto

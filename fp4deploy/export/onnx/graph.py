@@ -41,7 +41,7 @@ from torch.overrides import TorchFunctionMode
 
 from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.bf16 import WidenEnds, WidenOperators
-from fp4deploy.export.onnx.canonical import IR_VERSION, LAYERS_KEY, OPSET, REST_KEY
+from fp4deploy.export.onnx.canonical import CANONICAL, FORM_KEY, IR_VERSION, LAYERS_KEY, OPSET, REST_KEY
 from fp4deploy.export.onnx.exporter import short_export
 from fp4deploy.export.onnx.floor import TRANSLATIONS
 from fp4deploy.export.onnx.layer_constants import CONVOLUTIONS, Fp8Constants, LayerConstants, layer_constants
@@ -130,6 +130,7 @@ def export_graph(
     traced.ir_version = IR_VERSION
     traced.producer_name, traced.producer_version = PRODUCER, None
     traced.graph.name = card.architecture if card else type(model).__name__.lower()
+    traced.metadata_props[FORM_KEY] = CANONICAL
     traced.metadata_props[LAYERS_KEY] = json.dumps(_layers(model, reached, precision, operators.widened))
     if precision is not FP16:
         traced.metadata_props[REST_KEY] = precision.name

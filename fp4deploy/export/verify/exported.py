@@ -24,7 +24,9 @@ from fp4deploy.export.onnx.canonical import is_canonical, parse_onnx, rest_of_fi
 from fp4deploy.export.onnx.decomposed import to_portable
 from fp4deploy.export.verify.outputs import Agreement, verify_decomposed
 from fp4deploy.graph.capture import Inputs
+from fp4deploy.models.card import CARD_KEY, ModelCard
 from fp4deploy.models.heads import Head
+from fp4deploy.models.meaning import Outputs, known_outputs
 from fp4deploy.qat.load import deployed
 
 
@@ -33,12 +35,14 @@ def verify(
     exported: Path | str | onnx.ModelProto,
     inputs: Inputs | Iterable[Inputs],
     head: Head | None = None,
+    outputs: Outputs = None,
 ) -> Agreement:
     """Compare an ONNX file, run by ONNX Runtime, with the model that it was exported from.
 
-    Outputs are compared by the class with the largest logit (axis 1); an output of one channel by its values, to a
-    hundredth of the largest. Where more than 0.1 % differ end to end and the model is quantised, every layer is
-    compared with reference inputs, so that FP4 amplifies nothing.
+    Each output is compared in what it means (`models.meaning`): as `outputs` or `head` says, else as the card in the
+    file does. What nobody has described is compared by its largest value along the class axis and by all its values, to
+    a hundredth of their range; whole numbers have to be equal. Where more than 0.1 % of an output differs end to end
+    and the model is quantised, every layer is compared with reference inputs, so that FP4 amplifies nothing.
 
     Args:
         model: as it was exported; it is not changed.
@@ -46,12 +50,17 @@ def verify(
         inputs: one batch, or several, of real inputs: a tensor [N, C, H, W]; a tuple or a dict of tensors for a model
             with several inputs.
         head: layout of the channels of an instance model.
+        outputs: what the outputs are: "classes" (of a map of classes, by the rank), "classes:AXIS", "values", or
+            "values:BOUND" with the share of the range that they may differ by. One word for all outputs, a list in
+            their order, or a dict by their names in the file.
 
     Returns:
-        The agreement; its `passed` says whether the file computes what the model computes, `sentence()` how exactly.
+        The agreement; its `passed` says whether the file computes what the model computes, `sentence()` what was
+        compared and how exactly. An output with NaN or Inf never passes.
 
     Raises:
-        InputError: the file cannot be read or decomposed, or a weight is beyond the range of its precision.
+        InputError: the file cannot be read or decomposed, a weight is beyond the range of its precision, or `outputs`
+            does not fit the outputs.
 
     >>> model = fd.prepare(torch.nn.Sequential(torch.nn.Conv2d(16, 32, 3), torch.nn.Conv2d(32, 4, 1)), include="0")
     >>> images = torch.randn(2, 16, 8, 8)
@@ -60,8 +69,14 @@ def verify(
     True
     """
     proto = exported if isinstance(exported, onnx.ModelProto) else parse_onnx(Path(exported))
-    model = deployed(model, rest_of_file(proto))
-    return verify_decomposed(model, _portable(proto), batches_of(inputs, len(proto.graph.input)), head=head)
+    batches, meanings = batches_of(inputs, len(proto.graph.input)), known_outputs(_card(proto, exported), head, outputs)
+    return verify_decomposed(deployed(model, rest_of_file(proto)), _portable(proto), batches, meanings=meanings)
+
+
+def _card(proto: onnx.ModelProto, exported: object) -> ModelCard | None:
+    text = next((each.value for each in proto.metadata_props if each.key == CARD_KEY), None)
+    source = exported if isinstance(exported, Path | str) else "The card in the file"
+    return ModelCard.from_json(text, source) if text is not None else None
 
 
 def batches_of(inputs: Inputs | Iterable[Inputs], count: int) -> list[Inputs]:

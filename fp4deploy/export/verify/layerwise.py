@@ -29,10 +29,11 @@ from torch import nn
 
 from fp4deploy.export.onnx.canonical import GEMM_OPS, rest_of_file
 from fp4deploy.export.onnx.session import verifying_session
-from fp4deploy.export.verify.tensors import call, feed, same_outputs
+from fp4deploy.export.verify.agreement import OutputAgreement, compare_outputs, least_share
+from fp4deploy.export.verify.tensors import call, feed, floats
 from fp4deploy.formats import NVFP4_BLOCK, pad_to_blocks
 from fp4deploy.graph.capture import Inputs
-from fp4deploy.models.heads import Head
+from fp4deploy.models.meaning import UNKNOWN, OutputMeanings
 from fp4deploy.qat import QuantizedLayer, quantized_layers
 from fp4deploy.qat.prepare import is_fp8
 from fp4deploy.rest import Rest
@@ -44,7 +45,7 @@ Operands = dict[str, list[NDArray[np.float32]]]
 
 @dataclass(frozen=True)
 class LayerwiseAgreement:
-    """pixels, differing: as in the end-to-end comparison, every GEMM with reference inputs.
+    """outputs: as in the end-to-end comparison, every GEMM with reference inputs.
 
     layers: share of differing quantised input elements by layer, in the order of the graph.
     blocks: in how many blocks of 16 they lie: one last bit of a block's amax can change its scale, and all of it. In an
@@ -53,8 +54,7 @@ class LayerwiseAgreement:
     unmatched: layers that torch and the graph run a different number of times; with any, nothing was compared.
     """
 
-    pixels: int
-    differing: int
+    outputs: tuple[OutputAgreement, ...]
     layers: dict[str, float]
     sources: dict[str, tuple[str, ...]]
     unmatched: tuple[str, ...] = ()
@@ -62,8 +62,8 @@ class LayerwiseAgreement:
 
     @property
     def share(self) -> float:
-        """Share of pixels on which both agree, 0..1; 0 where nothing was compared."""
-        return 1 - self.differing / self.pixels if self.pixels else 0.0
+        """Share on which both agree, 0..1, of the output that agrees least; 0 where nothing was compared."""
+        return least_share(self.outputs)
 
     @property
     def worst(self) -> float:
@@ -85,36 +85,36 @@ class CutGraph:
 
 
 def compare_layerwise(
-    model: nn.Module, portable: onnx.ModelProto, images: Iterable[Inputs], head: Head | None = None
+    model: nn.Module, portable: onnx.ModelProto, images: Iterable[Inputs], meanings: OutputMeanings = UNKNOWN
 ) -> LayerwiseAgreement:
     """Compare on `images`, float32 [N, C, H, W] each, or several inputs; holds the activations of one batch."""
     layers = quantized_layers(model)
     cut = with_reference_inputs(portable, list(layers))
     session = verifying_session(cut.graph)
     names = [value.name for value in session.get_inputs() if not value.name.endswith(REFERENCE)]
-    pixels = differing = 0
+    names_of_outputs = [value.name for value in session.get_outputs()]
+    compared: tuple[OutputAgreement, ...] = ()
     wrong, seen, blocks = (dict.fromkeys(cut.values, 0) for _ in range(3))
     for image in images:
         expected, operands = _run_torch(model, layers, image, rest_of_file(portable))
         unmatched = [name for name in layers if len(operands[name]) != len(cut.values.get(name, ()))]
         if unmatched:
-            return LayerwiseAgreement(0, 0, {}, cut.sources, tuple(unmatched))
+            return LayerwiseAgreement((), {}, cut.sources, tuple(unmatched))
         references = [
             (name, value, x) for name, uses in cut.values.items() for value, x in zip(uses, operands[name], strict=True)
         ]
         found = session.run(None, feed(image, names) | {value + REFERENCE: x for _, value, x in references})
         outputs, own = found[: len(expected)], found[len(expected) :]
-        finite = all(np.isfinite(each).all() for each in outputs)
-        for same in same_outputs(expected, [torch.from_numpy(each).float() for each in outputs], head):
-            pixels += same.numel()
-            differing += int((~same).sum()) if finite else same.numel()
+        given = [floats(torch.from_numpy(each)) for each in outputs]
+        compared = compare_outputs(expected, given, names_of_outputs[: len(expected)], meanings, compared)
         for (name, _, x), y in zip(references, own, strict=True):
-            differs = y != x
+            finite = bool(np.isfinite(y).all())  # one block may differ by its scale, and never by NaN
+            differs = y != x if finite else np.ones_like(x, np.bool_)
             wrong[name] += int(differs.sum())
             seen[name] += x.size
-            blocks[name] += _blocks_with(differs, layers[name])
+            blocks[name] += _blocks_with(differs, layers[name]) if finite else x.size
     shares = {name: wrong[name] / max(seen[name], 1) for name in cut.values}
-    return LayerwiseAgreement(pixels, differing, shares, cut.sources, blocks=blocks)
+    return LayerwiseAgreement(compared, shares, cut.sources, blocks=blocks)
 
 
 def _blocks_with(differs: NDArray[np.bool_], layer: QuantizedLayer) -> int:
@@ -188,7 +188,7 @@ def _run_torch(
     handles = [layer.register_forward_pre_hook(keep(name)) for name, layer in layers.items()]
     try:
         with torch.inference_mode():
-            return [each.float() for each in call(model, image, rest)], operands
+            return [floats(each) for each in call(model, image, rest)], operands
     finally:
         for handle in handles:
             handle.remove()

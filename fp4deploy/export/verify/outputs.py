@@ -1,8 +1,8 @@
-"""The gate between torch and ONNX: the decomposed graph must give the classes that torch gives.
+"""The gate between torch and ONNX: the decomposed graph must give outputs that mean what torch's mean.
 
-Both run on the same real validation images, torch with the weights as deployed (`qat.load_model`), and the class of
-every pixel is compared; for an instance model also its mask, or its centre score and offset (`models.heads.agreeing`).
-At most 0.1 % of the pixels may differ.
+Both run on the same real validation images, torch with the weights as deployed (`qat.load_model`), and each output is
+compared in what it means (`models.meaning`): the class of every pixel or token, values, objects, boxes. At most 0.1 %
+of them may differ (`agreement`).
 
 FP16 models and small NVFP4 models pass at once (a UNet of scale 0.25 at 96 x 96: 0.005 % differ). A large NVFP4 model
 differs from itself by more than that as soon as a sum is accumulated in another order, because FP4 amplifies last-bit
@@ -29,20 +29,27 @@ from fp4deploy.detection.decode import in_image, iou
 from fp4deploy.errors import GateError, InputError
 from fp4deploy.export.onnx.canonical import rest_of_file
 from fp4deploy.export.onnx.session import verifying_session
+from fp4deploy.export.verify.agreement import (
+    REQUIRED_AGREEMENT,
+    OutputAgreement,
+    compare_outputs,
+    described,
+    largest_difference,
+    least_share,
+)
 from fp4deploy.export.verify.flat import flat_difference
 from fp4deploy.export.verify.layerwise import LayerwiseAgreement, compare_layerwise
-from fp4deploy.export.verify.tensors import call, feed, largest_difference, same_outputs
+from fp4deploy.export.verify.tensors import call, feed, floats
 from fp4deploy.graph.capture import Inputs
 from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.card import ModelCard
 from fp4deploy.models.checkpoint import read_card, read_signed
-from fp4deploy.models.heads import Head, compared, counted_unit
+from fp4deploy.models.meaning import UNKNOWN, OutputMeanings
 from fp4deploy.qat import quantized_layers
 from fp4deploy.qat.ranges import Ranges
 from fp4deploy.rest import FP16, Rest
 from fp4deploy.tasks import task_of
 
-REQUIRED_AGREEMENT = 0.999  # of the pixels
 NOTHING_WRITTEN = "Nothing was written; to write the file all the same, export with --no-verify."
 ALLOWED_ELEMENTS = 0.001  # of a layer's quantised input, with reference inputs
 
@@ -51,40 +58,43 @@ ALLOWED_ELEMENTS = 0.001  # of a layer's quantised input, with reference inputs
 class Agreement:
     """How far ONNX Runtime and torch agree.
 
-    images, pixels: how much was compared. differing: pixels on which they disagree (argmax, or as `head`).
-    largest: the largest absolute difference of two logits.
+    images: how many were compared. outputs: the agreement of each output.
+    largest: the largest absolute difference of two values.
     layerwise: the comparison with reference inputs; None where the end-to-end comparison passed.
     flat: how they differ on a black, a white or a constant image (`flat`); "" where they do not.
     ranges: the largest magnitude of what the file computes in `rest`, by place (`qat.ranges`).
     """
 
     images: int
-    pixels: int
-    differing: int
+    outputs: tuple[OutputAgreement, ...]
     largest: float
     layerwise: LayerwiseAgreement | None = None
-    head: Head | None = None
     flat: str = ""
     ranges: Mapping[str, float] = field(default_factory=dict)
     rest: Rest = FP16
 
     @property
+    def pixels(self) -> int:
+        """What was compared, in the units of the outputs: pixels, tokens, values."""
+        return sum(each.count for each in self.outputs)
+
+    @property
     def share(self) -> float:
-        """Share of pixels on which both agree, 0..1."""
-        return 1 - self.differing / max(self.pixels, 1)
+        """Share on which both agree, 0..1, of the output that agrees least."""
+        return least_share(self.outputs)
 
     @property
     def passed(self) -> bool:
         """Whether the difference is within the limits of this module."""
-        if self.flat or self.rest.beyond(self.ranges):
+        if self.flat or self.rest.beyond(self.ranges) or not self.outputs or any(each.broken for each in self.outputs):
             return False
-        if self.pixels and self.share >= REQUIRED_AGREEMENT:
+        if all(each.passed for each in self.outputs):
             return True
         return self.layerwise is not None and _explain(self.layerwise) is None
 
     def sentence(self) -> str:
-        """The agreement as a sentence."""
-        text = f"{compared(self.head)} equal to torch on {100 * self.share:.3f} % of {counted_unit(self.head)}"
+        """The agreement as a sentence: what was compared, and on how much of it both agree."""
+        text = described(self.outputs, OutputAgreement.sentence)
         if self.layerwise is None:
             return text
         share = 100 * self.layerwise.share
@@ -95,29 +105,25 @@ def compare_with_torch(
     model: nn.Module,
     portable: onnx.ModelProto,
     images: Iterable[Inputs],
-    head: Head | None = None,
+    meanings: OutputMeanings = UNKNOWN,
 ) -> Agreement:
-    """Run both on `images` (float32 [N, C, H, W] each, or several inputs) and compare their outputs (`tensors`)."""
+    """Run both on `images` (float32 [N, C, H, W] each, or several inputs) and compare what their outputs mean."""
     session = verifying_session(portable)
     names = [value.name for value in session.get_inputs()]
-    count = pixels = differing = 0
-    largest = 0.0
+    outputs = [value.name for value in session.get_outputs()]
+    count, largest = 0, 0.0
+    found: tuple[OutputAgreement, ...] = ()
     rest = rest_of_file(portable)
     ranges = Ranges(model, rest)
     for batch in images:
         fed = feed(batch, names)
         with torch.no_grad(), ranges:
-            expected = [each.float() for each in call(model, batch, rest)]
-        given = [torch.from_numpy(each).float() for each in session.run(None, fed)[: len(expected)]]
+            expected = [floats(each) for each in call(model, batch, rest)]
+        given = [floats(torch.from_numpy(each)) for each in session.run(None, fed)[: len(expected)]]
         count += len(fed[names[0]])
-        for same in same_outputs(expected, given, head):
-            pixels += same.numel()
-            differing += int((~same).sum())
-        largest = float(np.fmax(largest, largest_difference(expected, given)))
-        if not all(bool(each.isfinite().all()) for each in given):
-            differing, largest = pixels, float("inf")
-            break
-    return Agreement(count, pixels, differing, largest, head=head, ranges=ranges.largest, rest=rest)
+        found = compare_outputs(expected, given, outputs[: len(expected)], meanings, found)
+        largest = float(np.maximum(largest, largest_difference(expected, given)))
+    return Agreement(count, found, largest, ranges=ranges.largest, rest=rest)
 
 
 def verify_decomposed(
@@ -125,7 +131,7 @@ def verify_decomposed(
     portable: onnx.ModelProto,
     images: Iterable[Inputs],
     enough: float = REQUIRED_AGREEMENT,
-    head: Head | None = None,
+    meanings: OutputMeanings = UNKNOWN,
     card: ModelCard | None = None,
 ) -> Agreement:
     """Compare end to end; where that fails and the model is quantised, layer by layer too. Then on flat images.
@@ -133,9 +139,9 @@ def verify_decomposed(
     card: of the model, whose mean and standard deviation say what black and white are.
     """
     kept = list(images)
-    agreement = compare_with_torch(model, portable, kept, head)
-    if agreement.share < enough and quantized_layers(model):
-        agreement = replace(agreement, layerwise=compare_layerwise(model, portable, kept, head))
+    agreement = compare_with_torch(model, portable, kept, meanings)
+    if not all(each.reaches(enough) for each in agreement.outputs) and quantized_layers(model):
+        agreement = replace(agreement, layerwise=compare_layerwise(model, portable, kept, meanings))
     if not agreement.passed:
         return agreement
     return replace(agreement, flat=_flat_difference(model, portable, kept[0], card))
@@ -147,10 +153,10 @@ def _flat_difference(model: nn.Module, portable: onnx.ModelProto, batch: Inputs,
 
     def of_torch(inputs: Inputs) -> list[torch.Tensor]:
         with torch.inference_mode():
-            return [each.float() for each in call(model, inputs, rest_of_file(portable))]
+            return [floats(each) for each in call(model, inputs, rest_of_file(portable))]
 
     def of_file(inputs: Inputs) -> list[torch.Tensor]:
-        return [torch.from_numpy(each).float() for each in session.run(None, feed(inputs, names))]
+        return [floats(torch.from_numpy(each)) for each in session.run(None, feed(inputs, names))]
 
     return flat_difference(of_torch, of_file, batch, card, bool(quantized_layers(model)))
 
@@ -159,22 +165,20 @@ def require_agreement(agreement: Agreement, name: str) -> None:
     """Pass a model only if torch and ONNX Runtime agree.
 
     Raises:
-        GateError: more than 0.1 % of the pixels differ and FP4 alone does not explain it, or nothing was compared.
+        GateError: more than 0.1 % of an output differs and FP4 alone does not explain it, an output is not finite, or
+            nothing was compared.
     """
     if agreement.passed:
         return
-    cause = "there was nothing to compare"
+    cause = described([each for each in agreement.outputs if not each.passed], OutputAgreement.difference)
     if agreement.pixels:
-        cause = (
-            f"{100 * (1 - agreement.share):.3f} % of {agreement.pixels} {counted_unit(agreement.head)} "
-            f"({agreement.images} images; logits differ by up to {agreement.largest:.3g})"
-        )
+        cause += f" ({agreement.images} images; values differ by up to {agreement.largest:.3g})"
     if agreement.flat:
         cause = agreement.flat
     if beyond := agreement.rest.beyond(agreement.ranges):
         raise GateError(f"{name}: {beyond} {NOTHING_WRITTEN}")
     if agreement.layerwise is not None:
-        cause += f"; {_explain(agreement.layerwise)}"
+        cause += f"; {_explain(agreement.layerwise) or 'layer by layer they agree'}"
     raise GateError(
         f"{name}: ONNX Runtime and torch disagree: {cause}. At most {100 * (1 - REQUIRED_AGREEMENT):g} % may differ. "
         f"{NOTHING_WRITTEN}"
@@ -219,8 +223,9 @@ def _explain(found: LayerwiseAgreement) -> str | None:
                 f"the first layer to differ is {layer}, in {100 * share:.3g} % of its quantised input, which is "
                 f"computed from {origin}"
             )
-    if found.share < REQUIRED_AGREEMENT:
-        return f"after the last quantised layer {100 * (1 - found.share):.3g} % of the pixels differ"
+    wrong = [each for each in found.outputs if not each.passed]
+    if wrong or not found.outputs:
+        return f"after the last quantised layer {described(wrong, OutputAgreement.difference)} differ"
     return None
 
 

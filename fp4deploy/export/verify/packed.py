@@ -1,28 +1,31 @@
-"""The gate between torch and a packed network, on the CPU: both must give the same classes.
+"""The gate between torch and a packed network, on the CPU: outputs must mean the same.
 
 First both run end to end on the same real images, as `verify.outputs` does for ONNX. FP4 amplifies last bits, so that a
 large model differs from itself when a sum is accumulated in another order (see `verify.layerwise`). Where the
 end-to-end comparison fails, every node is compared alone, with reference inputs from torch. At most 0.1 % of the
-elements of a packed activation may differ or those of one block, 0.1 % of the norm of a plain one, and the class of
-0.1 % of the pixels of the logits.
+elements of a packed activation may differ or those of one block, 0.1 % of the norm of a plain one, and 0.1 % of what
+the outputs mean that follow from them (`agreement`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import nn
 
 from fp4deploy.errors import GateError
+from fp4deploy.export.verify.agreement import OutputAgreement, compare_outputs, described, least_share
 from fp4deploy.export.verify.flat import flat_difference
-from fp4deploy.export.verify.outputs import ALLOWED_ELEMENTS, NOTHING_WRITTEN, REQUIRED_AGREEMENT
-from fp4deploy.export.verify.tensors import leaves, same_outputs
+from fp4deploy.export.verify.outputs import ALLOWED_ELEMENTS, NOTHING_WRITTEN
+from fp4deploy.export.verify.tensors import leaves
 from fp4deploy.formats import NVFP4_BLOCK, Nvfp4Tensor, pad_to_blocks
-from fp4deploy.graph.capture import Inputs
-from fp4deploy.models.heads import Head, agreeing, compared, counted_unit
+from fp4deploy.graph.capture import Inputs, file_names
+from fp4deploy.models.meaning import OutputMeanings, known_outputs
 from fp4deploy.packed import PackedFile, PackedNetwork
 from fp4deploy.packed.graph import GroupNormReLU, Layer, Node
 from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4
@@ -40,71 +43,89 @@ LAYERS = (
 class PackedAgreement:
     """How far the packed network and torch agree.
 
-    images, pixels: how much was compared. differing: pixels on which they disagree, end to end. nodes: the error of
-    each node with reference inputs from torch, by layer; None where the end-to-end comparison passed. flat: how they
-    differ on a black, a white or a constant image (`flat`); "" where they do not. ranges: the largest magnitude of what
-    a GPU computes in the rest's precision, by place (`qat.ranges`).
+    images: how many were compared. outputs: the agreement of each output, end to end. nodes: the error of each node
+    with reference inputs from torch, by layer, and `referenced` the outputs that follow from these; None where the
+    end-to-end comparison passed. flat: how they differ on a black, a white or a constant image (`flat`); "" where they
+    do not. ranges: the largest magnitude of what a GPU computes in `rest`, by place (`qat.ranges`).
     """
 
     images: int
-    pixels: int
-    differing: int
+    outputs: tuple[OutputAgreement, ...]
     nodes: dict[str, float] | None = None
-    head: Head | None = None
+    referenced: tuple[OutputAgreement, ...] = ()
     flat: str = ""
     ranges: Mapping[str, float] = field(default_factory=dict)
     rest: Rest = FP16
 
     @property
-    def share(self) -> float:
-        """Share of pixels on which both agree, 0..1; 0 where nothing was compared."""
-        return 1 - self.differing / self.pixels if self.pixels else 0.0
+    def pixels(self) -> int:
+        """What was compared, in the units of the outputs: pixels, tokens, values."""
+        return sum(each.count for each in self.outputs)
 
     @property
-    def wrong(self) -> list[tuple[str, float]]:
-        """The nodes that compute something else with reference inputs, in their order, with their errors."""
-        return [(node, error) for node, error in (self.nodes or {}).items() if not error <= ALLOWED_ELEMENTS]
+    def share(self) -> float:
+        """Share on which both agree, 0..1, of the output that agrees least; 0 where nothing was compared."""
+        return least_share(self.outputs)
 
     @property
     def passed(self) -> bool:
         """Whether the difference is within the limits of this module."""
-        if self.flat or self.rest.beyond(self.ranges):
+        if self.flat or self.rest.beyond(self.ranges) or not self.outputs or any(each.broken for each in self.outputs):
             return False
-        return self.share >= REQUIRED_AGREEMENT or (bool(self.nodes) and not self.wrong)
+        if all(each.passed for each in self.outputs):
+            return True
+        return bool(self.nodes) and not self.wrong_nodes and all(each.passed for each in self.referenced)
+
+    @property
+    def wrong_nodes(self) -> list[tuple[str, float]]:
+        """Nodes that differ by more than is allowed, and by how much, in the order of the graph."""
+        return [(node, error) for node, error in (self.nodes or {}).items() if not error <= ALLOWED_ELEMENTS]
 
     def sentence(self) -> str:
-        """The agreement as a sentence."""
-        text = f"{compared(self.head)} equal to torch on {100 * self.share:.3f} % of {counted_unit(self.head)}"
+        """The agreement as a sentence: what was compared, and on how much of it both agree."""
+        text = described(self.outputs, OutputAgreement.sentence)
         if self.nodes is None:
             return text
-        worst = max(self.nodes.values(), default=0.0)
+        worst = float(np.max(list(self.nodes.values()), initial=0.0))
         return f"{text} end to end, where FP4 amplifies last bits; no node differs by more than {worst:.2g}"
 
 
 @torch.no_grad()
-def verify_packed(model: nn.Module, file: PackedFile, inputs: Iterable[Inputs]) -> PackedAgreement:
-    """Compare end to end on `inputs` (images float32 [N, 3, H, W] each); where that fails, node by node as well."""
+def verify_packed(
+    model: nn.Module, file: PackedFile, inputs: Iterable[Inputs], meanings: OutputMeanings | None = None
+) -> PackedAgreement:
+    """Compare end to end on `inputs` (images float32 [N, 3, H, W] each); where that fails, node by node as well.
+
+    meanings: by default as the file's card says.
+    """
     network, kept = PackedNetwork(file), [positional(each, file) for each in inputs]
-    head = file.card.head if file.card else None
-    count = pixels = differing = 0
+    names = file_names([each.name for each in file.graph.outputs], [each.name for each in file.graph.inputs])
+    meanings = known_outputs(file.card) if meanings is None else meanings
     ranges = Ranges(model, rest_of(file.graph))
-    for batch in kept:
-        with ranges:
-            expected = leaves(model(*_copies(batch)))
-        for same in same_outputs(expected, leaves(network(*_copies(batch))), head):
-            pixels, differing = pixels + same.numel(), differing + int((~same).sum())
+    count, found = 0, tuple[OutputAgreement, ...]()
+    with ranges:
+        expected = [leaves(model(*_copies(batch))) for batch in kept]
+    for batch, outputs in zip(kept, expected, strict=True):
+        found = compare_outputs(outputs, leaves(network(*_copies(batch))), names, meanings, found)
         count += len(batch[0])
-    found = PackedAgreement(count, pixels, differing, head=head, ranges=ranges.largest, rest=ranges.rest)
-    if found.share < REQUIRED_AGREEMENT and kept:
+    agreement = PackedAgreement(count, found, ranges=ranges.largest, rest=ranges.rest)
+    if not all(each.passed for each in found):
         nodes: dict[str, float] = {}
-        for batch in kept:
-            for name, error in compare_nodes(model, network, *_copies(batch), head=head).items():
-                nodes[name] = max(nodes.get(name, 0.0), error)
-        found = replace(found, nodes=nodes)
-    if not found.passed:
-        return found
+        referenced: tuple[OutputAgreement, ...] = ()
+        for batch, outputs in zip(kept, expected, strict=True):
+            errors, given = run_nodes(model, network, *_copies(batch))
+            nodes |= {name: largest(nodes.get(name, 0.0), error) for name, error in errors.items()}
+            referenced = compare_outputs(outputs, given, names, meanings, referenced)
+        agreement = replace(agreement, nodes=nodes, referenced=referenced)
+    if not agreement.passed:
+        return agreement
     runs = (lambda x: leaves(model(*_copies(x))), lambda x: leaves(network(*_copies(x))))
-    return replace(found, flat=flat_difference(*runs, kept[0], file.card, bool(quantized_layers(model))))
+    return replace(agreement, flat=flat_difference(*runs, kept[0], file.card, bool(quantized_layers(model))))
+
+
+def largest(*errors: float) -> float:
+    """The largest number; NaN where one is."""
+    return float(np.max(errors))
 
 
 def _copies(inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -125,30 +146,33 @@ def require_packed(found: PackedAgreement, name: str) -> None:
     """Pass a network only if it computes what torch computes.
 
     Raises:
-        GateError: more differs than FP4 explains, or nothing was compared.
+        GateError: more differs than FP4 explains, an output is not finite, or nothing was compared.
     """
     if found.passed:
         return
     if beyond := found.rest.beyond(found.ranges):
         raise GateError(f"{name}: {beyond} {NOTHING_WRITTEN}")
-    cause = found.flat or (
-        "there was nothing to compare"
-        if not found.pixels
-        else f"{100 * (1 - found.share):.3f} % of the {counted_unit(found.head)}"
-    )
-    if found.wrong:
-        node, error = found.wrong[0]
+    cause = found.flat or described([each for each in found.outputs if not each.passed], OutputAgreement.difference)
+    if found.wrong_nodes:
+        node, error = found.wrong_nodes[0]
         cause += f", and with reference inputs the first node to differ is {node}, by {error:.2g}"
+    elif wrong := [each for each in found.referenced if not each.passed]:
+        cause += f", and with reference inputs still {described(wrong, OutputAgreement.difference)}"
     raise GateError(f"{name}: the packed network and torch disagree: {cause}. {NOTHING_WRITTEN}")
 
 
-def compare_nodes(
-    model: nn.Module, network: PackedNetwork, *inputs: torch.Tensor, head: Head | None = None
-) -> dict[str, float]:
+def compare_nodes(model: nn.Module, network: PackedNetwork, *inputs: torch.Tensor) -> dict[str, float]:
     """The error of each node that is a layer of torch, with reference inputs from torch: by layer, in their order.
 
     Nodes without parameters (add, resize, ...) are torch's own operators, and run on the reference inputs.
     """
+    return run_nodes(model, network, *inputs)[0]
+
+
+def run_nodes(
+    model: nn.Module, network: PackedNetwork, *inputs: torch.Tensor
+) -> tuple[dict[str, float], list[torch.Tensor]]:
+    """`compare_nodes`, and the outputs as the last nodes give them with reference inputs."""
     graph = network.graph
     seen, calls = _outputs(model, *_copies(inputs)), dict[str, int]()
     sizes = {f"{each.name}.{axis}": size for each, x in zip(graph.inputs, inputs, strict=True)
@@ -159,10 +183,12 @@ def compare_nodes(
     buffers = dict(model.named_buffers(remove_duplicate=False)) | dict(model.named_parameters(remove_duplicate=False))
     amaxes = {name: buffers[form.amax] for name, form in graph.forms().items() if form.amax}
     ends = {each.activation for each in graph.outputs}
+    written = {name: value for name, value in live.items() if name in ends}
     errors: dict[str, float] = {}
     for node in graph.nodes:
         got = network.run_node(node, [live[name] for name in node.inputs], sizes)
         names = [form.name for form in node.outputs]
+        written |= {name: value for name, value in zip(names, got, strict=True) if name in ends}
         layer = str(getattr(node, "layer", None) or "")
         at = calls[layer] = calls.get(layer, -1) + 1 if layer else 0
         if not layer or at >= len(seen.get(layer, [])):
@@ -170,12 +196,9 @@ def compare_nodes(
             continue
         expected = _expected(node, seen[layer][at], model.get_submodule(layer), amaxes)
         key = layer if at == 0 else f"{layer} (call {at + 1})"
-        if ends & set(names) and isinstance(expected[0], torch.Tensor) and expected[0].ndim == 4:
-            errors[key] = _disagreement(got[0], expected[0], head)
-        else:
-            errors[key] = max(_error(*pair) for pair in zip(got, expected, strict=True))
+        errors[key] = largest(*(_error(*pair) for pair in zip(got, expected, strict=True)))
         live.update(zip(names, expected, strict=True))
-    return errors
+    return errors, [cast(torch.Tensor, written[each.activation]) for each in graph.outputs]
 
 
 def packed_values(file: PackedFile, inputs: Inputs) -> list[torch.Tensor]:
@@ -231,14 +254,11 @@ def _plain(module: nn.Module) -> bool:
     return isinstance(module, QuantizedLayer) or type(module).forward.__module__.startswith("torch.nn.")
 
 
-def _disagreement(got: Activation, expected: Activation, head: Head | None) -> float:
-    """Share of pixels on which two outputs [N, channels, H, W] disagree."""
-    return float((~agreeing(cast(torch.Tensor, expected), cast(torch.Tensor, got), head)).float().mean())
-
-
 def _error(got: Activation, expected: Activation) -> float:
     if isinstance(got, Nvfp4Tensor) and isinstance(expected, Nvfp4Tensor):
         differs = got.dequantize() != expected.dequantize()
+        if not bool(got.dequantize().isfinite().all()):
+            return math.nan
         blocks = pad_to_blocks(differs, (differs.ndim - 1,)).unflatten(-1, (-1, NVFP4_BLOCK)).any(-1).sum()
         return float(differs.float().mean()) if blocks > 1 else 0.0  # a last bit of its amax can change a block's scale
     got, expected = cast(torch.Tensor, got), cast(torch.Tensor, expected)

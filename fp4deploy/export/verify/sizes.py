@@ -26,13 +26,14 @@ from fp4deploy.export.onnx.canonical import rest_of_file
 from fp4deploy.export.onnx.decomposed import to_portable
 from fp4deploy.export.onnx.graph import export_graph
 from fp4deploy.export.onnx.session import verifying_session
+from fp4deploy.export.verify.agreement import OutputAgreement, described
 from fp4deploy.export.verify.located import first_difference, onnx_values
-from fp4deploy.export.verify.outputs import verify_decomposed
-from fp4deploy.export.verify.packed import packed_values, positional, verify_packed
-from fp4deploy.export.verify.tensors import CLOSE, call, feed, leaves, named
+from fp4deploy.export.verify.outputs import Agreement, verify_decomposed
+from fp4deploy.export.verify.packed import PackedAgreement, packed_values, positional, verify_packed
+from fp4deploy.export.verify.tensors import call, feed, leaves, named
 from fp4deploy.graph.capture import Inputs
 from fp4deploy.graph.copied import copied
-from fp4deploy.models.heads import Head, counted_unit
+from fp4deploy.models.meaning import CLOSE, UNKNOWN, OutputMeanings
 from fp4deploy.packed import PackedFile, PackedNetwork
 from fp4deploy.qat import quantized_layers, restore
 from fp4deploy.rest import Rest, rest_of
@@ -52,7 +53,7 @@ class OtherSize:
 
 
 def require_open_sizes(
-    model: nn.Module, portable: onnx.ModelProto, example: Inputs, name: str, head: Head | None = None
+    model: nn.Module, portable: onnx.ModelProto, example: Inputs, name: str, meanings: OutputMeanings = UNKNOWN
 ) -> None:
     """Pass a decomposed graph of open size only if it computes what torch computes at two other sizes, too.
 
@@ -74,10 +75,10 @@ def require_open_sizes(
         else:
             cause = _other_shapes(expected, given)
         if not cause:
-            found = verify_decomposed(model, portable, [other.inputs], head=head)
+            found = verify_decomposed(model, portable, [other.inputs], meanings=meanings)
             largest = max(float(each.abs().max()) for each in expected)
             if not found.passed:
-                cause = f"{100 * (1 - found.share):.3f} % of the {counted_unit(head)} differ"
+                cause = _differing(found)
             elif not quantized and found.largest > CLOSE * largest:
                 cause = f"outputs of up to {largest:.3g} differ by up to {found.largest:.3g}"
         if cause:
@@ -92,7 +93,13 @@ def require_open_sizes(
             )
 
 
-def packed_differs(model: nn.Module, file: PackedFile, example: Inputs, pack: Callable[[nn.Module], PackedFile]) -> str:
+def packed_differs(
+    model: nn.Module,
+    file: PackedFile,
+    example: Inputs,
+    pack: Callable[[nn.Module], PackedFile],
+    meanings: OutputMeanings | None = None,
+) -> str:
     """Why a packed network of open size computes something else than torch at another size, as a sentence; "" if not.
 
     Args:
@@ -109,8 +116,8 @@ def packed_differs(model: nn.Module, file: PackedFile, example: Inputs, pack: Ca
         else:
             cause = _other_shapes(_outputs(model, other.inputs, rest), given)
         if not cause:
-            found = verify_packed(model, file, [other.inputs])
-            cause = "" if found.passed else f"{100 * (1 - found.share):.3f} % of the {counted_unit(found.head)} differ"
+            found = verify_packed(model, file, [other.inputs], meanings)
+            cause = "" if found.passed else _differing(found)
         if cause:
             plain = _plain(model)
             where = first_difference(plain, other.inputs, packed_values(pack(plain), other.inputs), rest)
@@ -121,6 +128,10 @@ def packed_differs(model: nn.Module, file: PackedFile, example: Inputs, pack: Ca
 @torch.no_grad()
 def _outputs(model: nn.Module, inputs: Inputs, rest: Rest) -> list[torch.Tensor]:
     return [each.float() for each in call(model, inputs, rest)]
+
+
+def _differing(found: Agreement | PackedAgreement) -> str:
+    return found.flat or described([each for each in found.outputs if not each.passed], OutputAgreement.difference)
 
 
 def _because(where: str) -> str:

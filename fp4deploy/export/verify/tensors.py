@@ -1,11 +1,10 @@
-"""Inputs and outputs of networks with one tensor or several: how they are called, fed to ONNX Runtime, and compared."""
+"""Inputs and outputs of networks with one tensor or several: how they are called, and fed to ONNX Runtime."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
@@ -14,10 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fp4deploy.errors import InputError
 from fp4deploy.export.verify.numbers import rest_numbers
 from fp4deploy.graph.capture import Inputs
-from fp4deploy.models.heads import Head, agreeing
 from fp4deploy.rest import FP16, Rest
-
-CLOSE = 0.01  # of the largest value, where an output has no classes to compare
 
 
 def call(model: nn.Module, inputs: Inputs, rest: Rest = FP16) -> list[torch.Tensor]:
@@ -35,6 +31,11 @@ def applied(model: nn.Module, inputs: Inputs) -> Any:
     if isinstance(inputs, torch.Tensor):
         return model(inputs)
     return model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
+
+
+def floats(x: torch.Tensor) -> torch.Tensor:
+    """Floating point numbers as float32; whole ones and bools as they are."""
+    return x.float() if x.is_floating_point() else x
 
 
 def leaves(outputs: Any) -> list[torch.Tensor]:
@@ -60,28 +61,3 @@ def named(inputs: Inputs, names: Sequence[str]) -> dict[str, torch.Tensor]:
 def feed(inputs: Inputs, names: Sequence[str]) -> dict[str, NDArray[Any]]:
     """As `named`, as arrays."""
     return {name: tensor.detach().cpu().numpy().copy() for name, tensor in named(inputs, names).items()}
-
-
-def same_outputs(
-    expected: Sequence[torch.Tensor], given: Sequence[torch.Tensor], head: Head | None = None
-) -> list[torch.Tensor]:
-    """Where outputs mean the same, one tensor of bools each: the class of several channels (`heads.agreeing`), of whole
-    numbers the value, and of one channel or none the value to a hundredth of the largest.
-    """
-    found = []
-    for one, other in zip(expected, given, strict=True):
-        classes = head is not None or (one.is_floating_point() and one.ndim > 1 and one.shape[1] > 1)
-        found.append(agreeing(one, other, head) if classes else _close(one, other))
-    return found
-
-
-def largest_difference(expected: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> float:
-    """The largest absolute difference of two values; NaN where one is."""
-    apart = [float((one - other).abs().max()) for one, other in zip(expected, given, strict=True) if one.numel()]
-    return float(np.max(apart)) if apart else 0.0
-
-
-def _close(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    if not one.is_floating_point():
-        return one == other
-    return (one - other).abs() <= CLOSE * one.abs().max().clamp(min=1e-30)

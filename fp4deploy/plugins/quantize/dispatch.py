@@ -21,10 +21,10 @@ import fp4deploy.plugins.quantize.operators  # noqa: F401
 from fp4deploy import formats
 from fp4deploy.errors import InputError
 from fp4deploy.formats import FourOverSix, Mxfp4Tensor, Nvfp4Tensor
-from fp4deploy.formats.blocks import normalized_axis
+from fp4deploy.formats.blocks import normalized_axis, require_quantizable
 from fp4deploy.formats.hadamard import WIDTH
 from fp4deploy.formats.mxfp4 import SCALE_RULES
-from fp4deploy.formats.nvfp4 import BLOCK_AXES, check_options, static_amax
+from fp4deploy.formats.nvfp4 import BLOCK_AXES, check_options, require_amax, static_amax
 from fp4deploy.formats.philox import ROUNDINGS, draw_seed, signed
 from fp4deploy.plugins.runtime.launch import available
 from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES
@@ -131,11 +131,13 @@ def quantize_nvfp4(
     hadamard: bool = False,
 ) -> Nvfp4Tensor:
     """`formats.quantize_nvfp4` along `axis` (moved last in the result), on a GPU by a kernel."""
+    require_quantizable(x, "NVFP4")
     if not runs_on_gpu(x) or block not in BLOCK_AXES or (block == "2d" and (axis % x.ndim != x.ndim - 1 or x.ndim < 2)):
         moved = x.movedim(axis, -1) if x.ndim else x
         source = formats.random_hadamard(moved) if hadamard else moved
         return formats.quantize_nvfp4(source, block, amax, row_scaled, four_over_six, rounding, seed, offset)
     axis = normalized_axis(x, axis)
+    require_amax(amax)
     check_options(BLOCK_AXES[block], row_scaled, four_over_six, rounding)
     random, variant = random_state(x, rounding, seed, offset), nvfp4_variant(four_over_six, hadamard, row_scaled)
     if row_scaled and isinstance(amax, torch.Tensor) and amax.ndim:
@@ -164,6 +166,7 @@ def quantize_mxfp4(
     hadamard: bool = False,
 ) -> Mxfp4Tensor:
     """`formats.quantize_mxfp4` along `axis` (moved last in the result), on a GPU by a kernel."""
+    require_quantizable(x, "MXFP4")
     if not runs_on_gpu(x) or scale_rule not in SCALE_RULES:
         moved = x.movedim(axis, -1) if x.ndim else x
         source = formats.random_hadamard(moved) if hadamard else moved

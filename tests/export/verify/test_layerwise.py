@@ -16,7 +16,8 @@ from fp4deploy.export import to_portable
 from fp4deploy.export.verify import outputs
 from fp4deploy.export.verify.layerwise import LayerwiseAgreement, compare_layerwise
 from fp4deploy.export.verify.outputs import Agreement, require_agreement
-from tests.export.exported_models import images, initializer, shapes, unet
+from fp4deploy.models.meaning import Classes, OutputMeanings
+from tests.export.exported_models import images, initializer, pixels_that_differ, shapes, unet
 
 Change = Callable[[onnx.TensorProto], None]
 
@@ -33,7 +34,7 @@ def edited(model: onnx.ModelProto, changes: dict[str, Change]) -> onnx.ModelProt
 def verdict(model: nn.Module, portable: onnx.ModelProto) -> None:
     """The gate as it decides when the free comparison failed."""
     found = compare_layerwise(model, portable, [images(1)])
-    require_agreement(Agreement(1, 1000, 500, 1.0, found), "model")
+    require_agreement(Agreement(1, pixels_that_differ(1000, 500), 1.0, found), "model")
 
 
 def test_an_untrained_unet_is_judged_equal_layer_by_layer() -> None:
@@ -73,17 +74,19 @@ def test_amplified_last_bits_are_no_error() -> None:
 @pytest.mark.parametrize(("blocks", "passes"), [(1, True), (2, False)])
 def test_one_block_of_a_small_layer_is_no_error(blocks: int, passes: bool) -> None:
     """A last bit of a block's amax can change its scale, and with it the whole block."""
-    found = LayerwiseAgreement(768, 0, {"small": 3 / 1024}, {"small": ()}, blocks={"small": blocks})
-    assert Agreement(1, 768, 2, 0.1, found).passed is passes
+    same = pixels_that_differ(768, 0)
+    found = LayerwiseAgreement(same, {"small": 3 / 1024}, {"small": ()}, blocks={"small": blocks})
+    assert Agreement(1, pixels_that_differ(768, 2), 0.1, found).passed is passes
 
 
 def test_a_model_that_agrees_is_compared_once() -> None:
     """How many pixels of this one agree depends on the order of sums on the CPU at hand."""
     model, canonical = unet()
     portable = to_portable(canonical)
-    share = outputs.compare_with_torch(model, portable, [images(1)]).share
-    assert outputs.verify_decomposed(model, portable, [images(1)], enough=share).layerwise is None
-    agreement = outputs.verify_decomposed(model, portable, [images(1)], enough=share + 1e-6)
+    classes = OutputMeanings(Classes(1))
+    share = outputs.compare_with_torch(model, portable, [images(1)], classes).share
+    assert outputs.verify_decomposed(model, portable, [images(1)], share, classes).layerwise is None
+    agreement = outputs.verify_decomposed(model, portable, [images(1)], share + 1e-6, classes)
     assert agreement.share == share
     assert agreement.layerwise is not None
     assert agreement.passed

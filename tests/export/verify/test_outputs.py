@@ -15,7 +15,7 @@ from fp4deploy.export import describe_onnx, export_onnx, inspect_onnx, read_onnx
 from fp4deploy.export.onnx.session import portable_session
 from fp4deploy.export.verify.outputs import Agreement, compare_with_torch, require_agreement
 from fp4deploy.models import ModelCard, build_unet, save_checkpoint
-from tests.export.exported_models import images, prepared, shapes, traced_once, unet
+from tests.export.exported_models import images, pixels_that_differ, prepared, shapes, traced_once, unet
 
 CLASSES = ("background", "circle", "square", "triangle", "star")
 
@@ -112,11 +112,12 @@ def test_not_a_number_never_passes() -> None:
 
 
 def test_gate_is_at_a_thousandth() -> None:
-    require_agreement(Agreement(1, 100_000, 100, 0.1), "model")
+    require_agreement(Agreement(1, pixels_that_differ(100_000, 100), 0.1), "model")
     with pytest.raises(GateError):
-        require_agreement(Agreement(1, 100_000, 101, 0.1), "model")
-    with pytest.raises(GateError):
-        require_agreement(Agreement(0, 0, 0, 0.0), "model")
+        require_agreement(Agreement(1, pixels_that_differ(100_000, 101), 0.1), "model")
+    for nothing in ((), pixels_that_differ(0, 0)):
+        with pytest.raises(GateError, match="there was nothing to compare"):
+            require_agreement(Agreement(0, nothing, 0.0), "model")
 
 
 def test_no_data_is_an_input_error_unless_unverified(checkpoints: dict, tmp_path: Path) -> None:

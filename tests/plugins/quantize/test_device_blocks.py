@@ -94,7 +94,18 @@ def test_after_hadamard(header: Header) -> None:
         check(header, y, name, rounding="stochastic", **RANDOM)
 
 
-@pytest.mark.parametrize("amax", [0.0, 1e-45, 1e-38, FLT_MAX, float("inf"), float("nan")])
+@pytest.mark.parametrize("amax", [float("inf"), float("nan")])
+def test_a_static_amax_that_only_a_learned_scale_has(header: Header, amax: float) -> None:
+    """`quantize_nvfp4` refuses it; in a training step it shows as NaN, or as zeros."""
+    static = torch.tensor(amax)
+    for name, x in INPUTS.items():
+        for choice in (None, CHOICES[0], CHOICES[-1]):
+            expected = formats.fake_quantize_nvfp4(x, (-1,), static, four_over_six=choice)
+            for actual, reference in zip(quantize(header, x, static, choice=choice)[2:], expected, strict=True):
+                assert_bits(actual, reference, (name, amax))
+
+
+@pytest.mark.parametrize("amax", [0.0, 1e-45, 1e-38, FLT_MAX])
 def test_static_amax_at_the_ends(header: Header, amax: float) -> None:
     for name, x in INPUTS.items():
         for choice in (None, CHOICES[0], CHOICES[-1]):

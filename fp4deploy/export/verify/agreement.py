@@ -1,0 +1,140 @@
+"""How far the outputs of an exported file and of torch agree, each in what it means (`models.meaning`).
+
+Every output has to agree by itself, on 99.9 % of its units, and so has most of every sample and of every place along an
+axis: one wrong token of a sequence of 2048, or one wrong channel of as many, is less than a thousandth of the whole.
+NaN or Inf in either output agrees with nothing, whatever the other has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from fp4deploy.errors import InputError
+from fp4deploy.models.meaning import Meaning, OutputMeanings
+
+REQUIRED_AGREEMENT = 0.999  # of the units of each output
+MOST_LOST = 0.5  # of one sample or place
+
+
+@dataclass(frozen=True)
+class OutputAgreement:
+    """How far one output of two runtimes agrees.
+
+    name: of the output. meaning: what was compared. count, differing: in its units. lost: the largest share, 0..1, that
+    differs of one sample, or of one place along any other axis: a wrong token is a small part of a long sequence.
+    broken: whose output holds NaN or Inf; None where both are finite.
+    """
+
+    name: str
+    meaning: Meaning
+    count: int = 0
+    differing: int = 0
+    lost: float = 0.0
+    broken: str | None = None
+
+    @property
+    def share(self) -> float:
+        """Share of the units on which both agree, 0..1; 0 where nothing was compared, and with NaN or Inf."""
+        return 1 - self.differing / self.count if self.count and self.broken is None else 0.0
+
+    @property
+    def passed(self) -> bool:
+        """Whether the difference is within the limits of this module."""
+        return self.reaches(REQUIRED_AGREEMENT)
+
+    def reaches(self, enough: float) -> bool:
+        """Whether a share of at least `enough` agrees, and of every sample and place most of it."""
+        return bool(self.count) and self.broken is None and self.share >= enough and self.lost <= MOST_LOST
+
+    def sentence(self) -> str:
+        """What agrees, as a clause."""
+        if self.broken is not None:
+            return f"NaN or Inf in {self.broken}"
+        return f"{self.meaning.compared} equal to torch on {100 * self.share:.3f} % of {self.count} {self.meaning.unit}"
+
+    def difference(self) -> str:
+        """What differs, as a clause."""
+        if self.broken is not None:
+            return self.sentence()
+        if not self.count:
+            return "there was nothing to compare"
+        text = f"{100 * (1 - self.share):.3f} % of {self.count} {self.meaning.unit} by {self.meaning.compared}"
+        return f"{text}, {100 * self.lost:.3g} % at one place" if self.lost > MOST_LOST else text
+
+
+def compare_outputs(
+    expected: Sequence[torch.Tensor],
+    given: Sequence[torch.Tensor],
+    names: Sequence[str],
+    meanings: OutputMeanings,
+    before: Sequence[OutputAgreement] = (),
+) -> tuple[OutputAgreement, ...]:
+    """Compare the outputs of one batch by what they mean, and add what earlier batches gave (`before`).
+
+    Raises:
+        InputError: another number of outputs, or `meanings` of other outputs.
+    """
+    if len(expected) != len(given):
+        raise InputError(f"The file gives {len(given)} outputs, and the model {len(expected)}.")
+    found = [
+        _compared(one, other, name, meaning)
+        for one, other, name, meaning in zip(expected, given, names, meanings.of(expected, names), strict=True)
+    ]
+    return tuple(map(_added, before, found)) if before else tuple(found)
+
+
+def described(found: Sequence[OutputAgreement], clause: Callable[[OutputAgreement], str]) -> str:
+    """A clause for each output, by its name where there are several."""
+    if not found:
+        return "there was nothing to compare"
+    return "; ".join(clause(each) if len(found) == 1 else f"{each.name}: {clause(each)}" for each in found)
+
+
+def least_share(found: Sequence[OutputAgreement]) -> float:
+    """The share of the output that agrees least, 0..1; 0 of none."""
+    return min((each.share for each in found), default=0.0)
+
+
+def largest_difference(expected: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> float:
+    """The largest absolute difference of two values; NaN where one is."""
+    apart = [
+        float((one.double() - other.double()).abs().max())
+        for one, other in zip(expected, given, strict=True)
+        if one.numel() and one.shape == other.shape
+    ]
+    return float(np.max(apart)) if apart else 0.0
+
+
+def _compared(expected: torch.Tensor, given: torch.Tensor, name: str, meaning: Meaning) -> OutputAgreement:
+    broken = [whose for whose, x in (("torch", expected), ("the file", given)) if not bool(x.isfinite().all())]
+    if expected.shape != given.shape:
+        return OutputAgreement(name, meaning, max(1, expected.numel()), max(1, expected.numel()), 1.0)
+    differs = ~meaning.agreeing(expected, given)
+    whose = " and ".join(broken) or None
+    return OutputAgreement(name, meaning, differs.numel(), int(differs.sum()), _most_lost(differs), whose)
+
+
+def _most_lost(differs: torch.Tensor) -> float:
+    """The largest share of one index of any axis; an index of one unit says nothing beside the whole."""
+    if not differs.numel():
+        return 0.0
+    shares = [
+        float(differs.movedim(axis, 0).flatten(1).float().mean(1).max())
+        for axis, size in enumerate(differs.shape)
+        if size < differs.numel()
+    ]
+    return max(shares, default=0.0)
+
+
+def _added(before: OutputAgreement, found: OutputAgreement) -> OutputAgreement:
+    return replace(
+        found,
+        count=before.count + found.count,
+        differing=before.differing + found.differing,
+        lost=max(before.lost, found.lost),
+        broken=before.broken or found.broken,
+    )
