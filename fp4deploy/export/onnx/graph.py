@@ -425,12 +425,12 @@ def _marking_forward(
 
     def operands(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = x.to(dtype)  # of code that computes in FP32
-        weight = _marker(WEIGHT_MARKER, [], name, shape, dtype)
-        if isinstance(layer, Fp8Constants):
-            return _marker(ACTIVATION_MARKER, [x], name, tuple(x.shape), dtype), weight
-        axis = layer.channel_axis % x.ndim
-        padded = (*x.shape[:axis], layer.channels, *x.shape[axis + 1 :])
-        return _marker(ACTIVATION_MARKER, [x], name, padded, dtype), weight
+        padded: tuple[Any, ...] = tuple(x.shape)
+        if not isinstance(layer, Fp8Constants):
+            axis = layer.channel_axis % x.ndim
+            padded = (*x.shape[:axis], layer.channels, *x.shape[axis + 1 :])
+        activation = _marker(ACTIVATION_MARKER, [x], name, padded, dtype)
+        return activation, _marker(WEIGHT_MARKER, [], name, shape, dtype)
 
     def convolution(self: Any, x: torch.Tensor) -> torch.Tensor:
         x, weight = operands(x)
