@@ -1,13 +1,15 @@
 """The measured tables and figures of the site, made from benchmarks/results/*.json when it is built.
 
-A page says `{{ table("kernels") }}`, and mkdocs-macros calls `define_env` below. No figure is written by hand, so that
-a page cannot disagree with the run that it quotes. `tests/docs` renders every table.
+A page says `{{ table("kernels") }}`, and mkdocs-macros calls `define_env` below. Below a table stands as of when its
+numbers are. Some figures in sentences are expressions of the same files, others are written by hand. `tests/docs`
+renders every table.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -16,14 +18,31 @@ from typing import Any
 from fp4deploy.experiments.sweep.results import gap_text
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # mkdocs does not have it
+from tools.results import origin_of  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results"
 MINUS = "\N{MINUS SIGN}"
 
 
-@lru_cache
 def result(name: str) -> Any:
-    """One JSON file of benchmarks/results, by its name without the suffix."""
+    """One JSON file of benchmarks/results, by its name without the suffix; `as_of` says that it was read."""
+    _read[name] = _document(name)
+    return _read[name]
+
+
+@lru_cache
+def _document(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+_read: dict[str, Any] = {}
+
+
+def as_of() -> str:
+    """Dates and commits of what was read since `_read` was cleared."""
+    found = dict.fromkeys(str(origin_of(document)) for document in _read.values())
+    return f"*As of {', '.join(found)}.*"
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
@@ -737,12 +756,19 @@ def fp4_training() -> str:
     """Steps of a training through FP4 GEMMs, of their emulation, and in FP16."""
     rows = []
     for row in result("fp4_training_h200")["rows"]:
-        name = f"`{row['recipe']}`, `{row['products']}`" if row["recipe"] else "FP16"
+        name = f"`{row['recipe']}`, `{row['products']}`" if row["recipe"] else "FP16, torch eager, channels_last"
         losses = [row["losses"][0], statistics.mean(row["losses"][-10:])]
         measured = [f"{row['ms']:.1f}", f"{row['peak_gb']:.2f}", *(f"{loss:.4f}" for loss in losses)]
-        rows.append([name, *measured])
+        rows.append([name, str(row["scale"]), *measured])
     return markdown(
-        ["", "ms a step", "peak GB", "first loss", f"mean of steps {len(row['losses']) - 9} to {len(row['losses'])}"],
+        [
+            "",
+            "scale",
+            "ms a step",
+            "peak GB",
+            "first loss",
+            f"mean of steps {len(row['losses']) - 9} to {len(row['losses'])}",
+        ],
         rows,
         1,
     )
@@ -1134,14 +1160,15 @@ README_ROWS = {
 
 
 def readme_table() -> str:
-    """CamVid in the README."""
+    """CamVid in the README, and as of when."""
+    _read.clear()
     found = result("camvid_sweep_h200")["variants"]
     rows = []
     for label, (name, layers) in README_ROWS.items():
         row = found[name]
         cells = [text for key in ("best", "test") for text in (spread(row[key]), gap(row.get(f"gap_{key}")))]
         rows.append([label, layers, *cells])
-    return markdown(["", "layers in FP4", "validation", "gap", "test", "gap"], rows, 2)
+    return markdown(["", "layers in FP4", "validation", "gap", "test", "gap"], rows, 2) + f"\n\n{as_of()}"
 
 
 def readme_with_table(text: str) -> str:
@@ -1154,12 +1181,14 @@ def readme_with_table(text: str) -> str:
 
 
 def table(name: str, *arguments: str) -> str:
-    """A table by its name.
+    """A table by its name, and as of when its numbers are.
 
     Raises:
         KeyError: there is no such table.
     """
-    return TABLES[name](*arguments)
+    _read.clear()
+    text = TABLES[name](*arguments)
+    return f"{text}\n\n{as_of()}" if _read else text
 
 
 def machine(name: str) -> str:

@@ -21,6 +21,7 @@ from fp4deploy.data import VAL
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.instances import InstanceScores
 from fp4deploy.metrics import Scores
+from fp4deploy.models.spec import UnnamedCodeError
 from fp4deploy.system.files import file_digest
 
 OK = "ok"
@@ -103,6 +104,7 @@ def bench_artifact(
         per_class=dict(found.scores.per_class) if found else {},
         boundary_f1=found.boundary_f1 if found else None,
         recall_by_size=found.recall_by_size if found else {},
+        never_predicted=found.never_predicted if found else [],
         errors=found.errors if found else {},
         confusion=found.confusion if found else {},
         split=split if found else None,
@@ -153,10 +155,10 @@ def size_of(path: Path) -> int:
 
 
 def bench_or_explain(path: Path, data: Path | None, *, model: str | None = None, **settings: Any) -> ArtifactEntry:
-    """Like `bench_artifact`, but an engine that cannot run here becomes a row saying so, without numbers."""
+    """Like `bench_artifact`, but what cannot run here, or needs --model, becomes a row saying so, without numbers."""
     try:
         return bench_artifact(path, data, model=model, **settings)
-    except UnavailableError as error:
+    except (UnavailableError, UnnamedCodeError) as error:
         how = settings.get("form", "eager") if path.suffix == ".safetensors" else settings.get("provider", "cpu")
         return not_run(path, str(error), model=model, provider=how)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4deploy.export.ledger.ledger import COLUMNS, Ledger, ledger_path, load_ledger
-from fp4deploy.runs import Run, artifact_stem
+from fp4deploy.runs import Run
 
 TITLES = {"tensorrt": "TensorRT", "tensorrt-rtx": "TensorRT-RTX"}
 
@@ -30,7 +30,7 @@ def engines(run: Run) -> list[dict[str, Any]]:
     """One entry for every engine of a run that has a ledger, as JSON values."""
     found = []
     for model in run.models():
-        plan = run.engine_dir / f"{artifact_stem(model)}.plan"
+        plan = run.engine_dir / f"{run.stem(model)}.plan"
         ledger = ledger_of(plan) if plan.is_file() else None
         if ledger is not None:
             found.append(_entry(model, plan, ledger))

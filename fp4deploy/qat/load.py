@@ -30,7 +30,7 @@ AMAX = ".input_amax"
 
 
 def load_model(
-    path: Path, device: str | torch.device = "cpu", model: str | None = None, rest: str | None = None
+    path: Path | str, device: str | torch.device = "cpu", model: str | None = None, rest: str | None = None
 ) -> tuple[nn.Module, ModelCard]:
     """Build the network that the checkpoint's card describes, with its weights as deployed, in evaluation mode.
 
@@ -48,6 +48,7 @@ def load_model(
     >>> card.precision, card.recipe, model.training
     ('nvfp4', 'nvfp4_qat', False)
     """
+    path = Path(path)
     card = read_card(path)
     card = replace(card, rest=rest_of(rest or card).name)
     network = network_of(path, card, model)

@@ -88,7 +88,8 @@ def test_an_engine_that_cannot_run_has_no_numbers_without_its_source(plan: Path,
     assert "has changed since, so its arithmetic cannot be emulated" in entry["reason"]
     assert [entry[name] for name in ("miou", "latency_ms", "images_per_s", "batch", "device")] == [None] * 5
     assert entry["model"] == "nvfp4"
-    assert "FP8" in entry["precision"]
+    assert entry["precision"].startswith("FP8 "), "named by the shares of its multiply-accumulates"
+    assert entry["backend"].startswith("TensorRT-RTX ")
     assert entry["backend"].endswith(" for SM120")
     assert entry["size_bytes"] == plan.stat().st_size
 

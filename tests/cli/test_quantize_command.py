@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,10 @@ def test_quantize_search_and_quantize_again(invoke: Invoke, checkpoint: Path, sh
     assert "q.safetensors (4/6, correction norm, 2 images" in result.stdout
     assert re.search(r"class unchanged against \S+ on \d+\.\d\d % of the pixels; mIoU \d+", result.stderr)
     assert read_card(Path("q.safetensors")).recipe == "nvfp4_4o6_weight_qat"
+    compare, export = re.findall(r": fp4deploy (.*?)(?:;|\n|$)", result.stderr)[-2:]
+    for command in (compare, export):
+        done = invoke(*shlex.split(command))
+        assert done.exit_code in (0, 1), done.stderr  # 1: the gate of bench
 
     gate = ("--baseline", checkpoint, "--max-drop", 100, "--iterations", 1)
     result = invoke("bench", "--engine", "q.safetensors", *data, *gate)

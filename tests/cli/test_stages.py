@@ -79,7 +79,7 @@ def test_export_takes_a_run_or_a_checkpoint(at_home: Invoke, tmp_path: Path) -> 
     whole = at_home("export", run, "--out", tmp_path / "whole", "--images", 2)
     assert whole.exit_code == 0, whole.stderr
     assert {path.name for path in (tmp_path / "whole").iterdir()} == {"unet.onnx", "unet-fp16.onnx"}
-    one = at_home("export", run / "nvfp4" / "best.safetensors", "--out", tmp_path / "one.onnx", "--no-verify")
+    one = at_home("export", run / "nvfp4" / "best.safetensors", "--out", tmp_path / "one.onnx", "--images", 2)
     assert one.exit_code == 0, one.stderr
     assert (tmp_path / "one.onnx").read_bytes() == (tmp_path / "whole" / "unet.onnx").read_bytes()
     many = at_home("export", run, "--out", tmp_path / "two.onnx")
@@ -234,6 +234,21 @@ def test_build_then_bench(at_home: Invoke, home: Path) -> None:
         assert result.stdout == ""
         assert "SM120" in result.stderr
         assert "its source unet.onnx is not beside it" in result.stderr
+
+
+def test_a_run_folder_and_a_pattern_of_its_export_name_what_is_built_and_measured(at_home: Invoke, home: Path) -> None:
+    run = latest(home)
+    for given in ([run], sorted((run / "export").glob("*.onnx"))):
+        refused = at_home("build", *given, "--arch", "sm80")
+        assert "unet.onnx holds FP4 layers, and sm80 has no FP4 tensor cores" in refused.stderr, "both canonical files"
+    assert "Leaving out unet-fp16.portable.onnx, unet.portable.onnx: engines are built of canonical" in refused.stderr
+    measured = at_home("bench", run, "--iterations", 1, "--limit", 1, "--json", "-")
+    assert measured.exit_code == 0, measured.stderr
+    names = {Path(each["path"]).name for each in json.loads(measured.stdout)["artifacts"]}
+    assert {"unet.onnx", "unet.portable.onnx", "unet-fp16.onnx", "best.safetensors"} <= names
+    empty = at_home("build", run / "fp16")
+    assert "run/fp16 does not exist" not in empty.stderr
+    assert "fp16 is not a run" in empty.stderr
 
 
 def test_a_graph_whose_k_is_no_multiple_of_16(at_home: Invoke, tmp_path: Path) -> None:

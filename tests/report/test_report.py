@@ -134,8 +134,8 @@ def test_no_accuracy_no_claim(report: ReportData) -> None:
 
 def test_markdown(report: ReportData) -> None:
     text = render_markdown(report)
-    assert "| nvfp4 | export/unet.onnx | test | NVFP4 | 600 B | 80.00 | -1.00 | 2 | 500 | ok |" in text
-    assert "| nvfp4 | engines/unet.plan | test | NVFP4 | 1.2 kB | – | – | – | – | built, not run |" in text
+    assert "| nvfp4 | export/unet.onnx | test | NVFP4 | 600 B | 80.00 | -1.00 | 2 | 3 | 4 | 500 | ok |" in text
+    assert "| nvfp4 | engines/unet.plan | test | NVFP4 | 1.2 kB | – | – | – | – | – | – | built, not run |" in text
     assert "| cat | – | – |" in text
     assert "a <remark>" in text
 

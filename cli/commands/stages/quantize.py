@@ -11,6 +11,7 @@ import typer
 from fp4deploy.errors import InputError
 from fp4deploy.runs import latest_run
 
+from ...artifacts import next_commands
 from ...console import done, note, shown, typed
 from ...settings import NamedModelOption, RestOption, expect, parse_size
 
@@ -171,10 +172,7 @@ def quantize(
     )
     if change is not None:
         note(f"{shown(target)}: {change.sentence(shown(source))}")
-    note(
-        f"Measure it on all images with: fp4deploy bench --engine {typed(target)} --baseline {typed(source)}; "
-        f"export it with: fp4deploy export {typed(target)}"
-    )
+    note(next_commands(target, source, where, model, given=data is not None))
 
 
 def _change(source: Path, target: Path, data: Path, images: int) -> Change | None:

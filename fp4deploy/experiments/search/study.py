@@ -110,8 +110,9 @@ class Measurements:
         if options:
             names = tuple(layer for layer, _ in options)
             eight = tuple(layer for layer, precision in options if precision == "FP8")
+            chosen: dict[str, Any] = {"include": names, "fp8": eight, "correction": "none"}
             with deployed_in(self.rest):
-                quantize(found, self.calibration, self.method, include=names, fp8=eight, correction="none")
+                quantize(found, self.calibration, self.method, **chosen, progress=lambda *_: None)
             round_to_deployed(found, self.rest)
         return found.eval()
 
