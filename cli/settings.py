@@ -67,6 +67,10 @@ NamedModelOption = Annotated[
         "--model", help="The checkpoint's network; needed for one in your own code.", show_default="as the file says"
     ),
 ]
+RestOption = Annotated[
+    Literal["fp16", "bf16", "fp32"] | None,
+    typer.Option("--rest", help="Precision of all that is not quantised.", show_default="as the checkpoint says, fp16"),
+]
 NetworkOption = Annotated[
     str | None,
     typer.Option(

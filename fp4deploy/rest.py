@@ -3,6 +3,11 @@
 | name | torch | largest number | smallest normal number | digits |
 |---|---|---|---|---|
 | `fp16` | float16 | 65504 | 6.1e-5 | 11 bits |
+| `bf16` | bfloat16 | 3.4e38 | 1.2e-38 | 8 bits |
+| `fp32` | float32 | 3.4e38 | 1.2e-38 | 24 bits |
+
+BF16 has the range of FP32 and an eighth of the precision of FP16: it is for networks whose activations leave FP16's
+range. The model card has the choice (`ModelCard.rest`), and every file that is made of it.
 
 A number that stands in a network's code may be none that FP16 holds: 1e-12, which keeps a quotient finite, becomes 0
 and the quotient of a black image NaN; -1e9, which takes an element out of a softmax, becomes -Inf, and a row of such
@@ -15,20 +20,47 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 
 from fp4deploy.errors import InputError
 
-ADVICE = "Train it under FP16 autocast, or scale down what is computed there."
+RestName = Literal["fp16", "bf16", "fp32"]
+POSITIONS = 2048  # whole numbers up to here are held only if they are exact: they may be positions
+ADVICE = "Deploy it with --rest bf16 (rest='bf16'), train it under FP16 autocast, or scale down what is computed there."
 
 
 @dataclass(frozen=True)
 class Rest:
     """A precision of the rest: its name and torch's type."""
 
-    name: str
+    name: RestName
     dtype: torch.dtype
+
+    @property
+    def label(self) -> str:
+        """The name in tables and ledgers: "FP16"."""
+        return self.name.upper()
+
+    @property
+    def bytes(self) -> int:
+        """Of one number."""
+        return self.dtype.itemsize
+
+    @property
+    def whole(self) -> int:
+        """The whole number up to which all are exact: positions of more elements stay FP32.
+
+        >>> FP16.whole, BF16.whole
+        (2048, 256)
+        """
+        return round(2 / torch.finfo(self.dtype).eps)
+
+    def autocast(self, device: str, enabled: bool = True) -> torch.autocast:
+        """What a network of FP32 weights computes in on a type of device: this precision on a GPU, FP32 on a CPU."""
+        enabled = enabled and device == "cuda" and self.name != "fp32"
+        return torch.autocast(device, dtype=self.dtype if enabled else None, enabled=enabled)
 
     @property
     def largest(self) -> float:
@@ -38,24 +70,37 @@ class Rest:
     def holds(self, number: float) -> bool:
         """Whether a number is 0, not finite, or in the range of normal numbers, also once it is rounded.
 
+        Of whole numbers that may be positions, whether it is exact.
+
         >>> FP16.holds(0.1), FP16.holds(1e-8), FP16.holds(-1e9), FP16.holds(float("-inf"))
         (True, False, False, True)
+        >>> FP16.holds(257), BF16.holds(257)
+        (True, False)
         """
         size = abs(float(number))
-        return size == 0 or not math.isfinite(size) or torch.finfo(self.dtype).tiny <= size <= self.largest
+        if size == 0 or not math.isfinite(size):
+            return True
+        inexact = (
+            self.whole < size <= POSITIONS
+            and size.is_integer()
+            and size % 2 ** (math.frexp(size)[1] - math.frexp(self.whole)[1] + 1)
+        )
+        return not inexact and torch.finfo(self.dtype).tiny <= size <= self.largest
 
     def holds_tensor(self, x: torch.Tensor) -> bool:
         """Whether a constant can be rounded: a single number as above, several where none becomes infinite.
 
-        Several may be tiny: a standardised weight has elements next to 0, where a 0 is as good.
+        Several may be tiny: a standardised weight has elements next to 0, where a 0 is as good. Positions are exact.
         """
         if not x.is_floating_point():
             return True
         if x.numel() == 1:
             return self.holds(x.item())
+        if self.whole < POSITIONS and bool((x == x.round()).all()) and bool((x.abs() <= POSITIONS).all()):
+            return torch.equal(x.to(self.dtype).to(x.dtype), x)
         return bool((x.abs() <= self.largest).logical_or(~x.isfinite()).all())
 
-    def beyond(self, largest: Mapping[str, float]) -> str:
+    def beyond(self, largest: Mapping[str, float], advice: str = ADVICE) -> str:
         """What of several magnitudes, by place, does not fit: a sentence with the limit and what to do; "" if all do.
 
         >>> FP16.beyond({"stem": 12.5, "attention (bmm)": 131072.0, "head": 65505.0})
@@ -67,8 +112,9 @@ class Rest:
         (first, size), *others = found.items()
         more = ", ".join(f"{place} {each:.6g}" for place, each in others[:3])
         counted = f" ({len(others)} other place{'s' * (len(others) > 1)}, too: {more})" if others else ""
-        limit = f"{self.name.upper()}'s largest number is {self.largest:g}"
-        return f"{first} reaches {size:.6g}, and {limit}{counted}. {ADVICE}"
+        limit = f"{self.label}'s largest number is {self.largest:.6g}"
+        advised = f" {advice}" if self.name == "fp16" else ""
+        return f"{first} reaches {size:.6g}, and {limit}{counted}.{advised}"
 
     def require(self, name: str, x: torch.Tensor) -> None:
         """Refuse a tensor that holds NaN, Inf, or a number beyond the largest one.
@@ -95,4 +141,22 @@ class Rest:
         return float(torch.tensor(number, dtype=torch.float64).to(self.dtype)) if self.holds(number) else number
 
 
-FP16 = Rest("fp16", torch.float16)
+FP16, BF16, FP32 = Rest("fp16", torch.float16), Rest("bf16", torch.bfloat16), Rest("fp32", torch.float32)
+RESTS: dict[str, Rest] = {rest.name: rest for rest in (FP16, BF16, FP32)}
+
+
+def rest_of(named: Any) -> Rest:
+    """The precision of a name, of a type of torch, of what has an attribute `rest` (a model card); FP16 of None.
+
+    Raises:
+        InputError: another name.
+
+    >>> rest_of("bf16").dtype
+    torch.bfloat16
+    """
+    if isinstance(named, torch.dtype):
+        return next(rest for rest in RESTS.values() if rest.dtype == named)
+    name = "fp16" if named is None else named if isinstance(named, str) else named.rest
+    if name not in RESTS:
+        raise InputError(f"The precision of the rest is '{name}'. Valid: {', '.join(RESTS)}.")
+    return RESTS[name]

@@ -19,6 +19,7 @@ from fp4deploy import provenance
 from fp4deploy.about import ABOUT_KEY, about
 from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.boxes import with_boxes
+from fp4deploy.export.onnx.canonical import rest_of_file
 from fp4deploy.export.onnx.decomposed import to_portable
 from fp4deploy.export.onnx.graph import export_graph
 from fp4deploy.export.onnx.layers import note_largest, planned_layers
@@ -38,6 +39,8 @@ from fp4deploy.models.card import ModelCard
 from fp4deploy.models.meaning import Outputs, known_outputs
 from fp4deploy.qat import deployed, load_model, quantized_layers
 from fp4deploy.system.files import atomic_write, file_digest
+
+QUANTIZED = ("FP4", "FP4 weights", "FP8")  # precisions of layers
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,8 @@ def export_onnx(
     verify: bool = True,
     size: tuple[int, int] | None = None,
     dynamic_size: bool = False,
+    *,
+    rest: str | None = None,
 ) -> ExportResult: ...
 
 
@@ -97,6 +102,7 @@ def export_onnx(
     card: ModelCard | None = None,
     with_portable: bool = False,
     outputs: Outputs = None,
+    rest: str | None = None,
 ) -> ExportResult: ...
 
 
@@ -112,6 +118,7 @@ def export_onnx(
     card: ModelCard | None = None,
     with_portable: bool = False,
     outputs: Outputs = None,
+    rest: str | None = None,
 ) -> ExportResult:
     """Export a checkpoint, or a module in memory, to canonical ONNX, verified against torch before anything is written.
 
@@ -135,6 +142,7 @@ def export_onnx(
         dynamic_size: leave height and width open; the file is then verified at two other sizes, too (`verify.sizes`).
         card: of a module, stored in the file.
         outputs: of a module: what its outputs are, as of `verify`; by default as the card says.
+        rest: what is neither FP4 nor FP8: "fp16", "bf16" or "fp32" (`fp4deploy.rest`); None: as the card says.
 
     Raises:
         GateError: ONNX Runtime and torch disagree by more than FP4 explains (see `verify`).
@@ -153,10 +161,11 @@ def export_onnx(
     """
     if isinstance(checkpoint, nn.Module):
         given = {"card": card, "portable": with_portable, "dynamic_size": dynamic_size, "outputs": outputs}
+        given["rest"] = rest
         return _export_module(checkpoint, out, Path(portable), data, verify, **given)
     checkpoint, out = Path(checkpoint), Path(out)
     check_request(checkpoint, out, ".onnx", data, images, verify)
-    model, found = load_model(checkpoint)
+    model, found = load_model(checkpoint, rest=rest)
     if size is not None:
         found = replace(found, height=size[0], width=size[1])
     canonical = export_graph(model, (3, found.height, found.width), found, dynamic_size)
@@ -187,12 +196,12 @@ def _export_module(
         raise InputError(f"{out} should end in .onnx.")
     card, portable = options["card"], options["portable"]
     meanings = known_outputs(card, said=options["outputs"])
-    canonical = export_graph(model, example, card, options["dynamic_size"])
+    canonical = export_graph(model, example, card, options["dynamic_size"], options["rest"])
     _describe(canonical, card, None)
     verification, decomposed = None, to_portable(canonical) if portable or verify else None
     if verify and decomposed is not None:
         samples = batches_of(example if inputs is None else inputs, len(canonical.graph.input))
-        reference = deployed(model)
+        reference = deployed(model, rest_of_file(canonical))
         verification = verify_decomposed(reference, decomposed, samples, meanings=meanings, card=card)
         require_agreement(verification, type(model).__name__)
         if options["dynamic_size"]:
@@ -220,7 +229,7 @@ def _write_all(
     size_bytes = _write(canonical, out)
     if decomposed is not None:
         _write(decomposed, portable_name(out))
-    held = {name for name, plan in planned_layers(canonical).items() if plan["precision"] != "FP16"}
+    held = {name for name, plan in planned_layers(canonical).items() if plan["precision"] in QUANTIZED}
     return ExportResult(
         path=out,
         portable_path=portable_name(out) if decomposed is not None else None,

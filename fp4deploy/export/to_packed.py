@@ -36,6 +36,7 @@ from fp4deploy.packed.file import SUFFIX
 from fp4deploy.packed.program import compile_mode
 from fp4deploy.qat import load_model, restore, round_to_deployed
 from fp4deploy.qat.layers import QuantizedLayer
+from fp4deploy.rest import FP16, Rest, rest_of
 from fp4deploy.system.files import file_digest
 
 
@@ -55,6 +56,7 @@ def pack(
     verify: bool = True,
     example_inputs: Inputs | None = None,
     outputs: Outputs = None,
+    rest: str | None = None,
 ) -> PackedResult:
     """Export a checkpoint or any module as a packed network, compared with torch before anything is written.
 
@@ -67,6 +69,8 @@ def pack(
         example_inputs: of a module: a tensor, several, or a dict of tensors, on which it is captured and compared.
             Height and width stay free where the module's code allows it.
         outputs: of a module: what its outputs are, as of `verify`.
+        rest: what is not packed: "fp16", "bf16" or "fp32" (`fp4deploy.rest`); None: as the checkpoint's card says, of
+            a module FP16.
 
     Raises:
         GateError: the packed network computes something else than torch (see `verify.packed`).
@@ -78,15 +82,15 @@ def pack(
     """
     out = Path(out)
     if isinstance(checkpoint, nn.Module):
-        return _pack_module(checkpoint, out, example_inputs, verify, known_outputs(said=outputs))
+        return _pack_module(checkpoint, out, example_inputs, verify, known_outputs(said=outputs), rest_of(rest))
     if example_inputs is not None or outputs is not None:
         raise InputError("A checkpoint's card says what it reads and gives; these arguments are for modules.")
     checkpoint, data = Path(checkpoint), None if data is None else Path(data)
     check_request(checkpoint, out, SUFFIX, data, images, verify)
-    model, card = load_model(checkpoint)
+    model, card = load_model(checkpoint, rest=rest)
     example = torch.zeros(1, 3, card.height, card.width)
     origin = json.dumps(about(card, file_digest(checkpoint)))
-    packed = pack_model(model, example, dynamic_size=card.architecture != "unet")
+    packed = pack_model(model, example, dynamic_size=card.architecture != "unet", rest=rest_of(card))
     file = packed_file(out, card, *packed, about=origin)
     verification = None
     if verify and data is not None:
@@ -99,7 +103,7 @@ def pack(
     return PackedResult(file, verification)
 
 
-def compile(model: nn.Module, example_inputs: Inputs) -> CapturedNetwork:
+def compile(model: nn.Module, example_inputs: Inputs, rest: str = "fp16") -> CapturedNetwork:
     """A module as the network that `pack` would write, ready to run where its parameters are: for use in a program.
 
     On a GPU it runs as a CUDA graph, by kernels of this package or compiled, whichever is faster (FP4DEPLOY_COMPILE);
@@ -108,9 +112,11 @@ def compile(model: nn.Module, example_inputs: Inputs) -> CapturedNetwork:
     Args:
         model: prepared and calibrated, or plain; it is not changed, and later changes of it have no effect.
         example_inputs: a tensor, several, or a dict of tensors. Height and width stay free where the module allows it.
+        rest: as of `pack`.
 
     Returns:
-        what takes the inputs in the order of the module's arguments and gives what the module gives, in FP16 on a GPU.
+        what takes the inputs in the order of the module's arguments and gives what the module gives, on a GPU in
+        `rest`.
 
     Raises:
         InputError: as of `pack`.
@@ -120,7 +126,7 @@ def compile(model: nn.Module, example_inputs: Inputs) -> CapturedNetwork:
     torch.Size([2, 8, 14, 14])
     """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    file = _deployed_file(model, Path("compiled.fp4"), tree_map(_float, example_inputs))[1]
+    file = _deployed_file(model, Path("compiled.fp4"), tree_map(_float, example_inputs), rest_of(rest))[1]
     return CapturedNetwork(PackedNetwork(file, device), graphs_enabled(), compile_mode())
 
 
@@ -131,19 +137,23 @@ def _float(x: Any) -> Any:
     return x.cpu().float() if x.is_floating_point() else x.cpu()
 
 
-def _deployed_file(model: nn.Module, out: Path, example_inputs: Inputs) -> tuple[nn.Module, PackedFile]:
+def _deployed_file(model: nn.Module, out: Path, example_inputs: Inputs, rest: Rest) -> tuple[nn.Module, PackedFile]:
     """A module as it is deployed, on the CPU, and its packed network."""
     deployed = copied(model).cpu().float().eval()  # also of a module in FP16
-    round_to_deployed(deployed)
-    return deployed, packed_file(out, None, *pack_model(deployed, example_inputs), about=json.dumps(about(None, None)))
+    round_to_deployed(deployed, rest)
+    packed = pack_model(deployed, example_inputs, rest=rest)
+    return deployed, packed_file(out, None, *packed, about=json.dumps(about(None, None)))
 
 
-def pack_model(model: nn.Module, example_inputs: Inputs, dynamic_size: bool = True) -> tuple[Graph, Tensors]:
+def pack_model(
+    model: nn.Module, example_inputs: Inputs, dynamic_size: bool = True, rest: Rest = FP16
+) -> tuple[Graph, Tensors]:
     """Graph and tensors of a module, prepared or plain, with its parameters as deployed (`qat.round_to_deployed`).
 
     Args:
         dynamic_size: capture height and width as free sizes, where every node can be packed so; else as they are, with
             a warning that says why. A network whose nodes hold no sizes, such as our UNet, takes any size without.
+        rest: the precision of what is not packed.
 
     Raises:
         InputError: a module that cannot be captured, an operation or recipe without packed form, a value that is not
@@ -164,7 +174,8 @@ def pack_model(model: nn.Module, example_inputs: Inputs, dynamic_size: bool = Tr
         example_inputs = torch.zeros(n, ENCODED_CHANNELS, *size)
 
     def written(dynamic: bool) -> tuple[Graph, Tensors]:
-        return packed_graph(capture(plain, example_inputs, dynamic, quantised), model, digits, free=not dynamic_size)
+        captured = capture(plain, example_inputs, dynamic, quantised)
+        return packed_graph(captured, model, digits, not dynamic_size, rest)
 
     if not dynamic_size:
         return written(False)
@@ -188,7 +199,7 @@ def _at_sizes_of_torch(
     """A packed network that takes the example's size alone if it computes something else than torch at others."""
 
     def packed(plain: nn.Module) -> PackedFile:
-        return packed_file(file.path, file.card, *pack_model(plain, example))
+        return packed_file(file.path, file.card, *pack_model(plain, example, rest=rest_of(file.graph)))
 
     differs = packed_differs(model, file, sample, packed, meanings)
     if not differs:
@@ -199,7 +210,12 @@ def _at_sizes_of_torch(
 
 
 def _pack_module(
-    model: nn.Module, out: Path, example_inputs: Inputs | None, verify: bool, meanings: OutputMeanings
+    model: nn.Module,
+    out: Path,
+    example_inputs: Inputs | None,
+    verify: bool,
+    meanings: OutputMeanings,
+    rest: Rest,
 ) -> PackedResult:
     if example_inputs is None:
         raise InputError(
@@ -208,7 +224,7 @@ def _pack_module(
     if out.suffix != SUFFIX:
         raise InputError(f"The name of a packed network should end in {SUFFIX}, and {out.name} does not.")
     example_inputs = tree_map(_float, example_inputs)
-    deployed, file = _deployed_file(model, out, example_inputs)
+    deployed, file = _deployed_file(model, out, example_inputs, rest)
     verification = None
     if verify:
         verification = verify_packed(deployed, file, [example_inputs], meanings)

@@ -81,7 +81,7 @@ def _in_fp32(value: Any) -> Any:
 
 def _typed(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A constant in the type that its readers expect, or in FP32 where that would not hold it (`wide`)."""
-    return value.to(dtype) if not dtype.is_floating_point or Rest("", dtype).holds_tensor(value) else value
+    return value.to(dtype) if not dtype.is_floating_point or Rest("fp32", dtype).holds_tensor(value) else value
 
 
 def _replace(program: torch.export.ExportedProgram, node: fx.Node, value: torch.Tensor) -> None:

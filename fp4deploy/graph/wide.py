@@ -6,7 +6,8 @@
 One rule, for the graph that becomes an ONNX file (`keep_wide`) and for the nodes of a packed network
 (`packed.wide`):
 
-* an operator with such a number, or one that reads such a constant, computes in FP32;
+* an operator with such a number (in BF16 also one that makes positions), or one that reads such a constant, computes in
+  FP32;
 * so does what reads a result in FP32, up to a layer, norm or product of activations: those cast it back. Results of
   such operators may be as small or as large as the number;
 * so do the sums and squares before it that nobody else reads: what is compared with 1e-12 is as small.
@@ -27,7 +28,7 @@ from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
 
 from fp4deploy.graph.folded import parameters_of
-from fp4deploy.rest import Rest
+from fp4deploy.rest import POSITIONS, Rest
 
 PRODUCTS = (  # whose operands have one type, that of weights; norms compute in FP32 by themselves
     "convolution", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear",
@@ -75,6 +76,8 @@ def wide_steps(
 
 def keep_wide(program: torch.export.ExportedProgram, rest: Rest) -> None:
     """Cast to FP32, in place, what an exported program in `rest` computes with numbers that `rest` does not hold."""
+    if rest.name == "fp32":
+        return
     calls = [node for node in program.graph.nodes if node.op == "call_function" and _values(node)]
     wide_constants = _wide_constants(program, rest) | {node for node in calls if _makes_unheld(node, rest)}
     seeds = {
@@ -138,6 +141,8 @@ def _unheld(node: fx.Node, rest: Rest) -> bool:
         return False
     if not any(_has_type(each, rest.dtype) for each in (node, *node.all_input_nodes)):
         return False
+    if rest.whole < POSITIONS and operator_name(node.target) in ("arange", "linspace"):
+        return True
     return any(not rest.holds(number) for number in _numbers(node).values())
 
 

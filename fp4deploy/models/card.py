@@ -19,6 +19,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.heads import MOST_CLASSES, InstanceHead
 from fp4deploy.models.spec import KNOWN, ModelSpec, parse_spec
+from fp4deploy.rest import RestName
 from fp4deploy.system.schema import Bool, Count, Float, Name, parse_json, validated
 
 CARD_KEY = "fp4deploy.card"
@@ -45,7 +46,8 @@ class ModelCard:
     `digits`: the model encodes the image in several FP4 terms before its first layer (`models.input_encoding`); its
     input is the same.
     `architecture` is the model spec (`models.spec`), `scale` a UNet's own, `arguments` those of the spec's network, and
-    `output` the name or number of the logits where it has several outputs.
+    `output` the name or number of the logits where it has several outputs. `rest` is what is neither FP4 nor FP8 in,
+    once the model is deployed (`fp4deploy.rest`).
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -68,6 +70,7 @@ class ModelCard:
     digits: Bool = False
     arguments: Annotated[dict[Name, Any], Field(max_length=100)] = field(default_factory=dict, hash=False)
     output: Name | None = None
+    rest: RestName = "fp16"
 
     @property
     def spec(self) -> ModelSpec:
@@ -86,7 +89,12 @@ class ModelCard:
     def to_json(self) -> str:
         """Serialise; `from_json` gives the same card back."""
         fields = dataclasses.asdict(self)
-        for name, usual in (("arguments", {}), ("output", None), ("fp8", None)):  # older versions do not know them
+        for name, usual in (
+            ("arguments", {}),
+            ("output", None),
+            ("fp8", None),
+            ("rest", "fp16"),
+        ):  # older versions do not know them
             if fields[name] == usual:
                 del fields[name]
         return json.dumps(fields, sort_keys=True)

@@ -81,7 +81,7 @@ class UNet(nn.Module):
 
     def read_image(self, x: torch.Tensor) -> torch.Tensor:
         """What the first convolution reads: the image itself [N, 3, H, W], or encoded [N, 13, H, W]."""
-        return encode_input(x) if self.digits else x
+        return encode_input(x).to(self.head.weight.dtype) if self.digits else x
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.read_image(x)

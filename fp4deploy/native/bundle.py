@@ -65,7 +65,7 @@ class Code:
 
 def graph_digest(graph: Graph) -> str:
     """SHA-256 of a graph without the digests of its tensors: equal for networks that launch the same."""
-    text = re.sub(r'"sha256":"[0-9a-f]{64}"', '"sha256":""', graph.model_dump_json())
+    text = re.sub(r'"sha256":"[0-9a-f]{64}"', '"sha256":""', graph.to_json())
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -67,6 +67,11 @@ class _Network:
 
     def plan(self, shape: Shape) -> Plan:
         graph = self.file.graph
+        if graph.rest != "fp16":
+            raise InputError(
+                f"The C library runs networks whose rest is FP16, and this one's is {graph.rest.upper()}. "
+                "Run its file with Python: fp4deploy predict --model FILE."
+            )
         if len(graph.inputs) != 1 or len(graph.inputs[0].shape) != 4:
             raise InputError("A launch plan is for a network of one input [N, C, H, W].")
         others = dict.fromkeys(each.op for each in graph.nodes if each.op not in RUNS or getattr(each, "dim", 1) != 1)
@@ -156,7 +161,7 @@ class _Network:
             return self.forms(plain.conv2d(x, weight, bias, *plain_geometry(place), place.relu), node.outputs)
         sources = cast("list[Nvfp4Tensor]", inputs)
         shape = weight_shape(self.file.graph, node, sum(x.shape[-1] for x in inputs))
-        if node.precision == "fp16" or not has_kernel(node, shape[1:3]):
+        if node.precision != "nvfp4" or not has_kernel(node, shape[1:3]):
             raise InputError("no kernel has its form (see docs/native.md): run the file with Python")
         up, channels = isinstance(node, ConvTranspose2d), tuple(x.shape[-1] for x in sources)
         geometry = (1, 0, 1) if up else (node.stride[0], node.padding[0], node.dilation[0])

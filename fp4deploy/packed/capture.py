@@ -88,7 +88,7 @@ class CapturedNetwork:
 
         It owns all that it reads: it can be called after this object has dropped the shape, or is gone itself.
         """
-        device, dtype = self.network.device, self.network.dtype
+        device, dtype = self.network.device, self.network.input_dtype
         if not self.enabled and self.compiled == "off":
             on_device = [x.to(device) for x in inputs]
             return lambda: self.network(*on_device)
@@ -115,7 +115,7 @@ class CapturedNetwork:
             return self._record(network, inputs), None
         try:
             with progress("compiling the packed network for these sizes, once"):
-                program = compile_program(network.file, inputs)
+                program = compile_program(network.file, inputs, network.dtype)
                 run = self._record(lambda *inputs: network.named(program(*inputs)), inputs)
         except (UnavailableError, RuntimeError) as error:  # of memory, too: the steps need less
             warnings.warn(f"{error} Its nodes are run by kernels of this package and by torch.", stacklevel=2)

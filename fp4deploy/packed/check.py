@@ -7,12 +7,12 @@ A network that passes runs, whatever program wrote its file, and gives finite nu
 | 4096 nodes, 64 forms a node, 2^28 elements of an activation at the example's size | time and memory |
 | W x KH x C of a packed convolution below 2^31 | 32-bit offsets of the kernels |
 | amax of an input from 2^-100 to 65504, of a weight from 0; block scales positive numbers | finite products |
-| every other number at most 65504, the range of FP16 | the same |
+| every other number in the range of the rest: FP16, at most 65504, BF16 or FP32 | the same |
 | constants and numbers of nodes at most 3.4e38: what reads one beyond FP16 computes in FP32 (`wide`) | the same |
 | 2048 positions of an `argmax` | exact whole numbers in FP16 |
 
-A product may still leave the range of what it is computed in: FP16 on a GPU (65504), FP32 on a CPU (3.4e38). It is
-infinite then, as in torch, and a packed activation after it saturates.
+A product may still leave the range of what it is computed in: the rest, such as FP16 (65504), on a GPU, FP32 on a CPU
+(3.4e38). It is infinite then, as in torch, and a packed activation after it saturates.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.graph.ir import COMPUTED
 from fp4deploy.models.heads import Head
 from fp4deploy.packed.graph import (
-    FP16_MAX,
     Activation,
     Affine,
     Arithmetic,
@@ -56,8 +55,10 @@ from fp4deploy.packed.graph import (
 )
 from fp4deploy.packed.operators import COMPLEX, FUNCTIONS, aten_function
 from fp4deploy.packed.shapes import Shapes, shapes_of, weight_shape
+from fp4deploy.rest import rest_of
 
 SMALLEST_AMAX = 2.0**-100
+REST_TYPES = {"fp16": "F16", "bf16": "BF16", "fp32": "F32"}  # of tensors in the precision of the rest
 AGAIN = "Export the model again: fp4deploy export --format packed"
 Requirement = tuple[str, str, list[int]]  # tensor, type, shape
 
@@ -79,6 +80,8 @@ def check_graph(graph: Graph, channels: int | None = None, head: Head | None = N
         try:
             _check_names(graph, node, forms)
             _check_node(node)
+            plain = isinstance(node, Layer) and node.precision not in ("nvfp4", graph.rest)
+            _require(not plain, f"it is {getattr(node, 'precision', '')} in a network whose rest is {graph.rest}")
             _check_outputs(graph, node, forms)
         except InputError as error:
             raise InputError(f"Node {number} of the graph ({node.op} '{named(node)}'): {error}") from None
@@ -106,6 +109,7 @@ def check_values(tensors: Mapping[str, torch.Tensor], graph: Graph) -> None:
         InputError: naming the tensor, its value and the limit.
     """
     amaxes = {form.amax for form in graph.forms().values() if form.amax}
+    rest = rest_of(graph)
     constants = {node.tensor for node in graph.nodes if isinstance(node, Constant)}
     for name, tensor in tensors.items():
         if tensor.dtype == torch.uint8:
@@ -115,9 +119,10 @@ def check_values(tensors: Mapping[str, torch.Tensor], graph: Graph) -> None:
         if tensor.dtype == torch.float8_e4m3fn:
             if (tensor.view(torch.uint8) > 0x7E).any():
                 raise InputError(f"the block scales '{name}' hold a negative number. {AGAIN}")
-        elif name not in constants and tensor.numel() and tensor.float().abs().max() > FP16_MAX:
+        elif name not in constants and tensor.numel() and tensor.float().abs().max() > rest.largest:
             largest = float(tensor.float().abs().max())
-            raise InputError(f"the tensor '{name}' holds {largest:g}, and the largest of FP16 is {FP16_MAX:g}. {AGAIN}")
+            limit = f"the largest of {rest.label} is {rest.largest:g}"
+            raise InputError(f"the tensor '{name}' holds {largest:g}, and {limit}. {AGAIN}")
         if name in amaxes and not float(tensor) >= SMALLEST_AMAX:
             raise InputError(f"'{name}' is {float(tensor):g}, and a scale needs an amax of at least 2^-100. {AGAIN}")
         if name.endswith(".weight.amax") and not float(tensor) >= 0:
@@ -264,6 +269,7 @@ def _check_tensors(graph: Graph, node: Node, shapes: Shapes, layers: dict[str, t
 
 def required(graph: Graph, node: Node, shapes: Shapes) -> Iterator[Requirement]:
     """The tensors that a node reads, with type and shape; those of its forms are checked where they are written."""
+    rest = REST_TYPES[graph.rest]
     if isinstance(node, Layer):
         axis = -1 if isinstance(node, Linear) else 1
         channels = sum(shapes[name][axis] for name in node.inputs)
@@ -271,10 +277,10 @@ def required(graph: Graph, node: Node, shapes: Shapes) -> Iterator[Requirement]:
         *rows, deep = shape
         if node.bias:
             groups = node.groups if isinstance(node, ConvTranspose2d) else 1
-            yield node.bias, "F16", [rows[0] * groups]
+            yield node.bias, rest, [rows[0] * groups]
         names = weight_names(node)
-        if node.precision == "fp16":
-            yield names[0], "F32" if node.layer.startswith(COMPUTED) else "F16", shape
+        if node.precision != "nvfp4":
+            yield names[0], "F32" if node.layer.startswith(COMPUTED) else rest, shape
             return
         blocks = -(-deep // NVFP4_BLOCK)
         yield names[0], "U8", [*rows, blocks * NVFP4_BLOCK // 2]
@@ -288,17 +294,17 @@ def required(graph: Graph, node: Node, shapes: Shapes) -> Iterator[Requirement]:
         shape = list(node.shape) if isinstance(node, Norm) and node.op == "layer_norm" else [source[1]]
         parts = ("scale", "shift") if isinstance(node, Affine) else ("weight", "bias")
         for part in parts:
-            yield f"{node.layer}.{part}", "F32" if isinstance(node, Affine) else "F16", shape
+            yield f"{node.layer}.{part}", "F32" if isinstance(node, Affine) else rest, shape
         if isinstance(node, GroupNormReLU):
             _require(len(source) == 4, "it reads feature maps [N, C, H, W]")
             if node.bias:
-                yield node.bias, "F16", shape
+                yield node.bias, rest, shape
 
 
 def _check_slopes(graph: Graph, node: PReLU, shapes: Shapes) -> None:
     """One number, or one for each channel."""
     info, source = graph.tensors[node.tensor], shapes[node.inputs[0]]
-    _require(info.dtype in ("F16", "F32"), f"the tensor '{node.tensor}' is {info.dtype}")
+    _require(info.dtype in (REST_TYPES[graph.rest], "F32"), f"the tensor '{node.tensor}' is {info.dtype}")
     _require(
         info.shape == [1] or info.shape == [source[1] if len(source) > 1 else 1], "its slopes are not its channels"
     )

@@ -9,6 +9,7 @@ from fp4deploy.packed.graph import Form, Layer, Linear, Node, named, tensors_of
 from fp4deploy.packed.memory import activation_bytes, full_precision, plain_bytes
 from fp4deploy.packed.network import has_kernel
 from fp4deploy.packed.shapes import Shape, Shapes, shapes_of, weight_shape
+from fp4deploy.rest import rest_of
 
 COLUMNS = ("layer", "op", "precision", "shape", "writes", "bytes", "sha256")
 
@@ -25,6 +26,7 @@ def describe_packed(file: PackedFile) -> tuple[dict[str, Any], tuple[str, ...], 
         "bytes": file.path.stat().st_size,
         "written_by": f"fp4deploy {file.version}",
         "precision": card.precision if card else ("nvfp4" if packed else "fp16"),
+        "rest": graph.rest,
     }
     if card:
         facts |= {
@@ -46,7 +48,9 @@ def describe_packed(file: PackedFile) -> tuple[dict[str, Any], tuple[str, ...], 
     shapes = shapes_of(graph)
     rows = [_row(file, node, shapes) for node in graph.nodes]
     decoded = sum(row[2] == "FP4 decoded" for row in rows)
-    note = f" {decoded} of them are decoded and multiplied in FP16: no packed kernel has their form." if decoded else ""
+    wide = "FP16" if graph.rest == "fp16" else "FP32"
+    note = f" {decoded} of them are decoded and multiplied in {wide}: no packed kernel has their form."
+    note = note if decoded else ""
     last = (
         f"{len(packed)} of {len(layers)} convolutions in FP4; the weights have {file.weight_bytes / plain:.3f} times "
         f"the bytes of FP16 weights.{note}"
@@ -56,8 +60,8 @@ def describe_packed(file: PackedFile) -> tuple[dict[str, Any], tuple[str, ...], 
 
 def _row(file: PackedFile, node: Node, shapes: Shapes) -> tuple[Any, ...]:
     names = tensors_of(node)
-    written = ", ".join(_form(form, shapes[form.name]) for form in node.outputs)
-    precision, shape = "FP16", list[int]()
+    written = ", ".join(_form(form, shapes[form.name], rest_of(file.graph).label) for form in node.outputs)
+    precision, shape = rest_of(file.graph).label, list[int]()
     if isinstance(node, Layer):
         axis = -1 if isinstance(node, Linear) else 1
         shape = weight_shape(file.graph, node, sum(shapes[name][axis] for name in node.inputs))
@@ -69,5 +73,5 @@ def _row(file: PackedFile, node: Node, shapes: Shapes) -> tuple[Any, ...]:
     return named(node), node.op, precision, shape, written, count, "ok" if names else "-"
 
 
-def _form(form: Form, shape: Shape) -> str:
-    return f"{'FP16' if form.amax is None else 'packed'} {'x'.join(map(str, shape[1:]))}"
+def _form(form: Form, shape: Shape, plain: str) -> str:
+    return f"{plain if form.amax is None else 'packed'} {'x'.join(map(str, shape[1:]))}"

@@ -4,7 +4,7 @@ The metadata is one entry, `fp4deploy.packed`: a JSON object of strings.
 
 | key | what it is |
 |---|---|
-| `format` | `packed/6`, 5, 4 or 3, the oldest that has all nodes; `packed/2` and `packed/1` (`legacy`) are read too |
+| `format` | `packed/7` to 3, the oldest that has all nodes; `packed/2` and `packed/1` (`legacy`) are read too |
 | `version` | version of fp4deploy that wrote it |
 | `card` | the model card, or "" |
 | `graph` | JSON: inputs, nodes, outputs, and of each tensor type, shape and SHA-256 (`graph.Graph`) |
@@ -41,7 +41,7 @@ from fp4deploy.packed.legacy import LegacyGraph
 from fp4deploy.system.files import digest_of
 
 SUFFIX = ".fp4"
-FORMATS = ("packed/6", "packed/5", "packed/4", "packed/3")  # the oldest that has all nodes is written
+FORMATS = ("packed/7", "packed/6", "packed/5", "packed/4", "packed/3")  # the oldest that has all nodes is written
 LEGACY = ("packed/2", "packed/1")
 KEY = "fp4deploy.packed"
 SIGNED = ("format", "version", "card", "graph")
@@ -50,6 +50,7 @@ TYPES: dict[torch.dtype, Any] = {
     torch.uint8: "U8",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float16: "F16",
+    torch.bfloat16: "BF16",
     torch.float32: "F32",
 }
 
@@ -101,10 +102,10 @@ def write_packed(file: PackedFile) -> None:
         InputError: the target cannot be written; an older file there survives.
     """
     metadata = {
-        "format": f"packed/{max(map(format_of, file.graph.nodes))}",
+        "format": f"packed/{file.graph.format()}",
         "version": file.version,
         "card": file.card.to_json() if file.card else "",
-        "graph": file.graph.model_dump_json(),
+        "graph": file.graph.to_json(),
     }
     metadata["sha256"] = _digest_of(metadata)
     if file.about:
@@ -142,6 +143,8 @@ def _graph(path: Path, metadata: Mapping[str, str]) -> Graph:
     try:
         if metadata["format"] in FORMATS:
             graph = Graph.model_validate_json(metadata["graph"])
+            if graph.rest != "fp16" and metadata["format"] != FORMATS[0]:
+                raise InputError(f"{path}: {metadata['format']} has no rest in {graph.rest}. {AGAIN}")
             later = [node for node in graph.nodes if f"packed/{format_of(node)}" > metadata["format"]]
             if later:
                 raise InputError(

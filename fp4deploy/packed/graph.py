@@ -23,18 +23,19 @@ in blocks along the channels or along the last axis), or pooled 2 x 2. Two reade
 
 Where a GPU runs several nodes as one kernel, `producers` says which.
 
-A plain activation is FP16 on a GPU and FP32 on a CPU, with torch's axes (NCHW); a packed one has its blocks along the
-last axis (NHWC). No shape is stored but the inputs' example: `shapes` derives the others, for any size that the inputs
-may have. Sizes that a node must know (`reshape`, `resize`) are numbers, or expressions of the inputs' axes
-(`graph.sizes`).
+A plain activation is of `Graph.rest` on a GPU, FP16 if nothing else was asked for, and FP32 on a CPU, with torch's axes
+(NCHW); a packed one has its blocks along the last axis (NHWC). No shape is stored but the inputs' example: `shapes`
+derives the others, for any size that the inputs may have. Sizes that a node must know (`reshape`, `resize`) are
+numbers, or expressions of the inputs' axes (`graph.sizes`).
 
 `precision` "nvfp4": both operands are packed. A convolution of one group, with equal strides, paddings and dilations
 and at most 49 taps, is a kernel; so is a transposed one of kernel 2 and stride 2, both over two axes. Any other is
-decoded and computed in FP16. A `conv2d` of two packed inputs reads them as their concatenation, which is never written.
+decoded and computed in FP16, or where the rest is another in FP32. A `conv2d` of two packed inputs reads them as their
+concatenation, which is never written.
 
-A layer's weight is `<layer>.weight`, FP16 O,KH,KW,C (O,C of a linear layer; FP32 where the module's code computes it
-from its parameters, as a standardised weight), or where the layer is quantised
-`<layer>.weight.codes`, `.scales` and `.amax`, the FP32 global amax A; E is the layer's `e4m3_max`.
+A layer's weight is `<layer>.weight`, of the rest's type O,KH,KW,C (O,C of a linear layer; FP32 where the module's code
+computes it from its parameters, as a standardised weight), or where the layer is quantised `<layer>.weight.codes`,
+`.scales` and `.amax`, the FP32 global amax A; E is the layer's `e4m3_max`.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from fp4deploy.rest import RestName
 
 MOST_NODES = 4096
 MOST_FORMS = 64
@@ -77,7 +80,7 @@ class Strict(BaseModel):
 class TensorInfo(Strict):
     """A tensor of the file, with the type names of safetensors, and the SHA-256 of its bytes."""
 
-    dtype: Literal["U8", "F8_E4M3", "F16", "F32"]
+    dtype: Literal["U8", "F8_E4M3", "F16", "BF16", "F32"]
     shape: list[Annotated[int, Field(ge=0, le=1 << 31)]]
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
@@ -121,7 +124,7 @@ class Layer(Step):
     """A layer that multiplies: whose weight it reads, and the bias that is added."""
 
     layer: Name
-    precision: Literal["nvfp4", "fp16"]
+    precision: Literal["nvfp4"] | RestName
     e4m3_max: Literal[448, 256] = 448
     bias: Name | None = None
 
@@ -461,13 +464,27 @@ Node = Annotated[
 
 
 class Graph(Strict):
-    """The whole network. digits: its input is encoded as multi-term FP4 (`models.input_encoding`) before it is read."""
+    """The whole network.
+
+    digits: its input is encoded as multi-term FP4 (`models.input_encoding`) before it is read. rest: what is not packed
+    (`fp4deploy.rest`).
+    """
 
     inputs: Annotated[list[Input], Field(min_length=1, max_length=8)]
     nodes: Annotated[list[Node], Field(min_length=1, max_length=MOST_NODES)]
     outputs: Annotated[list[Output], Field(min_length=1, max_length=64)]
     tensors: dict[Name, TensorInfo]
     digits: bool = False
+    rest: RestName = "fp16"
+
+    def to_json(self, **options: Any) -> str:
+        """Serialise; without `rest` of FP16, which older versions do not know."""
+        exclude = options.pop("exclude", {}) | ({"rest": True} if self.rest == "fp16" else {})
+        return self.model_dump_json(exclude=exclude, **options)
+
+    def format(self) -> int:
+        """The oldest format `packed/N` that has all of it."""
+        return max(7 if self.rest != "fp16" else 3, *map(format_of, self.nodes))
 
     def forms(self) -> dict[str, Form]:
         """Every form that an input or a node writes, by name."""
@@ -520,7 +537,7 @@ def axes_of(node: Conv2d | ConvTranspose2d) -> int:
 def weight_names(node: Layer) -> list[str]:
     """Names of the tensors that hold a layer's weight."""
     weight = f"{node.layer}.weight"
-    return [weight] if node.precision == "fp16" else [f"{weight}.{part}" for part in ("codes", "scales", "amax")]
+    return [f"{weight}.{part}" for part in ("codes", "scales", "amax")] if node.precision == "nvfp4" else [weight]
 
 
 def tensors_of(node: Node | Input) -> list[str]:

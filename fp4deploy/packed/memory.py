@@ -6,7 +6,7 @@ without fragmentation needs. The workspace of kernels (sums of GroupNorm, a few 
 network that reads its input as multi-term FP4, or packed, starts with the RGB image, the encoded channels and their
 packed form; the FP32 in which the terms are computed is workspace.
 
-    plain, FP16       2 C                            bytes a pixel
+    plain             2 C (of an FP32 rest 4 C)      bytes a pixel
     packed, NVFP4     ceil16(C) / 2 + ceil16(C) / 16
 """
 
@@ -17,8 +17,7 @@ import math
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.packed.graph import Concat, Conv2d, Form, Graph, Input, Layer, Linear, Node
 from fp4deploy.packed.shapes import Shape, Shapes, fitting, shapes_of, weight_shape
-
-FP16_BYTES = 2
+from fp4deploy.rest import FP16, Rest, rest_of
 
 
 def last_reads(graph: Graph) -> dict[str, int]:
@@ -27,10 +26,10 @@ def last_reads(graph: Graph) -> dict[str, int]:
     return reads | {each.activation: len(graph.nodes) for each in graph.outputs}
 
 
-def feature_map_bytes(form: Form, shape: Shape) -> int:
+def feature_map_bytes(form: Form, shape: Shape, rest: Rest = FP16) -> int:
     """Bytes of one activation of a shape with torch's axes."""
     if form.amax is None:
-        return FP16_BYTES * math.prod(shape)
+        return rest.bytes * math.prod(shape)
     channels = shape[1 if form.axis == "channels" else -1]
     blocks = -(-channels // NVFP4_BLOCK)
     return math.prod(shape) // max(1, channels) * blocks * (NVFP4_BLOCK // 2 + 1)
@@ -55,7 +54,7 @@ def activation_bytes(graph: Graph, height: int, width: int, batch: int = 1) -> i
     """
     given = input_shapes(graph, height, width, batch)
     shapes, forms, last = fitting(graph, given), graph.forms(), last_reads(graph)
-    sizes = {name: feature_map_bytes(form, shapes[name]) for name, form in forms.items()}
+    sizes = {name: feature_map_bytes(form, shapes[name], rest_of(graph)) for name, form in forms.items()}
     live = {form.name for each in graph.inputs for form in each.outputs}
     peak = sum(_reading_bytes(graph, each, given[each.name], shapes) for each in graph.inputs)
     for number, node in enumerate(graph.nodes):
@@ -68,10 +67,11 @@ def activation_bytes(graph: Graph, height: int, width: int, batch: int = 1) -> i
 def _reading_bytes(graph: Graph, each: Input, shape: Shape, shapes: Shapes) -> int:
     """The input and the forms of it up to those that nodes read."""
     read = shapes[each.outputs[0].name]
-    total = FP16_BYTES * math.prod(shape)
+    rest = rest_of(graph)
+    total = rest.bytes * math.prod(shape)
     if graph.digits:
-        total += FP16_BYTES * math.prod(read)
-    return total + sum(feature_map_bytes(form, read) for form in each.outputs if form.amax)
+        total += rest.bytes * math.prod(read)
+    return total + sum(feature_map_bytes(form, read, rest) for form in each.outputs if form.amax)
 
 
 def plain_bytes(graph: Graph) -> int:
@@ -82,9 +82,9 @@ def plain_bytes(graph: Graph) -> int:
             counted.add(node.layer)
             axis = -1 if isinstance(node, Linear) else 1
             channels = sum(shapes[name][axis] for name in node.inputs)
-            total += FP16_BYTES * math.prod(weight_shape(graph, node, channels))
-    kept = [info for info in graph.tensors.values() if info.dtype == "F16" or (info.dtype == "F32" and info.shape)]
-    return total + sum(FP16_BYTES * math.prod(info.shape) for info in kept)
+            total += FP16.bytes * math.prod(weight_shape(graph, node, channels))
+    kept = [info for info in graph.tensors.values() if "16" in info.dtype or (info.dtype == "F32" and info.shape)]
+    return total + sum(FP16.bytes * math.prod(info.shape) for info in kept)
 
 
 def full_precision(graph: Graph) -> Graph:
@@ -112,7 +112,7 @@ def full_precision(graph: Graph) -> Graph:
             info = graph.tensors[f"{node.layer}.weight.codes"]
             weight = info.model_copy(update={"dtype": "F16", "shape": weight_shape(graph, node, channels)})
             tensors[f"{node.layer}.weight"] = weight
-    changed = {"inputs": inputs, "nodes": nodes, "outputs": outputs, "tensors": tensors}
+    changed = {"rest": "fp16", "inputs": inputs, "nodes": nodes, "outputs": outputs, "tensors": tensors}
     return graph.model_copy(update=changed)
 
 

@@ -1,12 +1,12 @@
 """Running a packed network: one pass over its nodes; an activation is freed after its last reader.
 
-On a GPU activations are FP16 or packed, convolutions and linear layers of packed operands come from
-`plugins.gemm.dispatch`, GroupNorm with ReLU from `plugins.quantize.norm_pack`, and groups of affine maps, norms,
-residual additions and activation functions from `plugins.quantize.pointwise_pack` (`producers` finds them); everything
-else is torch (`operators`). On the CPU everything is FP32, as in every runtime of this project that computes on a CPU,
-and a packed activation is what it decodes to (`formats.round_trip_nvfp4`): the numbers are those of the quantised
-model, bit for bit those of codes and scales, and nobody makes the codes. `run_node` and `read_input` make them unless
-told otherwise, since that is what a comparison reads.
+On a GPU activations are FP16, or what else the rest is (`Graph.rest`), or packed, convolutions and linear layers of
+packed operands come from `plugins.gemm.dispatch`, GroupNorm with ReLU from `plugins.quantize.norm_pack`, and groups of
+affine maps, norms, residual additions and activation functions from `plugins.quantize.pointwise_pack` (`producers`
+finds them); everything else is torch (`operators`). On the CPU everything is FP32, as in every runtime of this project
+that computes on a CPU, and a packed activation is what it decodes to (`formats.round_trip_nvfp4`): the numbers are
+those of the quantised model, bit for bit those of codes and scales, and nobody makes the codes. `run_node` and
+`read_input` make them unless told otherwise, since that is what a comparison reads.
 
     network = PackedNetwork(read_packed("unet.fp4"), "cuda")
     logits = network(images)                       [N, 3, H, W] -> [N, classes, H, W]
@@ -24,7 +24,11 @@ gives (`fp4deploy.native`).
 With FP4DEPLOY_NVTX=on every node is an NVTX range, for Nsight Systems; FP4DEPLOY_GRAPHS=off launches node by node, so
 that kernels lie in their ranges.
 
-What is computed with numbers that FP16 does not hold is FP32 on a GPU, too, up to the next layer (`wide`).
+What is computed with numbers that the rest does not hold is FP32 on a GPU, too, up to the next layer (`wide`).
+
+**Rest in BF16 or FP32.** Kernels of packed operands, norms and pointwise groups write BF16 as well; those of layers in
+FP16 do not, and torch computes such layers. A packed layer that has no kernel is decoded to FP32, where its operands
+are exact. With an FP32 rest torch computes everything, layers of decoded operands in FP32 and without TF32.
 
 Plain activations have torch's axes, feature maps in channels_last: the views that kernels take (NHWC) cost nothing.
 """
@@ -33,8 +37,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -73,7 +77,7 @@ from fp4deploy.plugins.quantize.norm_pack import FeatureMap, OutputForm, coeffic
 from fp4deploy.plugins.quantize.pointwise_pack import Pointwise, pointwise_pack
 from fp4deploy.plugins.quantize.statistics import Moments, pop_moments
 from fp4deploy.plugins.runtime.availability import available
-from fp4deploy.rest import FP16
+from fp4deploy.rest import rest_of
 
 Result = torch.Tensor | tuple[torch.Tensor, ...] | dict[str, torch.Tensor]
 Pack = Callable[[torch.Tensor, torch.Tensor], FeatureMap]
@@ -90,33 +94,47 @@ class PackedNetwork:
 
     weights: "decoded" or "packed", see above; None chooses. Ignored on the CPU and on Blackwell.
     plain: "torch" or "kernel", see above; ignored on the CPU.
-    dtype: of plain activations: float16 on a GPU, float32 on the CPU.
+    dtype: of plain activations; None: that of the rest on a GPU, float32 on the CPU.
 
     Raises:
-        InputError: another choice of weights or of `plain`.
+        InputError: another choice of weights or of `plain`; `plain="kernel"` where the rest is not FP16.
     """
 
     def __init__(
-        self, file: PackedFile, device: str | torch.device = "cpu", weights: str | None = None, plain: str = "torch"
+        self,
+        file: PackedFile,
+        device: str | torch.device = "cpu",
+        weights: str | None = None,
+        plain: str = "torch",
+        dtype: torch.dtype | None = None,
     ) -> None:
         if weights not in (None, "decoded", "packed"):
             raise InputError(f"weights is '{weights}'. Valid: decoded, packed.")
         if plain not in ("torch", "kernel"):
             raise InputError(f"plain is '{plain}'. Valid: torch, kernel.")
+        rest = rest_of(file.graph)
+        if plain == "kernel" and rest.name != "fp16":
+            raise InputError(f"plain='kernel' is for networks whose rest is FP16; this one's is {rest.label}.")
         self.file = file
         self.graph = file.graph
         self.device = torch.device(device)
-        self.dtype = torch.float16 if self.device.type == "cuda" else torch.float32
-        self.wide = wide_activations(self.graph, file.tensors, FP16) if self.dtype == torch.float16 else frozenset()
-        on_gpu = self.device.type == "cuda" and available(self.device)
+        on_cpu = self.device.type == "cpu"
+        self.dtype = dtype or (torch.float32 if on_cpu else rest.dtype)
+        # The multi-term FP4 encoding reads the image in FP16; BF16 would round it before.
+        self.input_dtype = torch.float32 if self.graph.digits and self.dtype != torch.float16 else self.dtype
+        self.decoded_dtype = self.dtype if self.dtype == torch.float16 else torch.float32  # of layers without a kernel
+        self.wide = wide_activations(self.graph, file.tensors, rest_of(self.dtype))
+        self.has_kernels = on_cpu or self.dtype != torch.float32
+        on_gpu = self.device.type == "cuda" and available(self.device) and self.has_kernels
         inputs, steps = plan(self.graph, self.wide) if on_gpu else (self.graph.inputs, list(self.graph.nodes))
         self.schedule(inputs, steps)
         marks = os.environ.get("FP4DEPLOY_NVTX", "off") == "on" and self.device.type == "cuda"
         self._range: Callable[[Step], AbstractContextManager[Any]] = _nvtx_range if marks else nullcontext
-        self.pack: Pack = round_trip_nvfp4 if self.device.type == "cpu" else packed_form  # between two nodes
+        decodes = on_cpu and self.dtype == torch.float32
+        self.pack: Pack = round_trip_nvfp4 if decodes else packed_form  # between two nodes
         # Nobody asked for a form of its kernels, nor for marks of its nodes: a compiled program may stand for them.
         self.by_default = on_gpu and weights is None and plain == "torch" and not marks
-        self._decodes = weights != "packed" and decoded.available(self.device)
+        self._decodes = weights != "packed" and self.has_kernels and decoded.available(self.device)
         self._own = plain == "kernel" and self.device.type == "cuda"
         self._packed: dict[str, Nvfp4Tensor] = {}
         self._decoded: dict[str, DecodedWeight] = {}
@@ -145,7 +163,7 @@ class PackedNetwork:
             InputError: inputs that are not the graph's, or of a size that the network cannot take.
         """
         sizes = self.sizes(inputs)
-        with torch.inference_mode():
+        with torch.inference_mode(), _without_tf32() if self.dtype == torch.float32 else nullcontext():
             live: dict[str, FeatureMap] = {}
             moments: dict[str, Moments] = {}
             for each, x in zip(self.inputs, inputs, strict=True):
@@ -189,9 +207,9 @@ class PackedNetwork:
         """
         if each.outputs[0].name in self._as_given and x.dtype in (torch.float32, torch.float16):
             return [x.to(self.device)] * len(each.outputs)
-        x = x.to(self.device, self.dtype)
+        x = x.to(self.device, self.input_dtype)
         if self.graph.digits:
-            x = encode_input(x)
+            x = encode_input(x).to(self.dtype)
         return self.forms(channels_last(x), each.outputs, pack)
 
     def run_step(
@@ -233,7 +251,7 @@ class PackedNetwork:
         return self.forms(y if y.is_complex() else y.to(dtype), node.outputs, pack)
 
     def _dtype_of(self, node: Step) -> torch.dtype:
-        """What a node computes with: FP32 where FP16 does not hold its numbers."""
+        """What a node computes with: FP32 where the rest does not hold its numbers."""
         return torch.float32 if any(form.name in self.wide for form in node.outputs) else self.dtype
 
     def _context(self, sizes: dict[str, int], dtype: torch.dtype) -> Context:
@@ -254,18 +272,19 @@ class PackedNetwork:
         if node.layer in self._plain:
             return self._plain[node.layer].nbytes
         if node.layer not in self._packed:
-            return self._wide[node.layer, self.dtype].nbytes
+            return self._wide[node.layer, self.decoded_dtype].nbytes
         weight = self._packed[node.layer]
         return weight.codes.nbytes + weight.scales.nbytes
 
     def precision_of(self, node: Step) -> str:
         """What a node or step computes with on this device, for a table: "FP4, weight decoded at load"."""
-        plain = "FP16" if self._dtype_of(node) == torch.float16 else "FP32"
-        if not isinstance(node, Layer) or node.precision == "fp16":
+        plain = rest_of(self._dtype_of(node)).label
+        if not isinstance(node, Layer) or node.precision != "nvfp4":
             return plain
         if node.layer in self._decoded:
             return "FP4, weight decoded at load"
-        return "FP4" if self.device.type == "cuda" and has_kernel(node, self._taps[node.layer]) else f"FP4 as {plain}"
+        by_kernel = self.device.type == "cuda" and self._has_kernel(node)
+        return "FP4" if by_kernel else f"FP4 as {rest_of(self.decoded_dtype).label}"
 
     def forms(self, y: torch.Tensor, wanted: Sequence[Form], pack: Pack = packed_form) -> list[FeatureMap]:
         """A plain activation in each of these forms."""
@@ -350,7 +369,7 @@ class PackedNetwork:
         bias = self._vectors[node.bias] if node.bias else None
         if node.layer in self._decoded:
             return self._multiply_decoded(node, cast("list[Nvfp4Tensor]", inputs), bias, moments)
-        if node.layer in self._packed and has_kernel(node, self._taps[node.layer]):
+        if node.layer in self._packed and self._has_kernel(node):
             if self.device.type == "cpu":
                 return self._multiply_on_cpu(node, inputs, bias, pack)
             return self._multiply(node, cast("list[Nvfp4Tensor]", inputs), bias)
@@ -364,14 +383,16 @@ class PackedNetwork:
                 return self.forms(y, node.outputs)
         if node.precision == "nvfp4":
             axis = _axis(node)
-            sources = [decoded_form(x, self.dtype).movedim(-1, axis) for x in inputs]
-            weight = self._decoded_weight(node, self.dtype)
+            dtype = self.decoded_dtype
+            sources = [decoded_form(x, dtype).movedim(-1, axis) for x in inputs]
+            weight = self._decoded_weight(node, dtype)
             weight = weight.permute(weight_order(node, weight.ndim))
         else:
+            dtype = self.dtype
             sources, weight = cast("list[torch.Tensor]", inputs), self._plain[node.layer]
             if node.inputs[0] in self._as_given:
                 sources = [channels_last(sources[0].to(self.dtype))]
-        y = convolve(node, sources, weight, None if bias is None else bias.to(self.dtype))
+        y = convolve(node, sources, weight, None if bias is None else bias.to(dtype)).to(self.dtype)
         return self.forms(y if isinstance(node, Linear) else channels_last(y), node.outputs, pack)
 
     def _convolve(self, node: Conv2d, inputs: list[torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
@@ -450,9 +471,12 @@ class PackedNetwork:
             moments[node.outputs[0].name] = found
         return [y] if isinstance(y, Nvfp4Tensor) else self.forms(y.permute(0, 3, 1, 2), node.outputs)
 
+    def _has_kernel(self, node: Layer) -> bool:
+        return self.has_kernels and has_kernel(node, self._taps[node.layer])
+
     def _load_weight(self, node: Layer, sources: tuple[int, ...]) -> None:
         names, tensors = weight_names(node), self.file.tensors
-        if node.precision == "fp16":
+        if node.precision != "nvfp4":
             kept = tensors[names[0]].to(self.device, self.dtype)
             self._plain[node.layer] = kept.permute(weight_order(node, kept.ndim))
             return
@@ -460,8 +484,8 @@ class PackedNetwork:
         shape = torch.Size(weight_shape(self.graph, node, sum(sources)))
         weight = Nvfp4Tensor(codes, scales, amax, shape, node.e4m3_max)
         taps = self._taps[node.layer] = list(shape[1:-1])
-        if not has_kernel(node, taps):
-            self._wide[node.layer, self.dtype] = weight.dequantize(self.dtype)
+        if not self._has_kernel(node):
+            self._wide[node.layer, self.decoded_dtype] = weight.dequantize(self.decoded_dtype)
             return
         if self._decodes and not isinstance(node, Linear):
             up = isinstance(node, ConvTranspose2d)
@@ -490,6 +514,17 @@ class PackedNetwork:
                 self._fits.clear()
             self._fits[shapes] = {f"{name}.{axis}": size for name, s in given.items() for axis, size in enumerate(s)}
         return self._fits[shapes]
+
+
+@contextmanager
+def _without_tf32() -> Iterator[None]:
+    """Inside, convolutions in FP32 are convolutions in FP32: cuDNN may round their operands to TF32 by default."""
+    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def _nvtx_range(step: Step) -> AbstractContextManager[Any]:

@@ -101,8 +101,9 @@ def _is_covered(step: Step) -> bool:
     return isinstance(step, Layer | Produce | Move | GroupNormReLU | Reshape)
 
 
-def compile_program(file: PackedFile, inputs: Sequence[torch.Tensor]) -> Program:
-    """What computes the outputs for inputs of these sizes, in the dtype and on the device of the first.
+def compile_program(file: PackedFile, inputs: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> Program:
+    """What computes the outputs for inputs of these sizes, in a dtype (that of the first) and on the device of the
+    first.
 
     Raises:
         UnavailableError: the compiler is missing something (Triton, a C compiler), or fails on the network; on a CPU,
@@ -110,7 +111,7 @@ def compile_program(file: PackedFile, inputs: Sequence[torch.Tensor]) -> Program
             last part is left out).
     """
     keep_compiled_private()
-    device, dtype = inputs[0].device, inputs[0].dtype
+    device, dtype = inputs[0].device, dtype or inputs[0].dtype
     if device.type == "cpu" and _has_partial_blocks(file):
         raise UnavailableError("A packed network whose channels are no multiples of 16 is compiled for GPUs alone.")
     try:
@@ -140,7 +141,7 @@ def choice_key(file: PackedFile, inputs: Sequence[torch.Tensor], graphs: bool) -
     """What a choice depends on: the network without the numbers of its weights, shapes, GPU, versions, CUDA graphs."""
     from fp4deploy.plugins.aot.compile import triton_version
 
-    graph = file.graph.model_dump_json(exclude={"tensors": {"__all__": {"sha256"}}})
+    graph = file.graph.to_json(exclude={"tensors": {"__all__": {"sha256"}}})
     shapes = f"{[tuple(x.shape) for x in inputs]} {graphs}"
     versions = f"{__version__} {torch.__version__} {triton_version()} {torch.backends.cudnn.version()}"
     return key(["packed program 1", graph, shapes, torch.cuda.get_device_name(inputs[0].device), versions])

@@ -121,7 +121,7 @@ def expected(graph: Graph, each: Input) -> str:
 def weight_shape(graph: Graph, node: Layer, channels: int) -> list[int]:
     """[O, KH, KW, C] of a convolution's weight and [O, C] of a linear one, channels without padding."""
     kept = f"{node.layer}.weight"
-    name = kept if node.precision == "fp16" else f"{kept}.codes"
+    name = f"{kept}.codes" if node.precision == "nvfp4" else kept
     groups = node.groups if isinstance(node, Conv2d) else 1
     return [*graph.tensors[name].shape[:-1], channels // groups]
 

@@ -1,4 +1,8 @@
-"""Which activations of a packed network stay FP32 where the others are FP16: the rule of `graph.wide` on its nodes."""
+"""Which activations of a packed network stay FP32 where the others are FP16 or BF16: the rule of `graph.wide` on its
+nodes.
+
+BF16 does not hold positions beyond 256: what gives positions stays FP32 there, too.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,8 @@ from fp4deploy.graph.wide import wide_steps
 from fp4deploy.packed.graph import (
     Activation,
     Affine,
+    ArgMax,
+    Aten,
     Attention,
     Constant,
     Graph,
@@ -23,7 +29,7 @@ from fp4deploy.packed.graph import (
     Variance,
     numbers_of,
 )
-from fp4deploy.rest import Rest
+from fp4deploy.rest import POSITIONS, Rest
 
 CASTS = (Layer, Norm, GroupNormReLU, Affine, Matmul, Attention)  # whose operands and result have one type
 SUMS = ("add", "sub", "mul", "pow", "square", "exp", "abs", "sum", "mean", "norm")
@@ -31,6 +37,8 @@ SUMS = ("add", "sub", "mul", "pow", "square", "exp", "abs", "sum", "mean", "norm
 
 def wide_activations(graph: Graph, tensors: Mapping[str, torch.Tensor], rest: Rest) -> frozenset[str]:
     """The names of what nodes write in FP32, packed forms among them: a node computes in FP32 as a whole."""
+    if rest.name == "fp32":
+        return frozenset()
     nodes = graph.nodes
     writer = {form.name: at for at, node in enumerate(nodes) for form in node.outputs}
     seeds = {at for at, node in enumerate(nodes) if _is_seed(node, tensors, rest)}
@@ -48,10 +56,16 @@ def wide_activations(graph: Graph, tensors: Mapping[str, torch.Tensor], rest: Re
 
 
 def _is_seed(node: Node, tensors: Mapping[str, torch.Tensor], rest: Rest) -> bool:
+    if rest.whole < POSITIONS and _gives_positions(node):
+        return True
     if isinstance(node, Constant):
         tensor = tensors[node.tensor]
         return tensor.dtype == torch.float32 and not rest.holds_tensor(tensor)
     return not isinstance(node, CASTS) and any(not rest.holds(number) for number in numbers_of(node))
+
+
+def _gives_positions(node: Node) -> bool:
+    return isinstance(node, ArgMax) or (isinstance(node, Aten) and bool(node.result))  # of sort and topk
 
 
 def _is_sum(node: Node) -> bool:

@@ -8,10 +8,10 @@ to less code: norms, activations, additions, resizing, concatenation and quantis
 that writes what a GEMM or a convolution reads (`program`). Called without a compiler it is the reference of what is
 compiled.
 
-**Layers.** What a layer in NVFP4 reads are decoded values (`fusion.values`), in FP16 times a power of two, in which
-they are exact. Its weight is decoded once, times another. cuBLAS and cuDNN sum in FP32; what the powers of two leave of
-both global scales multiplies the sum: a number in [1, 2), unless scales are very small or large. So operands are those
-of the file, bit for bit, and a sum differs by its order and, for a convolution, by one rounding to FP16.
+**Layers.** What a layer in NVFP4 reads are decoded values (`fusion.values`), in FP16 or BF16 times a power of two, in
+which they are exact. Its weight is decoded once, times another. cuBLAS and cuDNN sum in FP32; what the powers of two
+leave of both global scales multiplies the sum: a number in [1, 2), unless scales are very small or large. So operands
+are those of the file, bit for bit, and a sum differs by its order and, for a convolution, by one rounding to FP16.
 
 **Precision between layers.** In FP16 what lies between two layers is computed in FP32 and rounded where it is written.
 Run node by node, every node rounds; the compiled network is the closer one to the numbers of a CPU, which are FP32.
@@ -63,7 +63,7 @@ from fp4deploy.packed.wide import wide_activations
 from fp4deploy.plugins.gemm.convolution import small_k
 from fp4deploy.plugins.gemm.convolution.operators import FORMATS
 from fp4deploy.plugins.quantize import norm_pack as _norm_pack  # noqa: F401 - registers norm_coefficients
-from fp4deploy.rest import FP16
+from fp4deploy.rest import rest_of
 
 Key = str | tuple[str, str]  # a tensor of the file; what is made of one of a layer, or of an amax
 Tensors = dict[Key, torch.Tensor]
@@ -82,12 +82,14 @@ class Weight:
 class Writer:
     """Writes the nodes of a packed file as operators, for activations of one dtype.
 
-    device: where the tensors lie; dtype: float16, in which decoded operands go by powers of two, or float32.
+    device: where the tensors lie; dtype: float16 or bfloat16, in which decoded operands go by powers of two, or
+        float32.
     """
 
     def __init__(self, file: PackedFile, device: torch.device, dtype: torch.dtype) -> None:
         self.graph, self.forms, self.dtype = file.graph, file.graph.forms(), dtype
-        self.wide = wide_activations(self.graph, file.tensors, FP16) if dtype == torch.float16 else frozenset()
+        self.wide = wide_activations(self.graph, file.tensors, rest_of(dtype))
+        self.narrow = dtype != torch.float32
         layers = [node for node in file.graph.nodes if isinstance(node, Layer)]
         held = {name for node in layers for name in weight_names(node)}
         self.vectors = {k: v.to(device, torch.float32) for k, v in file.tensors.items() if k not in held}
@@ -123,8 +125,7 @@ class Writer:
             for axis, size in enumerate(x.shape)
         }
         for each, x in zip(self.graph.inputs, inputs, strict=True):
-            x = x.to(self.dtype)
-            x = encode_input(x) if self.graph.digits else x
+            x = encode_input(x).to(self.dtype) if self.graph.digits else x.to(self.dtype)
             live |= {form.name: self._form(x, form, tensors) for form in each.outputs}
         for number, node in enumerate(self.graph.nodes):
             read = [live[name] for name in node.inputs]
@@ -213,7 +214,7 @@ class Writer:
     def _compute(self, node: Node, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
         """`operators.compute`, in the form that compiles best."""
         x = inputs[0] if inputs else torch.empty(0)
-        if _has_kernel(node) and x.ndim == 4 and x.dtype == torch.float16:
+        if _has_kernel(node) and x.ndim == 4 and x.dtype != torch.float32:
             return self._normalized(cast("Norm | GroupNormReLU", node), x, context)
         pools = isinstance(node, Pool) and node.op == "max_pool" and len(node.kernel) == 2 and not node.ceil_mode
         if pools and math.prod(cast(Pool, node).kernel) <= MAX_POOL_TAPS:
@@ -260,7 +261,7 @@ class Writer:
             rectified = isinstance(node, Conv2d) and node.relu
             if alone and convolution and not rectified and all(map(_has_kernel, readers)) and unit:
                 factors[name] = unit
-        return factors if self.dtype == torch.float16 else {}
+        return factors if self.narrow else {}
 
     def _scales(self, file: PackedFile, layers: Sequence[Layer]) -> dict[str, Scale]:
         """By the name of an amax. A layer of several sources reads them in one unit."""
@@ -270,7 +271,7 @@ class Writer:
             read = {str(self.forms[name].amax) for name in node.inputs if self.forms[name].amax}
             if len({float(file.tensors[name]) for name in read}) > 1:
                 whole |= read
-        exact = names if self.dtype == torch.float16 else []
+        exact = names if self.narrow else []
         return {
             name: scale_of(self.vectors[name], ACTIVATION if name in exact and name not in whole else None)
             for name in names
@@ -278,7 +279,7 @@ class Writer:
 
     def _unit(self, node: Layer) -> float:
         """What a layer's sum of decoded operands is multiplied with."""
-        if node.precision == "fp16" or self.dtype != torch.float16:
+        if node.precision != "nvfp4" or not self.narrow:
             return 1.0
         read = self.scales[str(self.forms[node.inputs[0]].amax)]
         source = 1.0 if read.exponent is None else float(global_scale(read.amax)) / 2.0**read.exponent
@@ -286,14 +287,14 @@ class Writer:
 
     def _weight(self, file: PackedFile, node: Layer, shapes: Mapping[str, Shape], device: torch.device) -> Weight:
         names = weight_names(node)
-        if node.precision == "fp16":
+        if node.precision != "nvfp4":
             kept = file.tensors[names[0]].to(device, self.dtype)
             return Weight(kept.permute(weight_order(node, kept.ndim)), 1.0)
         codes, scales, amax = (file.tensors[name].to(device) for name in names)
         axis = -1 if isinstance(node, Linear) else 1
         channels = sum(shapes[name][axis] for name in node.inputs)
         packed = Nvfp4Tensor(codes, scales, amax, torch.Size(weight_shape(file.graph, node, channels)), node.e4m3_max)
-        if self.dtype != torch.float16:
+        if not self.narrow:
             decoded, unit = packed.dequantize(self.dtype), 1.0
         else:
             # Both units together next below both global scales, so that the sum is rounded in the range of the output.
@@ -303,7 +304,7 @@ class Writer:
             low, high = EXPONENTS
             exponent = max(low, min(high, math.floor(math.log2(both)) - first)) if both > 0 else low
             whole = torch.full_like(amax, nvfp4_range(node.e4m3_max) * 2.0**exponent)
-            decoded, unit = replace(packed, amax=whole).dequantize(torch.float16), scale / 2.0**exponent
+            decoded, unit = replace(packed, amax=whole).dequantize(self.dtype), scale / 2.0**exponent
         return Weight(decoded.permute(weight_order(node, decoded.ndim)), unit)
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4deploy.errors import InputError
+from fp4deploy.ptq.forward import deployed_rest
 from fp4deploy.qat import calibrate, quantized_layers
 from fp4deploy.qat.calibration import calibrate_percentile
 from fp4deploy.qat.operators.quantizers import quantize_operand
@@ -41,9 +42,9 @@ def calibrate_activations(
     if choice not in CHOICES:
         raise InputError(f"--activations is '{choice}'. Valid: {', '.join(CHOICES)}.")
     if choice == "percentile":
-        calibrate_percentile(model, batches, percentile)
+        calibrate_percentile(model, batches, percentile, deployed_rest().name)
         return
-    calibrate(model, batches)
+    calibrate(model, batches, deployed_rest().name)
     if choice == "mse":
         _search(model, batches)
 

@@ -15,8 +15,10 @@ from fp4deploy.errors import InputError
 from fp4deploy.models import ModelCard, load_weights, read_card, save_checkpoint
 from fp4deploy.models.checkpoint import network_of
 from fp4deploy.models.spec import UNET
+from fp4deploy.ptq.forward import deployed_in
 from fp4deploy.ptq.quantize import Result, quantize
 from fp4deploy.qat.prepare import Selection
+from fp4deploy.rest import rest_of
 from fp4deploy.tasks import task_of
 
 
@@ -45,11 +47,14 @@ def quantize_checkpoint(
     method: str = "gptq",
     device: str = "cpu",
     digits: bool = False,
+    rest: str | None = None,
     **options: Any,
 ) -> Result:
     """Quantise an FP16 checkpoint and write the NVFP4 one, with its card; options as of `quantize`.
 
     digits: a UNet that reads RGB gets the multi-term FP4 input encoding first, its weights as they are.
+    rest: what is not quantised is deployed in, and the network run in on a GPU meanwhile (`fp4deploy.rest`); None: as
+        the checkpoint's card says.
 
     Raises:
         InputError: it is not an FP16 checkpoint, `digits` of another network, or as `quantize`; `out` cannot be
@@ -64,8 +69,10 @@ def quantize_checkpoint(
     if digits and not card.digits:
         network = _encoded(checkpoint, card)
         quantized = replace(quantized, digits=True)
+    quantized = replace(quantized, rest=rest_of(rest or card).name)
     network.to(device).eval()
-    result = quantize(network, [batch.to(device) for batch in images], method, **options)
+    with deployed_in(rest_of(quantized)):
+        result = quantize(network, [batch.to(device) for batch in images], method, **options)
     save_checkpoint(out, network, replace(quantized, recipe=result.recipe))
     return result
 

@@ -1,7 +1,10 @@
-"""Forward passes of calibration (FP16 autocast on a GPU as in deployment, FP32 on a CPU); the calls of one module."""
+"""Forward passes of calibration (on a GPU in autocast, as in deployment, FP32 on a CPU); the calls of one module."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +13,29 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fp4deploy.errors import InputError
+from fp4deploy.rest import FP16, Rest
+
+_rest: ContextVar[Rest] = ContextVar("rest", default=FP16)
+
+
+@contextmanager
+def deployed_in(rest: Rest) -> Iterator[None]:
+    """Inside, forward passes are those of a network whose rest is this; FP16 outside."""
+    token = _rest.set(rest)
+    try:
+        yield
+    finally:
+        _rest.reset(token)
+
+
+def deployed_rest() -> Rest:
+    """What the network will be deployed in."""
+    return _rest.get()
 
 
 def autocast(x: Tensor) -> torch.autocast:
     """The precision of a forward pass on the device of `x`."""
-    return torch.autocast(x.device.type, dtype=torch.float16, enabled=x.device.type == "cuda")
+    return deployed_rest().autocast(x.device.type)
 
 
 class _Stop(BaseException):

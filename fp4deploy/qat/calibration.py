@@ -22,12 +22,15 @@ SAMPLE = 2**20  # elements of a batch that are sorted, evenly spaced
 
 
 @torch.no_grad()
-def calibrate_percentile(model: nn.Module, batches: torch.Tensor | Iterable[Any], percentile: float = 100.0) -> None:
+def calibrate_percentile(
+    model: nn.Module, batches: torch.Tensor | Iterable[Any], percentile: float = 100.0, rest: str = "fp16"
+) -> None:
     """Set every `input_amax` to the given percentile of the magnitudes its layer sees, quantisers switched off.
 
     Args:
         batches: one batch or several, as of `calibrate`.
         percentile: above 0, at most 100 (exactly the largest magnitude).
+        rest: as of `calibrate`.
 
     Raises:
         InputError: `percentile` is out of range.
@@ -35,7 +38,7 @@ def calibrate_percentile(model: nn.Module, batches: torch.Tensor | Iterable[Any]
     if not 0 < percentile <= 100:
         raise InputError(f"The percentile of a calibration is {percentile:g}; valid values lie above 0, up to 100.")
     if percentile == 100:
-        calibrate(model, batches)
+        calibrate(model, batches, rest)
         return
     layers = quantized_layers(model)
     largest: dict[str, torch.Tensor] = {}
@@ -46,7 +49,7 @@ def calibrate_percentile(model: nn.Module, batches: torch.Tensor | Iterable[Any]
 
     hooks = [layer.register_forward_pre_hook(partial(observe, name)) for name, layer in layers.items()]
     try:
-        calibrate(model, batches)
+        calibrate(model, batches, rest)
     finally:
         for hook in hooks:
             hook.remove()

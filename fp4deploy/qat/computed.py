@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from fp4deploy.graph.copied import copied
 from fp4deploy.models.checkpoint import QUANTIZER_BUFFERS
 from fp4deploy.qat.layers import QUANTIZED, QuantizedLayer
-from fp4deploy.rest import FP16
+from fp4deploy.rest import Rest
 
 GEOMETRY = ("stride", "padding", "dilation", "groups")
 DEFAULTS = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1, "groups": 1}
@@ -77,12 +77,12 @@ def masters(model: nn.Module) -> set[str]:
     return found
 
 
-def rest_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def rest_tensors(model: nn.Module, rest: Rest) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of the parameters and buffers that are deployed in the precision of the rest."""
     quantized = masters(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         own = name in quantized or name.endswith(QUANTIZER_BUFFERS)  # a learned amax is a parameter
-        if tensor.is_floating_point() and not own and not FP16.is_wide_number(tensor):
+        if tensor.is_floating_point() and not own and not rest.is_wide_number(tensor):
             yield name, tensor
 
 

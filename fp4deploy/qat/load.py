@@ -1,14 +1,16 @@
 """Load a checkpoint as the model that ships.
 
-Training keeps FP32 master weights; engines hold FP16 for whatever is not FP4. Evaluating the masters would compare
-every runtime with weights that none of them has, so `load_model` rounds those parameters to FP16 values (and keeps
-computing in FP32). The quantised weights are left alone: their codes are made from the masters. An ONNX
-file holds the global scale amax / 2688 rather than the amax, so a static amax becomes what is read back from it.
-The running statistics of a BatchNorm are FP16 in an engine too. `deployed` does the same to a copy of any model.
+Training keeps FP32 master weights; engines hold FP16, or what the model card says (`fp4deploy.rest`), for whatever is
+not FP4. Evaluating the masters would compare every runtime with weights that none of them has, so `load_model` rounds
+those parameters to the values of that precision (and keeps computing in FP32). The quantised weights are left alone:
+their codes are made from the masters. An ONNX file holds the global scale amax / 2688 rather than the amax, so a static
+amax becomes what is read back from it. The running statistics of a BatchNorm are of that precision in an engine too.
+`deployed` does the same to a copy of any model.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,22 +24,24 @@ from fp4deploy.models import ModelCard, load_weights, read_card
 from fp4deploy.models.checkpoint import network_of
 from fp4deploy.qat.computed import rest_tensors, torch_class
 from fp4deploy.qat.prepare import layer_plan, prepare, quantized_layers, restore
-from fp4deploy.rest import FP16
+from fp4deploy.rest import FP16, Rest, rest_of
 
 AMAX = ".input_amax"
 
 
 def load_model(
-    path: Path | str, device: str | torch.device = "cpu", model: str | None = None
+    path: Path | str, device: str | torch.device = "cpu", model: str | None = None, rest: str | None = None
 ) -> tuple[nn.Module, ModelCard]:
     """Build the network that the checkpoint's card describes, with its weights as deployed, in evaluation mode.
 
     Args:
         model: the model spec, such as "net.py:build". A checkpoint of a network in your own code is loaded only where
             you name that code again.
+        rest: another precision of the rest than the card's, which the card that is returned has.
 
     Raises:
-        InputError: not a checkpoint, another model's weights, an uncalibrated activation, a value FP16 cannot hold.
+        InputError: not a checkpoint, another model's weights, an uncalibrated activation, a value that the precision of
+            the rest cannot hold.
         UnavailableError: the library of the network is not installed.
 
     >>> model, card = load_model(checkpoint)
@@ -46,6 +50,7 @@ def load_model(
     """
     path = Path(path)
     card = read_card(path)
+    card = replace(card, rest=rest_of(rest or card).name)
     network = network_of(path, card, model)
     if card.precision == "nvfp4":
         prepare_as(network, card)
@@ -57,7 +62,7 @@ def load_model(
             f"{path}: the activations of {len(idle)} layers were never calibrated (first {idle[0]}). "
             "Train it with: fp4deploy train --models nvfp4"
         )
-    round_to_deployed(network)
+    round_to_deployed(network, rest_of(card))
     return network.to(device).eval(), card
 
 
@@ -101,31 +106,32 @@ def _prepare_as_written(model: nn.Module, card: ModelCard, path: Path) -> None:
     prepare(model, card.recipe or "nvfp4_qat", lambda name, _: name in written, None, card.fp8)
 
 
-def deployed(model: nn.Module) -> nn.Module:
+def deployed(model: nn.Module, rest: Rest = FP16) -> nn.Module:
     """A copy of `model` on the CPU, in evaluation mode, with its weights as deployed (see `round_to_deployed`).
 
     Raises:
-        InputError: a parameter is beyond FP16's range, naming it.
+        InputError: a parameter is beyond the range of the rest, naming it.
     """
     rounded = copied(model).cpu().float().eval()
-    round_to_deployed(rounded)
+    round_to_deployed(rounded, rest)
     return rounded
 
 
 @torch.no_grad()
-def round_to_deployed(model: nn.Module) -> None:
-    """Round, in place, what an engine keeps in FP16 to FP16 values, and every static amax to what its scale gives back.
+def round_to_deployed(model: nn.Module, rest: Rest = FP16) -> None:
+    """Round, in place, what an engine keeps in `rest` to its values, and every static amax to what its scale gives
+    back.
 
     Layers that share a parameter and hold it in other forms get one each.
 
     Raises:
-        InputError: a parameter is beyond FP16's range, naming it.
+        InputError: a parameter is beyond the range of the rest, naming it.
     """
     _untie(model)
-    for name, tensor in rest_tensors(model):
+    for name, tensor in rest_tensors(model, rest):
         masked = not isinstance(tensor, nn.Parameter)  # a buffer may hold -Inf
-        FP16.require(name, tensor[tensor.isfinite()] if masked else tensor)
-        tensor.copy_(tensor.to(FP16.dtype))
+        rest.require(name, tensor[tensor.isfinite()] if masked else tensor)
+        tensor.copy_(tensor.to(rest.dtype))
     for layer in quantized_layers(model).values():
         if layer.input_amax is not None:
             layer.input_amax.requires_grad_(False)

@@ -33,7 +33,7 @@ from fp4deploy.qat.layers import QUANTIZED, QuantizedLayer
 from fp4deploy.qat.placement import is_single_gemm
 from fp4deploy.qat.ranges import Ranges
 from fp4deploy.qat.recipes import Recipe, find_recipe
-from fp4deploy.rest import FP16
+from fp4deploy.rest import rest_of
 
 Selection = Sequence[str] | Callable[[str, nn.Module], bool] | None
 
@@ -229,16 +229,17 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
 
 
 @torch.no_grad()
-def calibrate(model: nn.Module, batches: torch.Tensor | Iterable[Any]) -> None:
+def calibrate(model: nn.Module, batches: torch.Tensor | Iterable[Any], rest: str = "fp16") -> None:
     """Set every `input_amax` to the largest magnitude its layer sees over `batches`, quantisers switched off.
 
-    Warns of what is too large for FP16 on the way (`ranges`).
+    Warns of what is on the way too large for FP16, or what else the rest will be deployed in (`ranges`).
 
     Args:
         batches: one batch as a tensor, such as [N, 3, H, W], or an iterable of batches, on the model's device. Of a
             batch that is a tuple or a list, such as (images, labels) of a DataLoader, the first elements are the
             inputs: as many as the forward needs. An input that is a dict, or a first element that is a tuple, holds all
             arguments.
+        rest: "fp16", "bf16" or "fp32" (`fp4deploy.rest`).
 
     Raises:
         InputError: a batch has fewer elements than the forward needs.
@@ -254,7 +255,7 @@ def calibrate(model: nn.Module, batches: torch.Tensor | Iterable[Any]) -> None:
     layers = quantized_layers(model).values()
     was_training = model.training
     model.eval()
-    ranges = Ranges(model, FP16)
+    ranges = Ranges(model, rest_of(rest))
     try:
         for layer in layers:
             layer.observing = True

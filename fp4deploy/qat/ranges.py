@@ -1,4 +1,5 @@
-"""The largest magnitude of everything that a deployed network holds in FP16: beyond 65504 it is infinite there.
+"""The largest magnitude of everything that a deployed network holds in the precision of the rest (`rest`), which is
+infinite in FP16 beyond 65504.
 
     with Ranges(model, FP16) as ranges:
         model(images)
@@ -57,7 +58,7 @@ class Ranges(TorchDispatchMode):
 
     def __enter__(self) -> Ranges:
         self._hooks = list(_hooked(self.model, self._enter, self._leave))
-        self.largest |= _parameters(self.model)
+        self.largest |= _parameters(self.model, self.rest)
         super().__enter__()
         return self
 
@@ -124,9 +125,9 @@ class Ranges(TorchDispatchMode):
                 self.largest[result.place] = max(self.largest.get(result.place, 0.0), float(result.largest))
         self._open.clear()
 
-    def beyond(self) -> str:
-        """What does not fit, as a sentence with the limit and what to do; "" where everything does."""
-        return self.rest.beyond(self.largest)
+    def beyond(self, **options: str) -> str:
+        """What does not fit, as a sentence with the limit and what to do, as `Rest.beyond`; or ""."""
+        return self.rest.beyond(self.largest, **options)
 
 
 def _is_view(func: Any) -> bool:
@@ -150,8 +151,8 @@ def _widen_sums(results: list[_Result]) -> None:
             _widen_sums(list(result.sources))
 
 
-def _parameters(model: nn.Module) -> dict[str, float]:
-    return {name: float(_largest(tensor)) for name, tensor in rest_tensors(model) if tensor.numel()}
+def _parameters(model: nn.Module, rest: Rest) -> dict[str, float]:
+    return {name: float(_largest(tensor)) for name, tensor in rest_tensors(model, rest) if tensor.numel()}
 
 
 def _largest(x: torch.Tensor) -> torch.Tensor:

@@ -100,7 +100,7 @@ def node_errors(
 
 def on_cpu(reference: PackedNetwork, node: Node, inputs: list[Any]) -> list[Any]:
     """What one node writes, by the reference, with activations in FP16; a plain convolution computes in FP32."""
-    plain = isinstance(node, Layer) and node.precision == "fp16"
+    plain = isinstance(node, Layer) and node.precision != "nvfp4"
     reference.dtype = torch.float32 if plain else torch.float16
     return reference.run_node(node, [x.float() if plain and isinstance(x, torch.Tensor) else x for x in inputs])
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 from fp4deploy.models.card import ModelCard
 from fp4deploy.tasks.detection import DetectionTask
 from fp4deploy.tasks.instance import InstanceTask
-from fp4deploy.tasks.protocol import Evaluation, Task, TaskScores
+from fp4deploy.tasks.protocol import Evaluation, Task, TaskScores, readable
 from fp4deploy.tasks.semantic import SemanticTask
 
 TASKS: dict[str, Task] = {task.name: task for task in (SemanticTask(), InstanceTask(), DetectionTask())}
 
-__all__ = ["TASKS", "Evaluation", "Task", "TaskScores", "task_of"]
+__all__ = ["TASKS", "Evaluation", "Task", "TaskScores", "readable", "task_of"]
 
 
 def task_of(card: ModelCard) -> Task:

@@ -19,12 +19,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from fp4deploy.data import VAL, EvalTransform, SegmentationDataset, TrainTransform
 from fp4deploy.models.card import ModelCard
 
 Gather = Callable[..., Any]
+
+
+def readable(outputs: Tensor) -> Tensor:
+    """What an evaluation takes: BF16, which numpy does not have, as FP32; any other type as it is."""
+    return outputs.float() if outputs.dtype == torch.bfloat16 else outputs
 
 
 class TaskScores(Protocol):

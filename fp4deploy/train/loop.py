@@ -1,8 +1,10 @@
 """One training loop for every precision, on accelerate.
 
 On a GPU: FP16 autocast with a loss scaler over FP32 master weights. On a CPU: FP32 arithmetic, since FP16 autocast is
-slow there; the weights that ship are rounded to FP16 in either case. A step whose gradients are not finite is skipped
-and counted; many consecutive ones end the training with an error instead of a ruined checkpoint.
+slow there; the weights that ship are rounded to FP16 in either case. `train.precision` asks for another arithmetic on
+either: BF16 autocast, which needs no loss scaler, or FP32, in which torch computes what the fused kernels do. A step
+whose gradients are not finite is skipped and counted; many consecutive ones end the training with an error instead of a
+ruined checkpoint.
 
 After every epoch, in this order: the best checkpoint, one line of metrics, and the state, unless there is no new best
 and saving would cost more than a twentieth of the time. Ctrl-C ends the running step and saves the state inside the
@@ -22,6 +24,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, skip_first_batches
+from accelerate.state import AcceleratorState
 from torch import nn
 
 from fp4deploy.data import EpochLoader, end_workers, expand
@@ -36,8 +39,10 @@ from fp4deploy.qat.fusion.fuse import mark_fusible
 from fp4deploy.qat.operators.learned import keep_positive
 from fp4deploy.qat.oscillation import OscillationResets
 from fp4deploy.qat.outlier_selection import OutlierSelection
+from fp4deploy.qat.ranges import Ranges
+from fp4deploy.rest import FP16
 from fp4deploy.system.files import append_line
-from fp4deploy.tasks import TaskScores
+from fp4deploy.tasks import TaskScores, readable
 from fp4deploy.train.captured import LAUNCHED_FIRST_OF_SEVERAL, CapturedStep
 from fp4deploy.train.checkpointing import checkpoint_blocks
 from fp4deploy.train.distributed import agreed_reason, agreed_signal, join, replicated, share_amaxes
@@ -47,7 +52,7 @@ from fp4deploy.train.logging.progress import Display
 from fp4deploy.train.logging.running_statistics import EpochStatistics, RunningStatistics
 from fp4deploy.train.logging.telemetry import Telemetry
 from fp4deploy.train.losses.auxiliary import AuxiliaryLosses
-from fp4deploy.train.optimizer import WeightAverage, make_optimizer, set_learning_rate
+from fp4deploy.train.optimizer import WeightAverage, make_optimizer, set_learning_rate, skip_where
 from fp4deploy.train.schedule import TrainingJob, learning_rate
 from fp4deploy.train.sections import TelemetrySection, TrainSection
 from fp4deploy.train.state import Progress, SavingPace, Stateful, load_state, save_state
@@ -56,6 +61,25 @@ from fp4deploy.train.tasks import TrainingTask
 MAX_CONSECUTIVE_SKIPPED = 30
 STEPS_WORTH_COMPILING = 10_000  # compiling took minutes, launching layer by layer 10 to 30 ms a step, on an H200's host
 STEPS_BETWEEN_READS = 10  # on a GPU; reading the loss makes the CPU wait for it
+
+
+def autocast_of(precision: str, on_gpu: bool) -> str:
+    """What accelerate calls a `train.precision`: "fp16", "bf16" or "no".
+
+    Raises:
+        InputError: this machine does not have it.
+
+    >>> autocast_of("auto", True), autocast_of("auto", False), autocast_of("bf16", False)
+    ('fp16', 'no', 'bf16')
+    """
+    if precision == "fp16" and not on_gpu:
+        raise InputError("train.precision is fp16, whose loss scaler needs a GPU. On a CPU: auto, fp32 or bf16.")
+    if precision == "bf16" and on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
+        name = torch.cuda.get_device_name()
+        raise InputError(f"train.precision is bf16, and the GPU ({name}) has none. Valid there: auto, fp16 or fp32.")
+    if precision == "auto":
+        return "fp16" if on_gpu else "no"
+    return "no" if precision == "fp32" else precision
 
 
 class Trainer:
@@ -85,19 +109,24 @@ class Trainer:
         self.job, self.card, self.settings, self.task = job, card, settings, task
         on_gpu = torch.cuda.is_available()
         join()
-        self.accelerator = Accelerator(mixed_precision="fp16" if on_gpu else "no", cpu=not on_gpu)
+        self.autocast = autocast_of(settings.precision, on_gpu)
+        if AcceleratorState._shared_state and AcceleratorState().mixed_precision != self.autocast:
+            AcceleratorState._reset_state()  # of another training in this process
+        self.accelerator = Accelerator(mixed_precision=self.autocast, cpu=not on_gpu)
         self.device = self.accelerator.device
         self.train_batches: Any = loaders[0]
         self.val_batches: Any = loaders[1]
         layers = quantized_layers(model)
         self.layers = tuple(layers.values())
-        fused = bool(settings.fused) and not settings.checkpointing and available(self.device)
+        self.unfusable = on_gpu and self.autocast == "no"
+        fused = bool(settings.fused) and not settings.checkpointing and available(self.device) and not self.unfusable
         self.kernels = "cuda" if fused else "torch"
         if fused and (settings.fused is True or has_kernels(model)):
             fuse_unet(model, recompute=settings.recompute is True)
         if settings.checkpointing:
             checkpoint_blocks(model)
         compilable = settings.fused == "auto" and available(self.device) and not isinstance(model, FusedUNet)
+        compilable = compilable and not self.unfusable
         self.unfused = self._unfused() if compilable and self.layers else None
         self.fuses = compilable and bool(self.layers) and self.unfused is None
         self.compiled = self.fuses or (settings.compile and not isinstance(model, FusedUNet))
@@ -145,6 +174,7 @@ class Trainer:
         self.noted: str | None = None  # why there is no CUDA graph, once it was said
         shared = (agreed_reason, LAUNCHED_FIRST_OF_SEVERAL) if not self._alone else ()
         self.captured = CapturedStep(self._compute, self._forget, self._no_graph(), *shared)
+        self.images: torch.Tensor | None = None  # of the last step
         self.progress = Progress()
         self.statistics = RunningStatistics(self.device, EpochStatistics(), settings.spike)
         self.interrupt = Interrupt()
@@ -203,6 +233,8 @@ class Trainer:
             self.interrupt,
             Display(job.model, job.epochs, self.steps, start.step, start.epoch + 1, quiet) as display,
         ):
+            if self.unfusable and self.settings.fused and available(self.device):
+                display.say(f"{job.model}: no fused kernels, since train.precision is fp32 and they have none")
             if self.unfused is not None:
                 display.say(f"{job.model}: train.fused=auto does not fuse, since {self.unfused}")
             try:
@@ -254,7 +286,7 @@ class Trainer:
         ):
             for number, (images, labels) in enumerate(self._on_device(self.val_batches), start=1):
                 self._pause_if_asked()
-                evaluation.update(self.model(images), labels, self.accelerator.gather_for_metrics)
+                evaluation.update(readable(self.model(images)), labels, self.accelerator.gather_for_metrics)
                 if validated is not None:
                     validated(number, total)
         self.model.train()
@@ -277,7 +309,7 @@ class Trainer:
             **(scores.line() if scores else {self.task.metric: None, "per_class": None}),
             "seconds": round(progress.epoch_seconds, 3),
             "images_per_s": round(images_seen / seconds, 1) if images_seen else None,
-            "arithmetic": "fp16 autocast" if self.accelerator.mixed_precision == "fp16" else "fp32",
+            "arithmetic": "fp32" if self.autocast == "no" else f"{self.autocast} autocast",
             "kernels": self.kernels,
             "skipped_steps": counts.skipped,
             "loss_spikes": counts.spikes,
@@ -345,7 +377,7 @@ class Trainer:
         self._quantize(progress.step >= self.first_quantized)
         if self.selection.update(progress.step):
             self.captured.release()
-        targets = self.task.loss.targets(labels)
+        targets, self.images = self.task.loss.targets(labels), images
         if accumulate == 1:
             self.captured(images, *targets, launch=self.telemetry.sampled(progress.step))
         else:
@@ -401,7 +433,10 @@ class Trainer:
         norm = self.accelerator.clip_grad_norm_(self.bare.parameters(), self.settings.clip)
         self.statistics.add_step(norm)
         self.telemetry.sample(self.progress.step, self.progress.epoch, norm, self.accelerator.scaler)
-        if self.accelerator.scaler is not None or torch.isfinite(norm):  # the scaler skips by itself
+        on_gpu = self.device.type == "cuda"
+        if on_gpu and self.accelerator.scaler is None:  # which tells it otherwise
+            skip_where(self.optimizer, ~torch.isfinite(norm))
+        if on_gpu or torch.isfinite(norm):  # the fused optimiser skips by itself
             self.stepper.step()
         self.stepper.zero_grad(set_to_none=True)
         keep_positive(self.learned)
@@ -432,13 +467,25 @@ class Trainer:
             if counts.consecutive >= MAX_CONSECUTIVE_SKIPPED:
                 raise GateError(
                     f"{self.job.model}: the gradients were NaN or Inf in {counts.consecutive} consecutive steps in "
-                    f"epoch {progress.epoch + 1}. The best checkpoint so far is kept; "
-                    "start again with a lower --set train.lr=..."
+                    f"epoch {progress.epoch + 1}. The best checkpoint so far is kept; {self._overflow()}"
                 )
         if self.device.type == "cpu" or self._alone or progress.step % STEPS_BETWEEN_READS == 0:
             self._pause_if_asked()
         if self.pace.due_within_epoch():
             self._save_state()
+
+    @torch.no_grad()
+    def _overflow(self) -> str:
+        """What to do about gradients that stay NaN: another precision where activations leave FP16's range.
+
+        They are measured on the images of the last step, in FP32.
+        """
+        if self.autocast == "fp16" and self.images is not None:
+            with self._uncompiled(), Ranges(self.bare, FP16) as ranges:
+                self.bare(self.images)
+            if beyond := ranges.beyond(advice="Start again with --set train.precision=bf16."):
+                return f"its activations leave FP16's range: {beyond}"
+        return "start again with a lower --set train.lr=..."
 
     @property
     def _alone(self) -> bool:

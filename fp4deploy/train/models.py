@@ -38,6 +38,7 @@ from fp4deploy.models.build import network_for
 from fp4deploy.models.initial import load_initial
 from fp4deploy.models.spec import UNET
 from fp4deploy.qat import calibrate_percentile, find_recipe, prepare_as, set_products
+from fp4deploy.rest import RestName
 from fp4deploy.runs import DEFAULT_MODELS, MODELS, Run, hold, is_first_process
 from fp4deploy.tasks import TASKS
 from fp4deploy.train.batches import make_loaders
@@ -320,9 +321,15 @@ def calibrate_on(network: nn.Module, loader: EpochLoader, config: Config) -> Non
     loader.set_epoch(0)
     network.to(device)
     batches = itertools.islice(loader, config.train.calibration)
+    rest = rest_trained_for(config)
     calibrate_percentile(
-        network, (expand(*(x.to(device) for x in batch))[0] for batch in batches), config.quant.percentile
+        network, (expand(*(x.to(device) for x in batch))[0] for batch in batches), config.quant.percentile, rest
     )
+
+
+def rest_trained_for(config: Config) -> RestName:
+    """What the models of a training are deployed in, if nothing else is asked for."""
+    return "bf16" if config.train.precision == "bf16" else "fp16"
 
 
 def model_card(config: Config, model: str, data: SegmentationDataset) -> ModelCard:
@@ -346,6 +353,7 @@ def model_card(config: Config, model: str, data: SegmentationDataset) -> ModelCa
         std=IMAGE_STD,
         background=data.background,
         recipe=config.recipe if quantized else None,
+        rest=rest_trained_for(config),
         include=include,
         exclude=exclude,
         fp8=fp8,

@@ -69,6 +69,11 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
             group["lr"] = rate
 
 
+def skip_where(optimizer: torch.optim.Optimizer, bad: torch.Tensor) -> None:
+    """Let the fused form skip its next step where `bad` holds, without asking the CPU: as a loss scaler tells it."""
+    optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
+
+
 class WeightAverage:
     """The moving average of a model's parameters, in their own dtype."""
 

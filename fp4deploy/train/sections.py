@@ -113,6 +113,11 @@ class TrainSection(Section):
     save_minutes: float = Field(
         10.0, gt=0, description="longest time between two resume states; matters where an epoch takes longer"
     )
+    precision: Literal["auto", "fp16", "bf16", "fp32"] = Field(
+        "auto",
+        description="autocast; auto: fp16 on a GPU, fp32 on a CPU; bf16: of the range of fp32, the models are also "
+        "deployed in it",
+    )
     channels_last: bool = Field(False, description="NHWC memory format")
     compile: bool = Field(False, description="torch.compile the network")
     fused: bool | Literal["auto"] = Field(

@@ -51,6 +51,7 @@ from fp4deploy.export.verify.tensors import leaves
 from fp4deploy.packed import PackedNetwork, packed_file
 from fp4deploy.packed.file import read_packed, write_packed
 from fp4deploy.qat import deployed, quantized_layers
+from fp4deploy.rest import FP16, Rest
 
 SIZES = {1: (24,), 2: (16, 24), 3: (4, 8, 8)}
 LAYER_ERROR = 1e-3  # of a layer with reference inputs
@@ -279,8 +280,9 @@ def example_of(model: RandomNetwork) -> tuple[torch.Tensor, ...]:
     return tuple(x.half().float() for x in found[: model.inputs])
 
 
-def outcome(seed: int, folder: Path) -> str:
-    """What became of one network: "agrees", or "refused by STAGE: ..." in words; two where both files are refused.
+def outcome(seed: int, folder: Path, rest: Rest = FP16) -> str:
+    """What became of one network, deployed with this rest: "agrees", or "refused by STAGE: ..." in words; two where
+    both files are refused.
 
     Raises:
         AssertionError: a file computes something else than torch.
@@ -293,8 +295,9 @@ def outcome(seed: int, folder: Path) -> str:
     except (RuntimeError, ValueError) as error:
         return f"no network: torch refuses it ({type(error).__name__})"
     _learn(model, seed)
-    model = deployed(model.eval())
-    refused = [found for found in (_onnx(model, x, seed), _packed(model, x, seed, folder)) if found is not None]
+    model = deployed(model.eval(), rest)
+    outcomes = _onnx(model, x, seed, rest), _packed(model, x, seed, folder, rest)
+    refused = [found for found in outcomes if found is not None]
     return "; ".join(refused) or "agrees"
 
 
@@ -313,9 +316,9 @@ def _learn(model: RandomNetwork, seed: int) -> None:
     fd.calibrate(model, [(x, None)])
 
 
-def _onnx(model: RandomNetwork, x: tuple[torch.Tensor, ...], seed: int) -> str | None:
+def _onnx(model: RandomNetwork, x: tuple[torch.Tensor, ...], seed: int, rest: Rest) -> str | None:
     try:
-        graph = fd.export_graph(model, x, dynamic_size=seed % 3 == 0)
+        graph = fd.export_graph(model, x, dynamic_size=seed % 3 == 0, rest=rest.name)
     except InputError as error:
         return f"refused by export: {str(error)[:160]}"
     found = fd.verify(model, graph, [x])
@@ -366,9 +369,10 @@ def _sensitivity(model: nn.Module, x: tuple[torch.Tensor, ...]) -> dict[str, flo
     return differing
 
 
-def _packed(model: RandomNetwork, x: tuple[torch.Tensor, ...], seed: int, folder: Path) -> str | None:
+def _packed(model: RandomNetwork, x: tuple[torch.Tensor, ...], seed: int, folder: Path, rest: Rest) -> str | None:
     try:
-        file = packed_file(folder / f"random{seed}.fp4", None, *pack_model(model, x, dynamic_size=seed % 2 == 0))
+        packed = pack_model(model, x, dynamic_size=seed % 2 == 0, rest=rest)
+        file = packed_file(folder / f"random{seed}.fp4", None, *packed)
     except InputError as error:
         return f"refused by pack: {str(error)[:160]}"
     write_packed(file)

@@ -221,7 +221,7 @@ def test_the_gate_compares_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     model, file, x = made("MobileNet")
 
-    def wrong(*arguments: object) -> tuple:  # type: ignore[type-arg]
+    def wrong(*arguments: object, **options: object) -> tuple:  # type: ignore[type-arg]
         name = "blocks.0.0.weight.codes"
         return file.graph, {**file.tensors, name: file.tensors[name].flip(0)}
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fp4deploy.rest import rest_of
 from tests.export.random_networks import outcome
 
 # Of the first 400 those that have most kinds of blocks, layers, axes, inputs and outputs between them: 57 of 82.
@@ -19,3 +20,10 @@ SHORT = 1  # of them in `make test`, the others in `make nightly`
 )
 def test_random_networks(seed: int, tmp_path: Path) -> None:
     assert outcome(seed, tmp_path) == "agrees"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("rest", ["bf16", "fp32"])
+@pytest.mark.parametrize("seed", [2, 30])
+def test_with_another_rest(seed: int, rest: str, tmp_path: Path) -> None:
+    assert outcome(seed, tmp_path, rest_of(rest)) == "agrees"

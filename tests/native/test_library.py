@@ -147,7 +147,7 @@ def test_numbers_and_formats(sanitized: Path, narrow: PackedFile, tmp_path: Path
         for number, tensor in enumerate(_numbers(name, narrow.tensors[name])):
             info = narrow.graph.tensors[name].model_copy(update={"sha256": digest(tensor)})
             graph = narrow.graph.model_copy(update={"tensors": {**narrow.graph.tensors, name: info}})
-            metadata = {"format": "packed/3", "version": "0", "card": "", "graph": graph.model_dump_json()}
+            metadata = {"format": "packed/3", "version": "0", "card": "", "graph": graph.to_json()}
             metadata["sha256"] = digest_of(each.encode() for each in metadata.values())
             paths.append(tmp_path / f"{kind}-{number}.fp4")
             write_tensors(paths[-1], {**narrow.tensors, name: tensor}, {packed_format.KEY: json.dumps(metadata)})

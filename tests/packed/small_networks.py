@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from fp4deploy.graph import capture
 from fp4deploy.models import ModelCard, build_unet
 from fp4deploy.packed import PackedFile, packed_file
 from fp4deploy.qat import calibrate, prepare, round_to_deployed
+from fp4deploy.rest import rest_of
 
 CLASSES = ("sky", "road", "car", "tree", "sign")
 SIZE = 32
@@ -38,7 +40,11 @@ def captured(scale: float, digits: bool) -> Captured:
 
 @cache
 def packed(
-    recipe: str | None = "nvfp4_qat", scale: float = 0.25, digits: bool = False, everything: bool = False
+    recipe: str | None = "nvfp4_qat",
+    scale: float = 0.25,
+    digits: bool = False,
+    everything: bool = False,
+    rest: str = "fp16",
 ) -> tuple[nn.Module, PackedFile]:
     """An untrained UNet as it ships, and the network packed from it; not to be changed.
 
@@ -52,6 +58,6 @@ def packed(
     if recipe:
         prepare(model, recipe, include=["*"] if everything else None)
         calibrate(model, [images(2, seed=0)])
-    round_to_deployed(model)
-    graph, tensors = packed_graph(captured(scale, digits), model.eval(), digits)
-    return model, packed_file(Path("unet.fp4"), card(recipe, scale, digits), graph, tensors)
+    round_to_deployed(model, rest_of(rest))
+    graph, tensors = packed_graph(captured(scale, digits), model.eval(), digits, rest=rest_of(rest))
+    return model, packed_file(Path("unet.fp4"), replace(card(recipe, scale, digits), rest=rest), graph, tensors)

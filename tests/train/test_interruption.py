@@ -232,7 +232,7 @@ def test_finite_losses_and_consecutive_skipped_steps_are_counted() -> None:
         statistics.add_step(torch.tensor(norm))
     assert statistics.read() == EpochStatistics(4.0, 2, 3, consecutive=3, running=2.0, seen=2, lost=2)
     assert statistics.read().mean_loss == 2.0
-    overflow = "NaN or Inf as the loss of 2 batches: where FP16 overflows in a layer, lower train.lr"
+    overflow = "NaN or Inf as the loss of 2 batches: lower train.lr or, where FP16 overflows, train.precision=bf16"
     assert statistics.read().warning() == f"skipped 3 steps with non-finite gradients; {overflow}"
     assert statistics.read().next_epoch().lost == 0
     assert EpochStatistics().mean_loss is None
@@ -247,7 +247,8 @@ def test_a_spike_is_a_loss_far_above_the_running_mean() -> None:
     assert (counts.spikes, counts.largest) == (2, 30.0)  # the 9 came before there was a mean to compare with
     assert 2.0 < counts.running < 2.4
     assert counts.warning() == (
-        "NaN or Inf as the loss of 1 batch: where FP16 overflows in a layer, lower train.lr; 2 loss spikes, largest 30"
+        "NaN or Inf as the loss of 1 batch: lower train.lr or, where FP16 overflows, train.precision=bf16; "
+        "2 loss spikes, largest 30"
     )
     following = counts.next_epoch()
     assert (following.spikes, following.batches, following.seen) == (0, 0, 33)

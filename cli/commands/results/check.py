@@ -125,20 +125,28 @@ def _subject(
     raise InputError(f"check does not read {path.suffix or 'such'} files. Valid: unet, unet:0.25, .safetensors, .onnx.")
 
 
-def _of_network(network: nn.Module, plans: list[LayerPlan], size: tuple[int, int], channels: int = 3) -> Subject:
+def _of_network(
+    network: nn.Module, plans: list[LayerPlan], size: tuple[int, int], channels: int = 3, named: str = "fp16"
+) -> Subject:
     import torch
 
     from fp4deploy.export.lowering.forecast import Forecast, forecast, forecast_fp8
     from fp4deploy.graph.costs import MULTIPLYING, macs_of_calls
+    from fp4deploy.rest import FP16, rest_of
+
+    rest = rest_of(named)
+    plans = [
+        dataclasses.replace(plan, precision=rest.label) if plan.precision == FP16.label else plan for plan in plans
+    ]
 
     def of(plan: LayerPlan, conv: str) -> Forecast:
-        if plan.precision == "FP16":
-            return Forecast("FP16", "FP16", plan.reason)
+        if plan.precision == rest.label:
+            return Forecast(rest.label, rest.label, plan.reason)
         layer = network.get_submodule(plan.name)
-        return forecast(layer, conv) if plan.precision == "FP4" else forecast_fp8(layer)
+        return forecast(layer, conv, rest) if plan.precision == "FP4" else forecast_fp8(layer, rest)
 
-    named = {plan.name: network.get_submodule(plan.name) for plan in plans}
-    multiplying = {name: layer for name, layer in named.items() if isinstance(layer, MULTIPLYING)}
+    modules = {plan.name: network.get_submodule(plan.name) for plan in plans}
+    multiplying = {name: layer for name, layer in modules.items() if isinstance(layer, MULTIPLYING)}
     macs, unknown = None, ""
     try:
         macs = macs_of_calls(network.eval(), multiplying, torch.zeros(1, channels, *size))
@@ -171,7 +179,8 @@ def _of_checkpoint(path: Path, recipe: str, size: tuple[int, int] | None) -> Sub
     if card.precision == "nvfp4":
         prepare_as(model, card)
     load_weights(model, path)
-    return _of_network(model, layer_plan(model, card.recipe or recipe), size or (card.height, card.width))
+    plans = layer_plan(model, card.recipe or recipe)
+    return _of_network(model, plans, size or (card.height, card.width), named=card.rest)
 
 
 def _of_onnx(path: Path) -> Subject:

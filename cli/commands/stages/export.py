@@ -12,7 +12,7 @@ from fp4deploy.runs import Run, latest_run, open_run
 
 from ... import completion
 from ...console import done, note, shown, typed
-from ...settings import NamedModelOption, expect, parse_size
+from ...settings import NamedModelOption, RestOption, expect, parse_size
 
 if TYPE_CHECKING:
     from fp4deploy.export import ExportResult
@@ -59,6 +59,7 @@ def export(
     dynamic_size: Annotated[
         bool, typer.Option("--dynamic-size", help="Leave height and width of the ONNX graph open.")
     ] = False,
+    rest: RestOption = None,
     max_batch: Annotated[
         int, typer.Option("--max-batch", min=1, help="Largest batch of the server (--format triton).")
     ] = 8,
@@ -70,6 +71,8 @@ def export(
         raise InputError("--portable is an option of --format onnx; remove it, or export with --format onnx.")
     if form != "onnx" and (size is not None or dynamic_size):
         raise InputError("--size and --dynamic-size are options of --format onnx.")
+    if form == "triton" and rest is not None:
+        raise InputError("--rest is an option of --format onnx and packed: a model repository serves their files.")
     if form == "triton":
         _serve(source, out or REPOSITORY, max_batch)
         return
@@ -86,9 +89,9 @@ def export(
         try:
             with progress(f"tracing{' and comparing with torch' if verify else ''}"):
                 if form == "packed":
-                    line = _packed(checkpoint, target, verify_on, images, verify)
+                    line = _packed(checkpoint, target, verify_on, images, verify, rest)
                 else:
-                    sizes = {"size": pixels, "dynamic_size": dynamic_size}
+                    sizes = {"size": pixels, "dynamic_size": dynamic_size, "rest": rest}
                     line = describe(_onnx(checkpoint, target, portable, verify_on, images, verify, **sizes))
         except (GateError, InputError) as error:
             failed.append((checkpoint, error))
@@ -149,13 +152,13 @@ def _onnx(*arguments: Any, **options: Any) -> ExportResult:
     return export_onnx(*arguments, **options)
 
 
-def _packed(checkpoint: Path, target: Path, data: Path | None, images: int, verify: bool) -> str:
+def _packed(checkpoint: Path, target: Path, data: Path | None, images: int, verify: bool, rest: str | None) -> str:
     from fp4deploy.bench.tables import size
     from fp4deploy.export.to_packed import pack
     from fp4deploy.packed import plain_bytes
     from fp4deploy.packed.shapes import expected
 
-    result = pack(checkpoint, target, data, images, verify)
+    result = pack(checkpoint, target, data, images, verify, rest=rest)
     graph = result.file.graph
     weights, plain = result.file.weight_bytes, plain_bytes(graph)
     fixed = [expected(graph, each) for each in graph.inputs if not {*range(2, len(each.shape))} <= {*each.free}]

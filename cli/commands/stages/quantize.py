@@ -13,7 +13,7 @@ from fp4deploy.runs import latest_run
 
 from ...artifacts import next_commands
 from ...console import done, note, shown, typed
-from ...settings import NamedModelOption, expect, parse_size
+from ...settings import NamedModelOption, RestOption, expect, parse_size
 
 if TYPE_CHECKING:
     from fp4deploy.bench.change import Change
@@ -66,6 +66,7 @@ def quantize(
     digits: Annotated[
         bool, typer.Option("--digits", help="Let the first layer read a multi-term FP4 encoding of the image (unet).")
     ] = False,
+    rest: RestOption = None,
     compare: Annotated[
         int,
         typer.Option(
@@ -109,8 +110,10 @@ def quantize(
     expect(model)
     settings = {"correction": correction, "activations": activations, "iterations": iterations, "seed": seed}
     if checkpoint is not None and checkpoint.suffix == ".onnx":
-        if config is not None or digits:
-            raise InputError("--config and --digits are for checkpoints; an .onnx file takes --include and --exclude.")
+        if config is not None or digits or rest is not None:
+            raise InputError(
+                "--config, --digits and --rest are for checkpoints; an .onnx file takes --include and --exclude."
+            )
         layers = {"include": _tuple(include), "exclude": _tuple(exclude), "fp8": _tuple(fp8)}
         chosen = settings | layers | {"outputs": _meanings(outputs)}
         _of_onnx(checkpoint, data, out, method, images, batch, parse_size(size), (mean, std), chosen)
@@ -148,6 +151,7 @@ def quantize(
             method,
             device="cuda" if torch.cuda.is_available() else "cpu",
             digits=digits,
+            rest=rest,
             include=_tuple(include),
             exclude=_tuple(exclude),
             fp8=_tuple(fp8),

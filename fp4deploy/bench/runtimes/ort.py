@@ -21,13 +21,13 @@ from fp4deploy.bench.latency import time_cpu
 from fp4deploy.bench.runtimes.like import Like
 from fp4deploy.bench.runtimes.onnx_file import find_card, is_fp4, ports_of, require_card, weights
 from fp4deploy.bench.runtimes.ports import Outputs, fed, fixed_batch, named
-from fp4deploy.bench.runtimes.precision import of_onnx
+from fp4deploy.bench.runtimes.precision import of_onnx, of_rest
 from fp4deploy.bench.runtimes.protocol import EXPORT_AGAIN, TIMEOUT, Array, Given, checked, finite
 from fp4deploy.detection.decode import FoundBoxes
 from fp4deploy.errors import InputError
 from fp4deploy.export import read_onnx, to_portable
 from fp4deploy.export.onnx.boxes import OUTPUTS
-from fp4deploy.export.onnx.canonical import foreign_graph, is_canonical
+from fp4deploy.export.onnx.canonical import foreign_graph, is_canonical, rest_of_file
 from fp4deploy.export.onnx.session import FATAL, portable_session
 from fp4deploy.export.onnx.trt_operators import has_trt_operators
 from fp4deploy.models.card import ModelCard
@@ -52,7 +52,7 @@ class OrtRuntime:
             self._session = portable_session(to_portable(model) if lowered else model)
         self.inputs = ports_of(self._session, path)
         self._names = [each.name for each in self._session.get_outputs()]
-        self.precision = f"{quantized} (emulated)" if quantized else "FP16 (run in FP32)"
+        self.precision = f"{quantized} (emulated)" if quantized else of_rest(rest_of_file(model), False)
         if self._card is None:
             self.precision = self.precision if quantized or is_canonical(model) else own
             if like is not None:

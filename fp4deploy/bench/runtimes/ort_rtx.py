@@ -28,7 +28,7 @@ from fp4deploy.bench.runtimes.precision import of_onnx
 from fp4deploy.bench.runtimes.protocol import Array, Given, checked
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.export import read_onnx
-from fp4deploy.export.onnx.canonical import is_canonical
+from fp4deploy.export.onnx.canonical import is_canonical, rest_of_file
 from fp4deploy.models.card import ModelCard
 from fp4deploy.requirements import ORT_RTX
 from fp4deploy.system.onnx_runtime import ort
@@ -63,7 +63,7 @@ class OrtRtxRuntime:
         self._output = self._session.get_outputs()[0]
         self.name = f"ONNX Runtime {ort.__version__} (TensorRT-RTX {ORT_RTX.version()})"
         self.device = torch.cuda.get_device_name()
-        self.precision = of_onnx(model, self._card) or "FP16"
+        self.precision = of_onnx(model, self._card) or rest_of_file(model).label
 
     @property
     def card(self) -> ModelCard:

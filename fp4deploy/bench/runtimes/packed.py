@@ -1,7 +1,7 @@
 """Packed networks (`.fp4`): on a GPU as one CUDA graph of packed kernels, on the CPU decoded in torch.
 
-Normalised images go in as FP32 and are rounded where the network computes (FP16 on a GPU, FP32 on the CPU). In
-addition to accuracy and latency, the memory of weights and activations is known from the graph, here and in FP16;
+Normalised images go in as FP32 and are rounded where the network computes (on a GPU in FP16, or what else its rest is).
+In addition to accuracy and latency, the memory of weights and activations is known from the graph, here and in FP16;
 weights that a GPU decodes at load count as decoded.
 """
 
@@ -20,6 +20,7 @@ from fp4deploy import __version__
 from fp4deploy.bench.environment import cpu_name
 from fp4deploy.bench.latency import time_cpu, time_cuda
 from fp4deploy.bench.runtimes.ports import Outputs, Port, fed, named
+from fp4deploy.bench.runtimes.precision import of_rest
 from fp4deploy.bench.runtimes.protocol import Array, Given, finite
 from fp4deploy.graph.capture import file_names
 from fp4deploy.models.card import ModelCard
@@ -30,6 +31,7 @@ from fp4deploy.packed.network import Result
 from fp4deploy.packed.program import compile_mode
 from fp4deploy.plugins import why_unavailable
 from fp4deploy.plugins.runtime.fallback import in_torch
+from fp4deploy.rest import rest_of
 
 
 class PackedRuntime:
@@ -47,7 +49,7 @@ class PackedRuntime:
         self._network = CapturedNetwork(network, graphs_enabled(), compile_mode())
         self._missed = in_torch(self._device).missed
         self.device = torch.cuda.get_device_name(self._device) if self.cuda else cpu_name()
-        self.precision = _precision(self.card.precision, self.cuda)
+        self.precision = _precision(self.card, self.cuda)
         self._memory = memory(file)
 
     @property
@@ -62,7 +64,8 @@ class PackedRuntime:
             return f"fp4deploy {__version__} packed (CPU, decoded)"
         refused, missed = in_torch(self._device)
         some = " and torch" if refused or missed > self._missed else ""
-        kernels = "torch" if why_unavailable(self._device) else f"kernels{some}"
+        own = self._network.network.has_kernels and not why_unavailable(self._device)
+        kernels = f"kernels{some}" if own else "torch"
         kernels = "compiled" if self._network.programs else kernels
         graph = ", one graph" if self._network.replays else ""
         return f"fp4deploy {__version__} packed (CUDA, {kernels}{graph})"
@@ -108,7 +111,7 @@ def card_of(file: PackedFile) -> ModelCard:
     packed = any(isinstance(node, Layer) and node.precision == "nvfp4" for node in file.graph.nodes)
     return ModelCard(
         "nvfp4" if packed else "fp16", 1.0, (), height, width, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), False,
-        architecture="own",
+        architecture="own", rest=file.graph.rest,
     )  # fmt: skip
 
 
@@ -126,7 +129,7 @@ def first_output(outputs: Result) -> torch.Tensor:
     return next(iter(outputs.values())) if isinstance(outputs, dict) else outputs[0]
 
 
-def _precision(precision: str, cuda: bool) -> str:
-    if precision == "nvfp4":
+def _precision(card: ModelCard, cuda: bool) -> str:
+    if card.precision == "nvfp4":
         return "NVFP4" if cuda else "NVFP4 (emulated)"
-    return "FP16" if cuda else "FP16 (run in FP32)"
+    return of_rest(rest_of(card), cuda)

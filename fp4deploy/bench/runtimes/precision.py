@@ -11,6 +11,7 @@ from fp4deploy.export.ledger.ledger import Ledger
 from fp4deploy.export.ledger.shares import in_words
 from fp4deploy.export.onnx.layers import layers_of, planned_layers
 from fp4deploy.models.card import ModelCard
+from fp4deploy.rest import Rest
 
 TITLES = {"FP4": "NVFP4", "FP8": "FP8"}
 OF_CARDS = {"nvfp4": "NVFP4", "fp16": "FP16"}
@@ -24,6 +25,15 @@ def of_layers(precisions: Iterable[str]) -> str:
     """
     found = set(precisions)
     return ", ".join(title for name, title in TITLES.items() if name in found)
+
+
+def of_rest(rest: Rest, on_gpu: bool) -> str:
+    """Of a network that is not quantised.
+
+    >>> of_rest(FP16, True), of_rest(FP16, False)
+    ('FP16', 'FP16 (run in FP32)')
+    """
+    return rest.label if on_gpu or rest.name == "fp32" else f"{rest.label} (run in FP32)"
 
 
 def of_onnx(model: onnx.ModelProto, card: ModelCard | None) -> str:

@@ -1,7 +1,7 @@
 """torch: a checkpoint as it was trained, NVFP4 by fake quantisation.
 
-fp16 autocast on CUDA, FP32 on the CPU (CPU convolutions in half precision are slower and rounded otherwise). Weights
-are those that ship: `qat.load_model` has rounded them as an engine keeps them.
+Autocast on CUDA, in FP16 or what else the card's rest is, FP32 on the CPU (CPU convolutions in half precision are
+slower and rounded otherwise). Weights are those that ship: `qat.load_model` has rounded them as an engine keeps them.
 
 | form | what runs on CUDA |
 |---|---|
@@ -10,8 +10,8 @@ are those that ship: `qat.load_model` has rounded them as an engine keeps them.
 | `compiled` | `torch.compile`, as one CUDA graph |
 | `max-autotune` | the same in that mode: Triton's convolutions compete with cuDNN's |
 
-All but `eager` compute an FP16 model with FP16 weights in channels_last, the fastest that torch offers, and are what a
-packed network, which is one CUDA graph too, should be compared with.
+All but `eager` compute an FP16 model with FP16 weights (or of another rest) in channels_last, the fastest that torch
+offers, and are what a packed network, which is one CUDA graph too, should be compared with.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ import torch
 from fp4deploy.bench.environment import cpu_name
 from fp4deploy.bench.latency import time_cpu, time_cuda
 from fp4deploy.bench.runtimes.ports import Outputs, fed, image_port
-from fp4deploy.bench.runtimes.precision import of_layers
+from fp4deploy.bench.runtimes.precision import of_layers, of_rest
 from fp4deploy.bench.runtimes.protocol import Array, Given, finite
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.plugins.runtime.cache import keep_compiled_private
 from fp4deploy.qat import load_model, quantized_layers
 from fp4deploy.qat.prepare import is_fp8
+from fp4deploy.rest import rest_of
 
 MODES = {"compiled": "default", "max-autotune": "max-autotune-no-cudagraphs"}  # of torch.compile
 FORMS = ("eager", "graph", *MODES)
@@ -53,13 +54,14 @@ class TorchRuntime:
         if form != "eager" and not self.cuda:
             raise UnavailableError(f"torch runs a checkpoint as '{form}' on a GPU only. Without one: --torch eager")
         model, self.card = load_model(path, device=str(self._device))
+        self._rest = rest_of(self.card)
         self._path, self.inputs = path, (image_port(),)
         self._graph = form != "eager"
         self._half = self._graph and self.card.precision == "fp16"
         if self._graph:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if self._half:
-            model = model.half()
+            model = model.to(self._rest.dtype)
         self._model: Callable[[torch.Tensor], Any] = model
         if form in MODES:
             keep_compiled_private()
@@ -67,7 +69,7 @@ class TorchRuntime:
         self.name = f"torch {torch.__version__.partition('+')[0]} ({self._where(form)})"
         self.device = torch.cuda.get_device_name(self._device) if self.cuda else cpu_name()
         quantized = of_layers("FP8" if is_fp8(each.recipe) else "FP4" for each in quantized_layers(model).values())
-        self.precision = f"{quantized} (emulated)" if quantized else "FP16" if self.cuda else "FP16 (run in FP32)"
+        self.precision = f"{quantized} (emulated)" if quantized else of_rest(self._rest, self.cuda)
 
     def infer(self, images: Array) -> Array:
         """Logits float32 [N, classes, H, W]."""
@@ -89,18 +91,17 @@ class TorchRuntime:
     def _prepared(self, inputs: Sequence[Any]) -> torch.Tensor:
         (images,) = fed(self.inputs, inputs, self._path).values()
         x = torch.from_numpy(images).to(self._device)
-        x = x.half() if self._half else x
+        x = x.to(self._rest.dtype) if self._half else x
         return x.contiguous(memory_format=torch.channels_last) if self._graph else x
 
     def _forward(self, images: torch.Tensor) -> torch.Tensor:
-        autocast = self.cuda and not self._half
-        with torch.inference_mode(), torch.autocast(self._device.type, dtype=torch.float16, enabled=autocast):
+        with torch.inference_mode(), self._rest.autocast(self._device.type, enabled=not self._half):
             return self._model(images)
 
     def _where(self, form: str) -> str:
         if not self.cuda:
             return "CPU, FP32"
-        what = "fp16" if self._half else "fp16 autocast"
+        what = self._rest.name if self._half or self._rest.name == "fp32" else f"{self._rest.name} autocast"
         how = f", torch.compile {MODES[form]}" if form in MODES else ""
         return f"CUDA, {what}{how}{', one graph' if self._graph else ''}"
 

@@ -29,6 +29,7 @@ from fp4deploy.models import read_card
 from fp4deploy.peaks import find_gpu
 from fp4deploy.ptq.checkpoint import calibration_images
 from fp4deploy.qat import layer_plan, load_model
+from fp4deploy.rest import rest_of
 from fp4deploy.runs import hold
 from fp4deploy.system.files import file_digest
 from fp4deploy.tasks import task_of
@@ -149,9 +150,8 @@ def search(
             "method": method,
             "images": images,
         }
-        measure = Measurements(
-            model, calibration, labelled, card.class_names, method, Record(out / "measured.jsonl", identity)
-        )
+        record = Record(out / "measured.jsonl", identity)
+        measure = Measurements(model, calibration, labelled, card.class_names, method, record, rest_of(card))
         costs = layer_costs(model, {name: model.get_submodule(name) for name in names}, calibration[0], gpu, conv)
         costs = costs if times is None else with_measured(costs, times)
         errors: dict[Option, float] = {}

@@ -24,8 +24,9 @@ from fp4deploy.bench.records import Record as Line
 from fp4deploy.errors import InputError
 from fp4deploy.experiments.search.choose import Option
 from fp4deploy.ptq import quantize
-from fp4deploy.ptq.forward import autocast
+from fp4deploy.ptq.forward import deployed_in
 from fp4deploy.qat.load import round_to_deployed
+from fp4deploy.rest import FP16, Rest
 from fp4deploy.system.files import append_line
 from fp4deploy.system.schema import MOST_BYTES, Name, whole_lines
 
@@ -85,7 +86,9 @@ class Measurements:
         classes: Sequence[str],
         method: str,
         record: Record,
+        rest: Rest = FP16,
     ) -> None:
+        self.rest = rest
         self.model, self.calibration, self.labelled = model, calibration, labelled
         self.classes, self.method, self.record = tuple(classes), method, record
         self._logits: list[Tensor] | None = None
@@ -108,8 +111,9 @@ class Measurements:
             names = tuple(layer for layer, _ in options)
             eight = tuple(layer for layer, precision in options if precision == "FP8")
             chosen: dict[str, Any] = {"include": names, "fp8": eight, "correction": "none"}
-            quantize(found, self.calibration, self.method, **chosen, progress=lambda *_: None)
-            round_to_deployed(found)
+            with deployed_in(self.rest):
+                quantize(found, self.calibration, self.method, **chosen, progress=lambda *_: None)
+            round_to_deployed(found, self.rest)
         return found.eval()
 
     @torch.no_grad()
@@ -133,6 +137,6 @@ class Measurements:
         return value(detail.counts([str(number) for number in range(count)]))
 
     def _run(self, model: nn.Module, images: Tensor) -> Tensor:
-        with autocast(images):
+        with self.rest.autocast(images.device.type):
             logits: Tensor = model(images)
         return logits.float()

@@ -2,7 +2,7 @@
 
     test.json     next to the model's checkpoint: split, images, and the scores as metrics.jsonl has them
 
-The best checkpoint is scored as it ships (`qat.load_model`), in FP16 autocast on a GPU and in FP32 on a CPU. Continuing
+The best checkpoint is scored as it ships (`qat.load_model`), in autocast on a GPU and in FP32 on a CPU. Continuing
 the training removes the file; after a change of the test split, remove it by hand. `fp4deploy bench --split test`
 scores every artefact of a run.
 """
@@ -20,10 +20,11 @@ from fp4deploy.bench.records import Record
 from fp4deploy.data import TEST, CocoDataset, expand, has_split
 from fp4deploy.errors import InputError
 from fp4deploy.qat import load_model
+from fp4deploy.rest import rest_of
 from fp4deploy.runs import Run
 from fp4deploy.system.files import atomic_write
 from fp4deploy.system.schema import Share, read_json, validated
-from fp4deploy.tasks import TASKS, TaskScores, task_of
+from fp4deploy.tasks import TASKS, TaskScores, readable, task_of
 from fp4deploy.train.batches import validation_loader
 from fp4deploy.train.config import Config
 from fp4deploy.train.tasks import make_task
@@ -93,9 +94,9 @@ def _score(config: Config, root: Path, checkpoint: Path) -> tuple[int, TaskScore
     if isinstance(data, CocoDataset) and not data.annotated:
         raise InputError(f"The test split of {root} has images and no annotations: there is nothing to score.")
     evaluation = make_task(config, card, data).evaluation()
-    autocast = torch.autocast(device.type, torch.float16, enabled=device.type == "cuda")
+    autocast = rest_of(card).autocast(device.type)
     with closing(validation_loader(config, data)) as batches, autocast:
         for batch in batches:
             images, labels = expand(*(part.to(device, non_blocking=True) for part in batch))
-            evaluation.update(network(images), labels)
+            evaluation.update(readable(network(images)), labels)
     return len(data), evaluation.compute()

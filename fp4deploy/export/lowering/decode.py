@@ -1,4 +1,5 @@
-"""FP4 weights that TensorRT-RTX 1.7 does not build, decoded to FP16; the input is quantised as before.
+"""FP4 weights that TensorRT-RTX 1.7 does not build, decoded to FP16 or what else the rest is; the input is quantised as
+before.
 
 - A single block of 16: one output of at most 16 channels, such as an attention gate. Its one block scale, [1, 1], is
   taken for that of a whole tensor ("ScaleMode is illegal"). 16 products a pixel are no loss.
@@ -10,15 +11,14 @@ The decoded weight has the values that the codes stand for.
 
 from __future__ import annotations
 
-import numpy as np
 import onnx_ir as ir
 
 from fp4deploy.export.lowering.fp8 import decoded_weight
 from fp4deploy.export.lowering.pattern import Fp4Layer, LowerNamedLayers
 from fp4deploy.export.onnx.writer import NodeWriter
 
-SINGLE_BLOCK = "its weight is a single block, whose scale TensorRT-RTX takes for that of a tensor: decoded to FP16"
-NO_GEMM = "TensorRT-RTX builds no 1x1 convolution with FP4 weights, and this one is not a single GEMM: decoded to FP16"
+SINGLE_BLOCK = "its weight is a single block, whose scale TensorRT-RTX takes for that of a tensor: decoded"
+NO_GEMM = "TensorRT-RTX builds no 1x1 convolution with FP4 weights, and this one is not a single GEMM: decoded"
 
 
 def is_single_block(layer: Fp4Layer) -> bool:
@@ -38,5 +38,5 @@ class DecodeWeights(LowerNamedLayers):
 
     def lower(self, graph: ir.Graph, layer: Fp4Layer) -> None:
         writer = NodeWriter(graph, layer.name, before=layer.compute)
-        values = decoded_weight(layer).reshape(layer.out_channels, -1).astype(np.float16)
+        values = decoded_weight(layer).reshape(layer.out_channels, -1).astype(layer.dtype.numpy())
         layer.half.replace_all_uses_with(writer.constant("weight", values))

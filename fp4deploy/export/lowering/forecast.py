@@ -18,8 +18,9 @@ from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.qat.layers import QuantizedLayer
 from fp4deploy.qat.placement import is_pointwise, is_upsampling
 from fp4deploy.qat.prepare import is_fp8
+from fp4deploy.rest import FP16, Rest
 
-BLOCKED = "TensorRT has no FP4 convolution: FP4 weights are decoded to FP16 for it"
+BLOCKED = "TensorRT has no FP4 convolution: FP4 weights are decoded for it"
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class Forecast:
     reason: str
 
 
-def forecast(layer: nn.Module, conv: str) -> Forecast:
-    """The forecast of one quantised layer under a `--conv` mode (`lowering.lower`).
+def forecast(layer: nn.Module, conv: str, rest: Rest = FP16) -> Forecast:
+    """The forecast of one quantised layer under a `--conv` mode (`lowering.lower`), in a model with this rest.
 
     >>> forecast(nn.Conv2d(16, 16, 3, padding=1), "auto").compute
     'FP8'
@@ -42,41 +43,42 @@ def forecast(layer: nn.Module, conv: str) -> Forecast:
     'FP4'
     """
     if isinstance(layer, QuantizedLayer) and is_fp8(layer.recipe):
-        return forecast_fp8(layer)
-    if conv == "plugin" and _is_plugin(layer):
+        return forecast_fp8(layer, rest)
+    plain, half = rest.label, rest is FP16
+    if conv == "plugin" and half and _is_plugin(layer):
         return Forecast("FP4", "FP4", "plugin: TensorRT has no FP4 convolution")
     if _is_single_block(layer):
-        return Forecast("FP16", "FP16", SINGLE_BLOCK)
+        return Forecast(plain, plain, SINGLE_BLOCK)
     if isinstance(layer, nn.Linear):
         return Forecast("FP4", "FP4", "linear layer as an FP4 GEMM")
     if is_upsampling(layer):
         if conv == "qdq":
-            return Forecast("FP16", "FP4", f"{BLOCKED}; --conv auto makes it an FP4 GEMM")
+            return Forecast(plain, "FP4", f"{BLOCKED}; --conv auto makes it an FP4 GEMM")
         return Forecast("FP4", "FP4", "ConvTranspose 2x2 stride 2 as an FP4 GEMM and DepthToSpace")
     if isinstance(layer, nn.Conv2d) and layer.groups > 1 and layer.kernel_size == (1, 1):
-        return Forecast("FP16", "FP16", NO_GEMM)
+        return Forecast(plain, plain, NO_GEMM)
     spatial = isinstance(layer, nn.Conv2d) and not is_pointwise(layer) and not why_not_fp8(layer.kernel_size, False)
-    if spatial and (conv == "fp8" or (conv == "auto" and _is_one_gemm(layer))):
+    if spatial and half and (conv == "fp8" or (conv == "auto" and _is_one_gemm(layer))):
         return Forecast("FP8", "FP8", "no FP4 convolution in TensorRT: an FP8 convolution")
     if _has_phases(layer):
         if conv == "gemm":
             return Forecast("FP4", "FP4", "transposed convolution as im2col, an FP4 GEMM and DepthToSpace")
-        return Forecast("FP16", "FP4", f"{BLOCKED}; --conv gemm makes it FP4 im2col")
+        return Forecast(plain, "FP4", f"{BLOCKED}; --conv gemm makes it FP4 im2col")
     if not _is_one_gemm(layer):
-        return Forecast("FP16", "FP4", "TensorRT has no FP4 convolution, and this form is not a single GEMM")
+        return Forecast(plain, "FP4", "TensorRT has no FP4 convolution, and this form is not a single GEMM")
     assert isinstance(layer, nn.Conv2d)
     if is_pointwise(layer):
         return Forecast("FP4", "FP4", "1x1 convolution as an FP4 GEMM")
     if conv == "gemm":
         return Forecast("FP4", "FP4", "convolution as im2col and an FP4 GEMM")
-    return Forecast("FP16", "FP4", f"{BLOCKED}; --conv gemm makes it FP4 im2col")
+    return Forecast(plain, "FP4", f"{BLOCKED}; --conv gemm makes it FP4 im2col")
 
 
-def forecast_fp8(layer: nn.Module) -> Forecast:
+def forecast_fp8(layer: nn.Module, rest: Rest = FP16) -> Forecast:
     """The forecast of a layer that is FP8 in the model, under any `--conv` mode."""
     assert isinstance(layer.weight, torch.Tensor)
     if problem := why_not_fp8(layer.weight.shape[2:], isinstance(layer, nn.ConvTranspose2d)):
-        return Forecast("FP16", "FP8", problem)
+        return Forecast(rest.label, "FP8", problem)
     return Forecast("FP8", "FP8", "FP8 as the model has it")
 
 

@@ -13,7 +13,8 @@ twice the bytes. So this form trades the size of the plan and a little rounding 
 would run in FP16; it has been built and inspected, and timed by nobody. Transposed convolutions stay what they are:
 TensorRT-RTX 1.7 multiplies them in FP16 whatever their operands are, and so convolutions of more than 32 taps (7x7).
 
-Scales are FP16, as the tensors are; a layer whose scales FP16 could not hold (amax below 0.03) is left as it is.
+Scales are FP16, as the tensors are; a layer whose scales FP16 could not hold (amax below 0.03) is left as it is, and so
+is one whose rest is BF16 or FP32.
 """
 
 from __future__ import annotations
@@ -49,7 +50,12 @@ def why_not_fp8(kernel: Sequence[int], transposed: bool) -> str:
 
 def can_be_fp8(layer: Fp4Layer) -> bool:
     """Whether this FP4 layer is a 2-D convolution that the compiler has in FP8, and its scales are numbers of FP16."""
-    if layer.kind != "Conv2d" or layer.shape is None or why_not_fp8(layer.kernel, transposed=False):
+    if (
+        layer.dtype != ir.DataType.FLOAT16
+        or layer.kind != "Conv2d"
+        or layer.shape is None
+        or why_not_fp8(layer.kernel, transposed=False)
+    ):
         return False
     return activation_scale(layer) >= SMALLEST_SCALE
 

@@ -98,7 +98,7 @@ def _gemm(
     size: tuple[int, ...],
     bias_repeat: int = 1,
 ) -> ir.Value:
-    """[N,C,P] activation, P = H*W of `size`, and [M,C] weight -> [N,M,P], bias added; both are dequantised FP16."""
+    """[N,C,P] activation, P = H*W of `size`, and [M,C] weight -> [N,M,P], bias added; both are dequantised."""
     shape = (None, math.prod(size) or None, bias_repeat * layer.out_channels)
     columns = writer.add("Transpose", "columns", activation, perm=[0, 2, 1])
     contracted = writer.add("Transpose", "weight", weight, perm=[1, 0])
@@ -212,7 +212,7 @@ def multiply_columns(writer: NodeWriter, layer: Fp4Layer, plan: Geometry, repeat
     )
     block = writer.add("DequantizeLinear", "scales_dequantized", scales, scale)
     value = writer.add("DequantizeLinear", "dequantized", codes, block, axis=1, block_size=NVFP4_BLOCK)
-    half = writer.add("Cast", "half", value, to=int(ir.DataType.FLOAT16))
+    half = writer.add("Cast", "half", value, to=int(layer.dtype))
     return _gemm(writer, layer, half, layer.half, plan.size, repeat)
 
 

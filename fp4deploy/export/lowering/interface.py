@@ -1,6 +1,7 @@
 """Input and output of an engine: type and layout, images as they come from a decoder, classes instead of logits.
 
-The graph of a file reads normalised images FP16 [N,3,H,W] and gives logits FP16 [N,C,H,W]. Around it go
+The graph of a file reads normalised images FP16 [N,3,H,W] and gives logits FP16 [N,C,H,W], both FP32 where the rest is
+BF16 or FP32. Around it go
 
     input     uint8:  x in 0..255 -> Cast FP32 -> (x - 255 mean) / (255 std) -> Cast FP16
               fp32:   Cast FP16

@@ -204,7 +204,7 @@ def _rows(writer: NodeWriter, layer: Fp4Layer, start: int, end: int) -> ir.Value
     codes = _stored_rows(writer, "weight.codes", layer.codes, start, end)
     block = writer.add("DequantizeLinear", "scales_dequantized", scales, scale)
     value = writer.add("DequantizeLinear", "dequantized", codes, block, axis=1, block_size=NVFP4_BLOCK)
-    half = writer.add("Cast", "half", value, to=int(ir.DataType.FLOAT16))
+    half = writer.add("Cast", "half", value, to=int(layer.dtype))
     return writer.add("Transpose", "transposed", half, perm=[1, 0])
 
 

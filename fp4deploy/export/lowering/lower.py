@@ -10,6 +10,8 @@
 | fp8 | FP4 GEMM | FP4 GEMM | FP8 convolution, see `lowering.fp8` |
 | plugin | FP4 plugin | FP4 plugin | FP4 plugin; groups, or strides or paddings that differ by axis: as auto |
 
+(Where the rest is BF16 or FP32 there is no plugin, and no FP8 but that of the model: both are for FP16.)
+
 (TensorRT-RTX 1.7.1 does not build a 1x1 convolution with FP4 weights, so even `qdq` makes it a GEMM. It takes no
 plugins: `plugin` is for TensorRT, see `lowering.plugin`. A weight of a single block, and that of a 1x1 convolution in
 groups, is decoded to FP16 in every mode without a plugin for it, see `lowering.decode`. FP4 GEMMs are written in the
@@ -163,7 +165,7 @@ def _lower(
     layers = {layer.name: layer for layer in find_fp4_layers(model)}
     _check_open(layers.values(), conv, usual)
     check_meaning(proto)
-    plugins = {name for name, layer in layers.items() if conv == "plugin" and read_source(layer) is not None}
+    plugins = {name for name, layer in layers.items() if conv == "plugin" and _is_plugin(layer)}
     reasons = {name: _gemm_reason(layer, conv) for name, layer in layers.items() if name not in plugins}
     decoded = {name: why for name, reason in reasons.items() if (why := why_decoded(layers[name], reason))}
     reasons = {name: reason for name, reason in reasons.items() if name not in decoded}
@@ -184,6 +186,10 @@ def _lower(
     Sequential(DropFunctions(), FoldResizes(), names, *forms, *linear, *share, RemoveUnusedNodesPass(), names)(model)
     plan = plan_layers(model, requests, layers, lowered, macs, conv, plugins, eight, inputs, decoded)
     return LoweredModel(ir.to_proto(model), plan, metadata_object(proto, CARD_KEY), is_fp4(model))
+
+
+def _is_plugin(layer: Fp4Layer) -> bool:
+    return layer.dtype == ir.DataType.FLOAT16 and read_source(layer) is not None
 
 
 def _check_open(layers: Iterable[Fp4Layer], conv: str, usual: tuple[int, int] | None) -> None:

@@ -38,8 +38,8 @@ _REEXPORT = "Export the model again: fp4deploy export --format onnx"
 class Fp4Layer:
     """One layer whose weights are FP4 codes and whose input is quantised while the model runs.
 
-    `half` is the dequantised FP16 weight as stored, [O, KH*KW*C]; `shape` is (C, H, W), H and W `OPEN` where the
-    graph takes any, None for all but Conv2d and ConvTranspose2d.
+    `half` is the dequantised weight as stored, FP16 or what else the rest is (`dtype`), [O, KH*KW*C]; `shape` is (C, H,
+    W), H and W `OPEN` where the graph takes any, None for all but Conv2d and ConvTranspose2d.
     """
 
     name: str
@@ -60,8 +60,13 @@ class Fp4Layer:
         return self.shape is not None and OPEN in self.shape[1:]
 
     @property
+    def dtype(self) -> ir.DataType:
+        """The type of the rest, in which the layer computes where it does not multiply codes."""
+        return self.half.dtype or ir.DataType.FLOAT16
+
+    @property
     def source(self) -> ir.Value:
-        """The FP16 value that is quantised, [N,C,H,W] for convolutions with C already a multiple of 16.
+        """The value of that type that is quantised, [N,C,H,W] for convolutions with C already a multiple of 16.
 
         It is read from the graph each time: lowering one layer replaces the value that the next one quantises.
         """

@@ -79,10 +79,13 @@ def plan_layers(
         form, compute, weights, reason = _forecast(
             layer, first, requested, lowered.get(name), conv, request.get("reason", ""), name in plugins
         )
+        if conv == "plugin" and layer is not None and layer.dtype != ir.DataType.FLOAT16:
+            reason = f"{reason}; no plugin, since plugins read and write FP16"
         if fp8 is not None and name in fp8:
             form, compute, weights, reason = "fp8", "FP8", "FP8", fp8[name]
         if decoded is not None and name in decoded:
-            form, compute, weights, reason = "plain", "FP16", "FP16", decoded[name]
+            high = high_precision(fp4_layers[name].dtype)
+            form, compute, weights, reason = "plain", high, high, decoded[name]
         parts = {_name(node) for node in nodes} - {name}
         if len(parts) > 1:
             reason = f"{reason}; in {len(parts)} parts, because its result is read in parts"
@@ -167,7 +170,7 @@ def _forecast(
     """(form, planned compute precision, planned weight storage, reason) of one layer."""
     if layer is None:
         dtype = node.outputs[0].dtype if node is not None else None
-        high = _PRECISIONS.get(dtype, "FP16") if dtype is not None else "FP16"
+        high = high_precision(dtype)
         stored = weight_initializer(node) if node is not None else None
         if node is not None and stored is not None and stored.dtype == ir.DataType.FLOAT8E4M3FN:
             problem = why_not_fp8(_kernel(node), node.op_type == "ConvTranspose")
@@ -187,10 +190,15 @@ def _forecast(
     if is_upsampling(layer):
         why = f"kept as a convolution by --conv {conv}; --conv auto makes it an FP4 GEMM"
     elif geometry(layer) is not None or phases(layer) is not None:
-        why = "TensorRT has no FP4 convolution: FP4 weights are decoded to FP16 for it; --conv gemm makes it FP4 im2col"
+        why = "TensorRT has no FP4 convolution: FP4 weights are decoded for it; --conv gemm makes it FP4 im2col"
     else:
         why = "TensorRT has no FP4 convolution, and this form is not a single GEMM"
-    return "qdq", "FP16", "FP4", why
+    return "qdq", high_precision(layer.dtype), "FP4", why
+
+
+def high_precision(dtype: ir.DataType | None) -> str:
+    """The name of a type that is not quantised; FP16 where it is not known."""
+    return _PRECISIONS.get(dtype, "FP16") if dtype is not None else "FP16"
 
 
 def _kernel(node: ir.Node) -> list[int]:

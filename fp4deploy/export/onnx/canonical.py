@@ -21,6 +21,7 @@ from onnx.external_data_helper import (
 )
 
 from fp4deploy.errors import Fp4DeployError, InputError, first_line, named_cause
+from fp4deploy.rest import Rest, rest_of
 from fp4deploy.system.schema import parse_json
 
 OPSET = 23  # the first with FLOAT4E2M1
@@ -35,6 +36,7 @@ LARGEST_ELEMENT = 16  # bytes: complex128
 FORM_KEY = "fp4deploy.form"  # metadata: which of the two graphs of a network it is
 CANONICAL, DECOMPOSED = "canonical", "decomposed"
 LAYERS_KEY = "fp4deploy.layers"  # metadata: torch layer name -> {kind, precision, reason, largest}
+REST_KEY = "fp4deploy.rest"  # metadata: the precision of the rest (`fp4deploy.rest`); absent: FP16
 
 
 @contextmanager
@@ -54,7 +56,7 @@ def foreign_graph(source: object) -> Iterator[None]:
 
 
 def is_canonical(model: onnx.ModelProto) -> bool:
-    """Whether this is the canonical FP16 graph rather than the decomposed FP32 one: what the file says of itself.
+    """Whether this is the canonical graph rather than the decomposed FP32 one: what the file says of itself.
 
     One that says nothing, of another tool or an older version, is where FP16 goes in or out or a weight is in FP4.
     """
@@ -66,6 +68,11 @@ def is_canonical(model: onnx.ModelProto) -> bool:
     return any(value.type.tensor_type.elem_type == half for value in ends) or any(
         tensor.data_type == fp4 for tensor in model.graph.initializer
     )
+
+
+def rest_of_file(model: onnx.ModelProto) -> Rest:
+    """The precision of the rest that a file says it has; FP16 of one that says nothing."""
+    return rest_of(next((entry.value for entry in model.metadata_props if entry.key == REST_KEY), None))
 
 
 def parse_onnx(path: Path) -> onnx.ModelProto:

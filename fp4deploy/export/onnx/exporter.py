@@ -6,7 +6,8 @@
   are not in the table, in place, or the short form of a view are replaced one by one (`graph.retraced`), and the graph
   is traced again only where that cannot be done.
 
-Operators with numbers that FP16 does not hold become FP32 in between (`graph.wide`).
+Operators with numbers that FP16, or what else the graph is traced in, does not hold become FP32 in between
+(`graph.wide`).
 
 The names are private to torch: where a version has others, it works as before.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -25,16 +26,16 @@ from fp4deploy.graph.folded import fold_parameters
 from fp4deploy.graph.replaced import replaced
 from fp4deploy.graph.retraced import decomposed, inline_regions, made_functional
 from fp4deploy.graph.wide import keep_wide
-from fp4deploy.rest import FP16
+from fp4deploy.rest import FP16, Rest
 
 aten = torch.ops.aten
 ASSERTIONS = {aten._assert_scalar.default, aten._assert_tensor_metadata.default}  # the exporter removes them
 
 
 @contextmanager
-def short_export() -> Iterator[None]:
+def short_export(rest: Rest = FP16) -> Iterator[None]:
     """Inside, torch's ONNX exporter reads a copy of one table for each opset and runs a graph again only if it must; in
-    this thread.
+    this thread. rest: what the graph is traced in.
     """
     with ExitStack() as stack:
         with suppress(ImportError, AttributeError):
@@ -42,7 +43,7 @@ def short_export() -> Iterator[None]:
             from torch.onnx._internal.exporter._registration import ONNXRegistry
 
             stack.enter_context(replaced(ONNXRegistry, "from_torchlib", _from_one_table))
-            stack.enter_context(replaced(_fx_passes, "decompose_with_registry", _decompose_where_needed))
+            stack.enter_context(replaced(_fx_passes, "decompose_with_registry", partial(_decompose_where_needed, rest)))
         yield
 
 
@@ -61,12 +62,12 @@ def _copied(table: Any) -> Any:
     return copied
 
 
-def _decompose_where_needed(decompose: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def _decompose_where_needed(rest: Rest, decompose: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def short(program: torch.export.ExportedProgram, registry: Any) -> torch.export.ExportedProgram:
         inline_regions(program)
         fold_parameters(program)
         program = in_known(program, registry)
-        keep_wide(program, FP16)
+        keep_wide(program, rest)
         return program
 
     def in_known(program: torch.export.ExportedProgram, registry: Any) -> torch.export.ExportedProgram:

@@ -1,6 +1,7 @@
 """torch -> canonical NVFP4 Q/DQ ONNX: the hardware-neutral file from which every target is lowered.
 
-The model is copied, the copy rounded to FP16 and traced by torch's exporter with two kinds of layers replaced:
+The model is copied, the copy rounded to FP16, or what else the rest is (`fp4deploy.rest`), and traced by torch's
+exporter with two kinds of layers replaced:
 
 * a quantised layer leaves two markers, "its input is quantised here" and "its weight comes from here". Its float weight
   is never traced, so no float copy of it can end up in the file. A pass (`qdq.LowerMarkers`) then puts Q/DQ nodes in
@@ -11,6 +12,8 @@ The model is copied, the copy rounded to FP16 and traced by torch's exporter wit
 BatchNorm is not folded into the convolution before it. The exporter would fold it in FP16, which rounds every weight a
 second time: the file would hold other weights than those that were trained and compared, and FP4 layers below would see
 other codes. A compiler may fold it in higher precision, and each layer keeps its name.
+
+A graph in BF16 has FP32 inputs and outputs, and operators in FP32 where ONNX has no others (`bf16`).
 
 A model without quantised layers gives the plain FP16 graph, so both precisions share one path. The batch is dynamic,
 the image size fixed or, with `dynamic_size`, free; the same checkpoint gives the same bytes.
@@ -23,6 +26,7 @@ import json
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -36,7 +40,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from fp4deploy.errors import InputError
-from fp4deploy.export.onnx.canonical import CANONICAL, FORM_KEY, IR_VERSION, LAYERS_KEY, OPSET
+from fp4deploy.export.onnx.bf16 import WidenEnds, WidenOperators
+from fp4deploy.export.onnx.canonical import CANONICAL, FORM_KEY, IR_VERSION, LAYERS_KEY, OPSET, REST_KEY
 from fp4deploy.export.onnx.exporter import short_export
 from fp4deploy.export.onnx.floor import TRANSLATIONS
 from fp4deploy.export.onnx.layer_constants import CONVOLUTIONS, Fp8Constants, LayerConstants, layer_constants
@@ -64,7 +69,7 @@ from fp4deploy.models.card import CARD_KEY, ModelCard
 from fp4deploy.qat.computed import rest_tensors, torch_class
 from fp4deploy.qat.layers import QuantConvTranspose2d, QuantLinear
 from fp4deploy.qat.prepare import layer_plan, quantized_layers, restore
-from fp4deploy.rest import FP16
+from fp4deploy.rest import BF16, FP16, FP32, Rest, rest_of
 from fp4deploy.tracing import make_no_folder
 
 ATTENTION_AXES = "only 4D query, key, and value are supported"  # says torch's exporter
@@ -79,8 +84,10 @@ def export_graph(
     input_shape: tuple[int, ...] | Inputs,
     card: ModelCard | None = None,
     dynamic_size: bool = False,
+    rest: str | None = None,
 ) -> onnx.ModelProto:
-    """Make the canonical graph of a model: FP4 for the layers `qat.prepare` quantised, FP16 for the rest.
+    """Make the canonical graph of a model: FP4 for the layers `qat.prepare` quantised, FP16, or what is chosen, for the
+    rest.
 
     Args:
         model: convolutional model, FP32, on any device; it is not changed.
@@ -89,13 +96,16 @@ def export_graph(
         card: stored in the file, so that it can be evaluated on its own.
         dynamic_size: leave all axes of a sample but the first (the channels) open. ONNX Runtime takes any size that the
             network takes; for an engine, `fp4deploy build --size HxW` fixes one.
+        rest: "fp16", "bf16" or "fp32" (`fp4deploy.rest`); None: as the card says, FP16 without one.
 
     Returns:
-        Opset 23, IR 11; float16 "image" [N, *input_shape] -> float16 "logits" [N, ...], N dynamic; checked. Several
-        inputs have the names of the arguments, several outputs those of a dict, or "output_0", "output_1" of a tuple.
+        Opset 23, IR 11; float16 (of another rest float32) "image" [N, *input_shape] -> float16 "logits" [N, ...], N
+        dynamic; checked. Several inputs have the names of the arguments, several outputs those of a dict, or
+        "output_0", "output_1" of a tuple.
 
     Raises:
-        InputError: an uncalibrated layer, a value that is not finite or beyond FP16, a model that cannot be traced.
+        InputError: an uncalibrated layer, a value that is not finite or beyond the rest's range, a model that cannot be
+            traced.
         UnsettledSizes: `dynamic_size`, and sizes that are too long formulas of the image's.
 
     >>> graph = export_graph(nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU()), (3, 8, 8))
@@ -103,11 +113,16 @@ def export_graph(
     ['Conv', 'Relu']
     """
     constants, refused = _constants(model)
-    refuse_random(restore(copied(model)), *_examples(input_shape))
-    traced = _trace(_traceable(model, constants, refused), _examples(input_shape), dynamic_size)
+    precision = rest_of(rest or card)
+    # The multi-term FP4 encoding reads FP16.
+    examples = _examples(input_shape, FP16 if getattr(model, "digits", False) else precision)
+    refuse_random(restore(copied(model)), *examples)
+    traced = _trace(_traceable(model, constants, refused, precision), examples, dynamic_size, precision)
     reached = marked_layers(traced)
+    operators = WidenOperators()
+    wide = (operators, WidenEnds()) if precision is BF16 else ()
     leaves = {name for name, module in model.named_modules() if not any(module.children())}
-    for each in (NameAfterModules(leaves), ForgetTracing(), LowerMarkers(constants), NameFixPass()):
+    for each in (NameAfterModules(leaves), ForgetTracing(), LowerMarkers(constants, precision), *wide, NameFixPass()):
         each(traced)
     _trim_less(traced.graph)
     if dynamic_size:
@@ -116,9 +131,11 @@ def export_graph(
     traced.producer_name, traced.producer_version = PRODUCER, None
     traced.graph.name = card.architecture if card else type(model).__name__.lower()
     traced.metadata_props[FORM_KEY] = CANONICAL
-    traced.metadata_props[LAYERS_KEY] = json.dumps(_layers(model, reached))
+    traced.metadata_props[LAYERS_KEY] = json.dumps(_layers(model, reached, precision, operators.widened))
+    if precision is not FP16:
+        traced.metadata_props[REST_KEY] = precision.name
     if card:
-        traced.metadata_props[CARD_KEY] = card.to_json()
+        traced.metadata_props[CARD_KEY] = replace(card, rest=precision.name).to_json()
     proto = ir.to_proto(traced)
     onnx.checker.check_model(proto, full_check=True)
     return proto
@@ -176,31 +193,40 @@ def _constants(model: nn.Module) -> tuple[dict[str, LayerConstants | Fp8Constant
     return found, refused
 
 
-def _layers(model: nn.Module, reached: set[str]) -> dict[str, dict[str, str]]:
-    """What each layer is in; a quantised one that the network never calls is not in the file."""
+def _layers(model: nn.Module, reached: set[str], rest: Rest, widened: list[str]) -> dict[str, dict[str, str]]:
+    """What each layer is in; a quantised one that the network never calls is not in the file.
+
+    widened: nodes that ONNX does not define in the rest.
+    """
     quantized = quantized_layers(model)
     recipes = [layer.recipe for layer in quantized.values()]
     plans = layer_plan(model, recipes[0] if recipes else None)  # of a prepared model: as it is
-    return {
-        plan.name: {"kind": plan.kind, "precision": plan.precision, "reason": plan.reason}
-        for plan in plans
-        if plan.name in reached or plan.name not in quantized
-    }
+    found = {}
+    for plan in plans:
+        if plan.name not in reached and plan.name in quantized:
+            continue
+        precision, reason = plan.precision, plan.reason
+        if precision == FP16.label:
+            precision, reason = rest.label, reason.replace(FP16.label, rest.label)
+            if plan.name in widened:
+                precision, reason = FP32.label, f"{reason}; ONNX does not define it for {rest.label}"
+        found[plan.name] = {"kind": plan.kind, "precision": precision, "reason": reason}
+    return found
 
 
 Examples = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]  # positional, by name
 
 
-def _examples(given: tuple[int, ...] | Inputs) -> Examples:
-    """Example inputs, floating point ones in FP16, with a batch of at least two: one would be taken for a constant."""
+def _examples(given: tuple[int, ...] | Inputs, rest: Rest) -> Examples:
+    """Example inputs, floating point ones in `rest`, with a batch of at least two: one would be a constant."""
     shape = not isinstance(given, torch.Tensor | Mapping) and all(isinstance(size, int) for size in given)
     positional, named = arguments(torch.zeros((2, *given)) if shape else given)  # type: ignore[arg-type]
-    half = [x.half() if x.is_floating_point() else x for x in (*positional, *named.values())]
+    typed = [x.to(rest.dtype) if x.is_floating_point() else x for x in (*positional, *named.values())]
     count = len(positional)
-    return tuple(half[:count]), dict(zip(named, half[count:], strict=True))
+    return tuple(typed[:count]), dict(zip(named, typed[count:], strict=True))
 
 
-def _trace(model: nn.Module, examples: Examples, dynamic_size: bool) -> ir.Model:
+def _trace(model: nn.Module, examples: Examples, dynamic_size: bool, rest: Rest) -> ir.Model:
     positional, named = examples
     tensors = (*positional, *named.values())
     batch = torch.export.Dim(BATCH, min=1)
@@ -234,7 +260,7 @@ def _trace(model: nn.Module, examples: Examples, dynamic_size: bool) -> ir.Model
         with (
             watched() as fixed,
             quiet(),
-            short_export(),
+            short_export(rest),
             bound if dynamic_size else nullcontext(),
             Divided(),
             Unpooling(),
@@ -361,20 +387,20 @@ def _adds_little(node: ir.Node) -> bool:
 
 
 def _traceable(
-    model: nn.Module, constants: dict[str, LayerConstants | Fp8Constants], refused: dict[str, InputError]
+    model: nn.Module, constants: dict[str, LayerConstants | Fp8Constants], refused: dict[str, InputError], rest: Rest
 ) -> nn.Module:
-    """An FP16 copy on the CPU whose quantised layers leave markers, or raise what is `refused`."""
-    for name, tensor in rest_tensors(model):
-        FP16.require(name, tensor)
+    """A copy in `rest` on the CPU whose quantised layers leave markers, or raise what is `refused`."""
+    for name, tensor in rest_tensors(model, rest):
+        rest.require(name, tensor)
     traceable = copied(model).cpu().eval()
-    numbers = {name: x.detach() for name, x in traceable.state_dict().items() if FP16.is_wide_number(x)}
-    held = traceable.half().state_dict(keep_vars=True)
+    numbers = {name: x.detach() for name, x in traceable.state_dict().items() if rest.is_wide_number(x)}
+    held = traceable.to(rest.dtype).state_dict(keep_vars=True)
     for name, number in numbers.items():
         held[name].data = number
     for name, module in traceable.named_modules():
         forward: Callable[..., torch.Tensor] | None = None
         if name in constants:
-            forward = _marking_forward(name, constants[name], module)
+            forward = _marking_forward(name, constants[name], module, rest.dtype)
         elif name in refused:
             forward = _refusing_forward(refused[name])
         elif _computes(module, nn.GroupNorm) and module.affine:
@@ -391,19 +417,22 @@ def _computes(module: nn.Module, *kinds: type[nn.Module]) -> bool:
     return isinstance(module, kinds) and type(module).forward in [kind.forward for kind in kinds]
 
 
-def _marking_forward(name: str, layer: LayerConstants | Fp8Constants, module: nn.Module) -> Callable[..., torch.Tensor]:
+def _marking_forward(
+    name: str, layer: LayerConstants | Fp8Constants, module: nn.Module, dtype: torch.dtype
+) -> Callable[..., torch.Tensor]:
     """The layer's forward with two markers in place of its quantised operands."""
     shape = layer.shape if isinstance(layer, Fp8Constants) else tuple(layer.shape[axis] for axis in layer.order)
     channels = int(cast(Any, module.in_features if isinstance(module, nn.Linear) else module.in_channels))
 
     def operands(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x = x.half()  # of code that computes in FP32
-        if isinstance(layer, Fp8Constants):
-            return _marker(ACTIVATION_MARKER, [x], name, tuple(x.shape)), _marker(WEIGHT_MARKER, [], name, shape)
-        axis = layer.channel_axis % x.ndim
-        torch._check(x.shape[axis] == channels)  # as the product that the markers stand for does
-        padded = (*x.shape[:axis], layer.channels, *x.shape[axis + 1 :])
-        return _marker(ACTIVATION_MARKER, [x], name, padded), _marker(WEIGHT_MARKER, [], name, shape)
+        x = x.to(dtype)  # of code that computes in FP32
+        padded: tuple[Any, ...] = tuple(x.shape)
+        if not isinstance(layer, Fp8Constants):
+            axis = layer.channel_axis % x.ndim
+            torch._check(x.shape[axis] == channels)  # as the product that the markers stand for does
+            padded = (*x.shape[:axis], layer.channels, *x.shape[axis + 1 :])
+        activation = _marker(ACTIVATION_MARKER, [x], name, padded, dtype)
+        return activation, _marker(WEIGHT_MARKER, [], name, shape, dtype)
 
     def convolution(self: Any, x: torch.Tensor) -> torch.Tensor:
         x, weight = operands(x)
@@ -433,9 +462,11 @@ def _refusing_forward(error: InputError) -> Callable[..., torch.Tensor]:
     return refuse
 
 
-def _marker(kind: str, inputs: list[torch.Tensor], layer: str, shape: tuple[Any, ...]) -> torch.Tensor:
+def _marker(
+    kind: str, inputs: list[torch.Tensor], layer: str, shape: tuple[Any, ...], dtype: torch.dtype
+) -> torch.Tensor:
     operator = f"{MARKER_DOMAIN}::{kind}"
-    return torch.onnx.ops.symbolic(operator, inputs, {"layer": layer}, dtype=torch.float16, shape=shape, version=1)
+    return torch.onnx.ops.symbolic(operator, inputs, {"layer": layer}, dtype=dtype, shape=shape, version=1)
 
 
 def _group_norm(self: nn.GroupNorm, x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Layers that read FP32 in a network traced in FP16: they compute in FP32, as the code asks.
+"""Layers that read FP32 in a network traced in FP16, or in BF16: they compute in FP32, as the code asks.
 
     with torch.autocast(x.device.type, enabled=False):
         x = self.conv(x.float())
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+NARROW = {torch.float16, torch.bfloat16}
 OF_ONE_TYPE = (
     F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, F.linear, F.bilinear,
     torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.__rmatmul__, torch.einsum,
@@ -29,7 +30,7 @@ OF_ONE_TYPE = (
 
 
 class MixedTypes(TorchFunctionMode):
-    """Inside, what needs operands of one type is given FP32 where some are FP16 and some FP32."""
+    """Inside, what needs operands of one type is given FP32 where some are FP16 or BF16 and some FP32."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -43,8 +44,8 @@ class MixedTypes(TorchFunctionMode):
 
 def _is_mixed(arguments: Any) -> bool:
     found = {each.dtype for each in tree_leaves(arguments) if isinstance(each, torch.Tensor)}
-    return found >= {torch.float16, torch.float32}
+    return torch.float32 in found and bool(found & NARROW)
 
 
 def _in_fp32(x: torch.Tensor) -> torch.Tensor:
-    return x.float() if x.dtype == torch.float16 else x
+    return x.float() if x.dtype in NARROW else x

@@ -1,6 +1,6 @@
 """Quantise/dequantise nodes of the canonical graph.
 
-A quantised layer computes in FP16 what its Q/DQ nodes leave of its operands:
+A quantised layer computes in FP16, or what else the rest is, what its Q/DQ nodes leave of its operands:
 
     x [N,C,H,W] -> (Pad C to 16s) -> Reshape [N,C,HW] -> TRT_FP4DynamicQuantize(., s) -> codes E2M1, scales E4M3
         DequantizeLinear(scales, s) -> DequantizeLinear(codes, that, axis=1, block_size=16) -> Cast -> Reshape [N,C,H,W]
@@ -13,7 +13,8 @@ constants must be 2-D for a convolution to build; E4M3 may not be the scale of a
 weights stay in OHWI order, so that a block never crosses a tap. Channels beyond C are zeros on both sides, so padding
 does not change the result.
 
-A layer in FP8 has ONNX's own operators, with FP16 scales:
+A layer in FP8 has ONNX's own operators, with FP16 scales (the same numbers in FP32, and Casts, where the rest is not
+FP16):
 
     x -> QuantizeLinear(s) -> DequantizeLinear(s)              one scale
     W E4M3 -> DequantizeLinear(axis)                           one scale a channel
@@ -37,7 +38,9 @@ from fp4deploy.export.onnx.layer_constants import Fp8Constants, LayerConstants
 from fp4deploy.export.onnx.quantize_function import QUANTIZE_OP, TRT_DOMAIN, dynamic_quantize_function
 from fp4deploy.export.onnx.writer import NodeWriter
 from fp4deploy.formats import NVFP4_BLOCK, global_scale
+from fp4deploy.rest import Rest
 
+ONNX_TYPES = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16, "fp32": ir.DataType.FLOAT}  # of the rest
 MARKER_DOMAIN = "fp4deploy"
 ACTIVATION_MARKER = "ActivationQuantize"
 WEIGHT_MARKER = "WeightQuantize"
@@ -46,9 +49,9 @@ WEIGHT_MARKER = "WeightQuantize"
 class LowerMarkers(ir.passes.InPlacePass):
     """Replace every marker that tracing left by its Q/DQ nodes; precondition: `layers` has each marked layer."""
 
-    def __init__(self, layers: Mapping[str, LayerConstants | Fp8Constants]) -> None:
+    def __init__(self, layers: Mapping[str, LayerConstants | Fp8Constants], rest: Rest) -> None:
         super().__init__()
-        self.layers = layers
+        self.layers, self.dtype = layers, ONNX_TYPES[rest.name]
 
     def requires(self, model: ir.Model) -> None:
         unknown = marked_layers(model) - set(self.layers)
@@ -60,7 +63,7 @@ class LowerMarkers(ir.passes.InPlacePass):
         for node in markers:
             name, is_input = _layer_of(node), node.op_type == ACTIVATION_MARKER
             prefix = f"{name}.input" if is_input else f"{name}.weight"
-            writer = NodeWriter(model.graph, prefix, before=node, dtype=ir.DataType.FLOAT16)
+            writer = NodeWriter(model.graph, prefix, before=node, dtype=self.dtype)
             layer = self.layers[name]
             if isinstance(layer, Fp8Constants):
                 value = _fp8_activation(writer, layer, node) if is_input else _fp8_weight(writer, layer)
@@ -132,16 +135,35 @@ def _fp8_activation(writer: NodeWriter, layer: Fp8Constants, marker: ir.Node) ->
     """x -> QuantizeLinear -> DequantizeLinear."""
     (x,) = marker.inputs
     assert x is not None
-    scale = writer.constant("scale", layer.input_scale)
+    scale = writer.constant("scale", _fp8_scale(writer, layer.input_scale))
     zero = writer.constant("zero", np.zeros((), ml_dtypes.float8_e4m3fn))
+    if writer.dtype == ir.DataType.BFLOAT16:
+        x = writer.add("Cast", "wide", x, dtype=ir.DataType.FLOAT, shape=x.shape, to=int(ir.DataType.FLOAT))
     codes = writer.add("QuantizeLinear", "quantize", x, scale, zero, dtype=ir.DataType.FLOAT8E4M3FN, shape=x.shape)
-    return writer.add("DequantizeLinear", "dequantized", codes, scale, zero, shape=x.shape)
+    return _narrow(
+        writer, writer.add("DequantizeLinear", "dequantized", codes, scale, zero, dtype=scale.dtype, shape=x.shape)
+    )
 
 
 def _fp8_weight(writer: NodeWriter, layer: Fp8Constants) -> ir.Value:
     """codes -> DequantizeLinear, one scale an output channel."""
-    codes, scales = writer.constant("codes", layer.codes), writer.constant("scales", layer.scales)
-    return writer.add("DequantizeLinear", "dequantized", codes, scales, shape=layer.shape, axis=layer.axis)
+    codes, scales = writer.constant("codes", layer.codes), writer.constant("scales", _fp8_scale(writer, layer.scales))
+    value = writer.add(
+        "DequantizeLinear", "dequantized", codes, scales, dtype=scales.dtype, shape=layer.shape, axis=layer.axis
+    )
+    return _narrow(writer, value)
+
+
+def _fp8_scale(writer: NodeWriter, scale: Any) -> Any:
+    """An FP16 scale; as FP32 where the rest is not FP16, in which BF16 would not hold it."""
+    return scale if writer.dtype == ir.DataType.FLOAT16 else np.asarray(scale, np.float32)
+
+
+def _narrow(writer: NodeWriter, value: ir.Value) -> ir.Value:
+    """A decoded value in the type of the rest."""
+    if value.dtype == writer.dtype:
+        return value
+    return writer.add("Cast", "half", value, shape=value.shape, to=int(cast(ir.DataType, writer.dtype)))
 
 
 def _lower_weight(writer: NodeWriter, layer: LayerConstants) -> ir.Value:
@@ -165,12 +187,12 @@ def _reshape(writer: NodeWriter, x: ir.Value, role: str, shape: tuple[Any, ...])
 
 
 def _dequantize(writer: NodeWriter, codes: ir.Value, scales: ir.Value, scale: ir.Value, axis: int) -> ir.Value:
-    """Codes and block scales -> FP16."""
+    """Codes and block scales -> the type of the rest."""
     op, wide = "DequantizeLinear", ir.DataType.FLOAT
     steps = writer.add(op, "scales_dequantized", scales, scale, dtype=wide, shape=scales.shape)
     blocks = {"axis": axis, "block_size": NVFP4_BLOCK}
     value = writer.add(op, "dequantized", codes, steps, dtype=wide, shape=codes.shape, **blocks)
-    return writer.add("Cast", "half", value, shape=codes.shape, to=int(ir.DataType.FLOAT16))
+    return _narrow(writer, value)
 
 
 def _at_most_three(shape: tuple[Any, ...], axis: int, name: str) -> tuple[tuple[Any, ...], int]:

@@ -19,7 +19,7 @@ Three patterns become one node each:
 BatchNorm becomes `affine`, y = x scale + shift with scale = gamma / sqrt(var + eps) and shift = beta - mean scale,
 computed in FP64 and kept in FP32. It is not folded into the weight: the codes are those that were trained.
 
-Weights have the bytes of the canonical ONNX file (`layer_constants`); other parameters are FP16.
+Weights have the bytes of the canonical ONNX file (`layer_constants`); other parameters are of the rest's precision.
 """
 
 from fp4deploy.export.packing.capture import packed_graph

@@ -10,10 +10,11 @@ from fp4deploy.graph import ir
 from fp4deploy.graph.operators import UNARY
 from fp4deploy.packed.graph import Graph
 from fp4deploy.packed.operators import ATEN
+from fp4deploy.rest import FP16, Rest
 
 
 def packed_graph(
-    captured: ir.Graph, model: nn.Module, digits: bool = False, free: bool = True
+    captured: ir.Graph, model: nn.Module, digits: bool = False, free: bool = True, rest: Rest = FP16
 ) -> tuple[Graph, Tensors]:
     """The packed network of a model.
 
@@ -22,12 +23,13 @@ def packed_graph(
         model: the same model with its quantised layers, its parameters as deployed (`qat.round_to_deployed`).
         digits: its input is encoded as multi-term FP4 before the graph begins.
         free: a graph of fixed sizes takes any height and width if none of its nodes holds one.
+        rest: the precision of what is not packed.
 
     Raises:
         InputError: an operation that no node computes, a layer whose recipe has no packed form, a value that is not
             finite.
     """
-    return Writer(captured, model, digits, WRITERS, free).write()
+    return Writer(captured, model, digits, WRITERS, free, rest).write()
 
 
 WRITERS: dict[str, Write] = {

@@ -22,7 +22,7 @@ def write_group_norm(writer: Writer, node: ir.Node, forms: list[Form]) -> packed
     bias = writer.bias(before) if before is not None and writer.gives_bias(before) is node else None
     layer = owner(node)
     for part in ("weight", "bias"):
-        writer.half(f"{layer}.{part}", writer.state[node.parameters[part]])
+        writer.plain(f"{layer}.{part}", writer.state[node.parameters[part]])
     inputs = [writer.source(node)]
     return packed.GroupNormReLU(layer=layer, inputs=inputs, outputs=forms, groups=groups, eps=eps, bias=bias)
 
@@ -33,8 +33,8 @@ def _norm(writer: Writer, node: ir.Node, forms: list[Form], **more: Any) -> pack
         layer = owner(node)
         weight = writer.state[node.parameters["weight"]]
         bias = writer.state[node.parameters["bias"]] if "bias" in node.parameters else torch.zeros_like(weight)
-        writer.half(f"{layer}.weight", weight)
-        writer.half(f"{layer}.bias", bias)
+        writer.plain(f"{layer}.weight", weight)
+        writer.plain(f"{layer}.bias", bias)
     inputs = [writer.source(node)]
     op = cast(Any, node.op)
     return packed.Norm(op=op, layer=layer, inputs=inputs, outputs=forms, eps=node.attributes["eps"], **more)

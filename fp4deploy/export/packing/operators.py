@@ -87,7 +87,7 @@ def write_activation(writer: Writer, node: ir.Node, forms: list[Form]) -> packed
 def write_prelu(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
     """A PReLU, whose slopes are a parameter."""
     tensor = node.parameters["weight"]
-    writer.half(tensor, writer.state[tensor])
+    writer.plain(tensor, writer.state[tensor])
     return packed.PReLU(tensor=tensor, inputs=[writer.source(node)], outputs=forms)
 
 
@@ -325,7 +325,7 @@ def write_attention(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.
         raise refuse(node, "an attention with a mask of comparisons")
     constant = node.parameters.get("attn_mask")
     if constant is not None and writer.state[constant].dtype == torch.bool:  # added to the scores
-        writer.state[constant] = torch.where(writer.state[constant], 0.0, -FP16_MAX)
+        writer.state[constant] = torch.where(writer.state[constant], 0.0, -writer.rest.largest)
     scale, causal = node.attributes["scale"], bool(node.attributes["is_causal"])
     roles = ("query", "key", "value", "attn_mask")
     return packed.Attention(

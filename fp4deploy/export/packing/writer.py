@@ -16,9 +16,9 @@ from fp4deploy.graph import ir
 from fp4deploy.graph.operators import ARITHMETIC
 from fp4deploy.graph.sizes import Size, axes_of
 from fp4deploy.packed import graph as packed
-from fp4deploy.packed.graph import FP16_MAX, FP32_MAX, Form, Graph, Input, Output
+from fp4deploy.packed.graph import FP32_MAX, Form, Graph, Input, Output
 from fp4deploy.qat.layers import QuantizedLayer
-from fp4deploy.rest import FP16
+from fp4deploy.rest import Rest
 
 Tensors = dict[str, torch.Tensor]
 POINTWISE = (*ARITHMETIC, "where")
@@ -34,9 +34,10 @@ class Writer:
     """Nodes, forms and tensors as they are written; `operators` maps an operation to the function that writes it."""
 
     def __init__(
-        self, captured: ir.Graph, model: nn.Module, digits: bool, operators: Mapping[str, Write], free: bool
+        self, captured: ir.Graph, model: nn.Module, digits: bool, operators: Mapping[str, Write], free: bool, rest: Rest
     ) -> None:
         self.captured, self.model, self.digits, self.operators, self.free = captured, model, digits, operators, free
+        self.rest = rest
         self.modules = dict(model.named_modules(remove_duplicate=False))  # a module may have several names
         owned = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         self.state = {**captured.constants, **dict(owned)}
@@ -71,7 +72,8 @@ class Writer:
         for node in self.captured.nodes:
             self._emit(node)
         outputs = [Output(name=name, activation=self.read(value, None)) for name, value in self.captured.outputs]
-        graph = Graph(inputs=inputs, nodes=self.nodes, outputs=outputs, tensors={}, digits=self.digits)
+        settings: dict[str, Any] = {"digits": self.digits, "rest": self.rest.name}
+        graph = Graph(inputs=inputs, nodes=self.nodes, outputs=outputs, tensors={}, **settings)
         return graph, self.tensors
 
     # Patterns
@@ -277,7 +279,7 @@ class Writer:
             if form.amax is None:
                 continue
             amax = self.constants[form.amax.removesuffix(".input_amax")].input_amax
-            FP16.require(form.amax, torch.tensor(amax))
+            self.rest.require(form.amax, torch.tensor(amax))
             self.tensors[form.amax] = torch.tensor(amax)
 
     def source(self, node: ir.Node) -> str:
@@ -303,25 +305,26 @@ class Writer:
         return form.name
 
     def keep(self, name: str, value: torch.Tensor) -> None:
-        """Add a tensor that the module's code reads or computes: a parameter in FP16, anything computed in FP32."""
-        if name not in self.captured.constants and not FP16.is_wide_number(value):
-            self.half(name, value)
+        """Add a tensor that the module's code reads or computes: a parameter in the rest, anything computed in FP32."""
+        if name not in self.captured.constants and not self.rest.is_wide_number(value):
+            self.plain(name, value)
             return
         value = value.detach().float()
-        limit = FP16_MAX if FP16.holds_tensor(value) else FP32_MAX  # of an infinite number
+        limit = self.rest.largest if self.rest.holds_tensor(value) else FP32_MAX  # of an infinite number
         value = value.clamp(-limit, limit)
         if not torch.isfinite(value).all():
             raise InputError(f"{name} holds NaN. Export an earlier checkpoint.")
         self.tensors[name] = value
 
-    def half(self, name: str, parameter: torch.Tensor) -> None:
-        """Add a tensor in FP16."""
-        FP16.require(name, parameter)
-        if not parameter.is_floating_point() and not torch.equal(parameter.half().to(parameter.dtype), parameter):
+    def plain(self, name: str, parameter: torch.Tensor) -> None:
+        """Add a tensor in the precision of the rest."""
+        self.rest.require(name, parameter)
+        rounded = parameter.detach().to(self.rest.dtype)
+        if not parameter.is_floating_point() and not torch.equal(rounded.to(parameter.dtype), parameter):
             raise InputError(
-                f"{name} holds whole numbers that FP16 rounds. Make it a tensor of floating point numbers."
+                f"{name} holds whole numbers that {self.rest.label} rounds. Make it a tensor of floating point numbers."
             )
-        self.tensors[name] = parameter.detach().half()
+        self.tensors[name] = rounded
 
     def layer(self, node: ir.Node, with_bias: bool) -> dict[str, Any]:
         """Fields of a layer; its tensors are added to the file."""
@@ -334,8 +337,8 @@ class Writer:
             if name.startswith(ir.COMPUTED):
                 self.tensors[f"{name}.weight"] = weight.detach().float()
             else:
-                self.half(f"{name}.weight", weight)
-            return {"layer": name, "precision": "fp16", "bias": bias}
+                self.plain(f"{name}.weight", weight)
+            return {"layer": name, "precision": self.rest.name, "bias": bias}
         name = node.layer
         constants = self.constants[name]
         rows = constants.shape[:-1]
@@ -350,7 +353,7 @@ class Writer:
         """The name of a layer's bias, added to the file."""
         name = node.parameters.get("bias")
         if name is not None:
-            self.half(name, self.state[name])
+            self.plain(name, self.state[name])
         return name
 
     def gives_bias(self, node: ir.Node) -> ir.Node | None:

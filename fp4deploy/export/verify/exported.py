@@ -1,10 +1,10 @@
 """`verify`: does an exported file compute what the model in memory computes?
 
-The model is compared **with its weights as deployed** (`qat.deployed`): whatever is not FP4 is rounded to FP16, and
-each static amax to what the file's global scale gives back. Those are the weights that the file holds. The FP32 weights
-of the training are no reference for it: an engine never has them, and FP4 amplifies the difference, because an
-activation that moves by 2^-12 of its value now and then crosses a rounding boundary of E2M1 and becomes another code.
-Compared with the unrounded model, a correct file would therefore seem wrong.
+The model is compared **with its weights as deployed** (`qat.deployed`): whatever is not FP4 is rounded to FP16, or
+what else the file has it in, and each static amax to what the file's global scale gives back. Those are the weights
+that the file holds. The FP32 weights of the training are no reference for it: an engine never has them, and FP4
+amplifies the difference, because an activation that moves by 2^-12 of its value now and then crosses a rounding
+boundary of E2M1 and becomes another code. Compared with the unrounded model, a correct file would therefore seem wrong.
 
 What rounding the weights costs in accuracy is another question, and a smaller one. It is answered by evaluating the
 rounded model, which is what every runtime of `bench` does.
@@ -20,7 +20,7 @@ import onnx
 import torch
 from torch import nn
 
-from fp4deploy.export.onnx.canonical import is_canonical, parse_onnx
+from fp4deploy.export.onnx.canonical import is_canonical, parse_onnx, rest_of_file
 from fp4deploy.export.onnx.decomposed import to_portable
 from fp4deploy.export.verify.outputs import Agreement, verify_decomposed
 from fp4deploy.graph.capture import Inputs
@@ -59,8 +59,8 @@ def verify(
         compared and how exactly. An output with NaN or Inf never passes.
 
     Raises:
-        InputError: the file cannot be read or decomposed, a weight is beyond FP16's range, or `outputs` does not fit
-            the outputs.
+        InputError: the file cannot be read or decomposed, a weight is beyond the range of its precision, or `outputs`
+            does not fit the outputs.
 
     >>> model = fd.prepare(torch.nn.Sequential(torch.nn.Conv2d(16, 32, 3), torch.nn.Conv2d(32, 4, 1)), include="0")
     >>> images = torch.randn(2, 16, 8, 8)
@@ -70,7 +70,7 @@ def verify(
     """
     proto = exported if isinstance(exported, onnx.ModelProto) else parse_onnx(Path(exported))
     batches, meanings = batches_of(inputs, len(proto.graph.input)), known_outputs(_card(proto, exported), head, outputs)
-    return verify_decomposed(deployed(model), _portable(proto), batches, meanings=meanings)
+    return verify_decomposed(deployed(model, rest_of_file(proto)), _portable(proto), batches, meanings=meanings)
 
 
 def _card(proto: onnx.ModelProto, exported: object) -> ModelCard | None:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 from torch import nn
 
-from fp4deploy.export.onnx.canonical import GEMM_OPS
+from fp4deploy.export.onnx.canonical import GEMM_OPS, rest_of_file
 from fp4deploy.export.onnx.session import verifying_session
 from fp4deploy.export.verify.agreement import OutputAgreement, compare_outputs, least_share
 from fp4deploy.export.verify.tensors import call, feed, floats
@@ -36,6 +36,7 @@ from fp4deploy.graph.capture import Inputs
 from fp4deploy.models.meaning import UNKNOWN, OutputMeanings
 from fp4deploy.qat import QuantizedLayer, quantized_layers
 from fp4deploy.qat.prepare import is_fp8
+from fp4deploy.rest import Rest
 
 REFERENCE = ".from_torch"
 
@@ -95,7 +96,7 @@ def compare_layerwise(
     compared: tuple[OutputAgreement, ...] = ()
     wrong, seen, blocks = (dict.fromkeys(cut.values, 0) for _ in range(3))
     for image in images:
-        expected, operands = _run_torch(model, layers, image)
+        expected, operands = _run_torch(model, layers, image, rest_of_file(portable))
         unmatched = [name for name in layers if len(operands[name]) != len(cut.values.get(name, ()))]
         if unmatched:
             return LayerwiseAgreement((), {}, cut.sources, tuple(unmatched))
@@ -170,7 +171,7 @@ def _sources(graph: onnx.GraphProto, values: dict[str, list[str]]) -> dict[str, 
 
 
 def _run_torch(
-    model: nn.Module, layers: dict[str, QuantizedLayer], image: Inputs
+    model: nn.Module, layers: dict[str, QuantizedLayer], image: Inputs, rest: Rest
 ) -> tuple[list[torch.Tensor], Operands]:
     """Outputs, and each layer's quantised input at each use as the graph holds it: channels padded to whole blocks."""
     operands: Operands = {name: [] for name in layers}
@@ -187,7 +188,7 @@ def _run_torch(
     handles = [layer.register_forward_pre_hook(keep(name)) for name, layer in layers.items()]
     try:
         with torch.inference_mode():
-            return [floats(each) for each in call(model, image)], operands
+            return [floats(each) for each in call(model, image, rest)], operands
     finally:
         for handle in handles:
             handle.remove()

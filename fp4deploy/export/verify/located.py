@@ -28,9 +28,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fp4deploy.export.onnx.session import portable_session
-from fp4deploy.export.verify.numbers import fp16_numbers
+from fp4deploy.export.verify.numbers import rest_numbers
 from fp4deploy.export.verify.tensors import applied, feed
 from fp4deploy.graph.capture import Inputs, line_of
+from fp4deploy.rest import Rest
 
 CLOSE = 1e-3  # of the norm of a tensor, without FP4
 
@@ -113,13 +114,14 @@ def _frames(frame: FrameType) -> list[tuple[str, int]]:
     return [(each.f_code.co_filename, line) for each, line in traceback.walk_stack(frame)][::-1]
 
 
-def first_difference(model: nn.Module, inputs: Inputs, values: Collection[torch.Tensor]) -> str:
+def first_difference(model: nn.Module, inputs: Inputs, values: Collection[torch.Tensor], rest: Rest) -> str:
     """The first operator whose result no tensor of a file is, nor what torch computes from it; "" if there is none.
 
     Args:
         model: the network in torch, without quantised layers.
         inputs: on which the file differs.
         values: every tensor that the file computes of them, such as `onnx_values`.
+        rest: what the file holds numbers of the network's code in.
 
     Returns:
         for messages: "interpolate in 'neck' (net.py, line 12)".
@@ -130,7 +132,7 @@ def first_difference(model: nn.Module, inputs: Inputs, values: Collection[torch.
         handles.append(module.register_forward_pre_hook(record.entering(name), prepend=True))
         handles.append(module.register_forward_hook(record.leave, always_call=True))
     try:
-        with torch.no_grad(), fp16_numbers(model), record:
+        with torch.no_grad(), rest_numbers(model, rest), record:
             outputs = applied(model, copies)
     finally:
         for handle in handles:

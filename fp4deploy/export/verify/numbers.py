@@ -1,11 +1,11 @@
-"""Numbers in a network's code, in FP16 as its file holds them.
+"""Numbers in a network's code, in FP16, or what else the rest is, as its file holds them.
 
     q = q * self.dim**-0.5          0.17677669 in torch, 0.17675781 in the file
 
 A file of FP16 operators has FP16 constants. The parameters of the torch model that it is compared with are rounded to
 FP16 beforehand (`qat.deployed`); a number that stands in `forward` is rounded here, while the model runs. A relative
 difference of 1e-4 before a softmax changes more codes of the layers behind it than the comparison allows. A number that
-FP16 does not hold (`rest`) is FP32 in the file, and stays as it is.
+FP16 does not hold (`fp4deploy.rest`) is FP32 in the file, and stays as it is.
 
 So is what the code computes from parameters alone, such as a standardised weight, where it meets an activation: the
 file holds the result (`graph.folded`).
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp4deploy.qat import quantized_layers
-from fp4deploy.rest import FP16
+from fp4deploy.rest import Rest
 
 _NAMES = ("add", "sub", "mul", "div", "rsub", "true_divide", "multiply", "subtract", "divide")
 _METHODS = (*_NAMES, "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__")
@@ -35,14 +35,15 @@ ARITHMETIC = {
 }
 
 
-class _Fp16Numbers(TorchFunctionMode):
+class _RestNumbers(TorchFunctionMode):
     """Sums, differences, products and quotients of a tensor and a number, outside of quantised layers (`inside`).
 
     computed: the tensors that are computed from `parameters`, which has buffers, too, and from nothing else.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+    def __init__(self, parameters: Iterable[torch.Tensor], rest: Rest) -> None:
         super().__init__()
+        self.rest = rest
         self.inside = 0
         self.parameters = WeakTensorKeyDictionary(dict.fromkeys(parameters, True))
         self.computed = WeakTensorKeyDictionary()
@@ -50,7 +51,7 @@ class _Fp16Numbers(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call, with a number or computed tensors in FP16."""
+        """Call, with a number or computed tensors in the rest's precision."""
         if self.inside:
             return func(*args, **(kwargs or {}))
         read = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
@@ -59,13 +60,13 @@ class _Fp16Numbers(TorchFunctionMode):
             self.computed.update({each: True for each in tree_leaves(result) if _is_floating(each)})
             return result
         if func in ARITHMETIC and any(_is_floating(each) for each in args):
-            args = tuple(FP16.rounded(each) if isinstance(each, float) else each for each in args)
+            args = tuple(self.rest.rounded(each) if isinstance(each, float) else each for each in args)
         if any(each in self.computed for each in read):
-            args, kwargs = tree_map_only(torch.Tensor, self._in_fp16, (args, kwargs))
+            args, kwargs = tree_map_only(torch.Tensor, self._rounded, (args, kwargs))
         return func(*args, **(kwargs or {}))
 
-    def _in_fp16(self, x: torch.Tensor) -> torch.Tensor:
-        return x.half().to(x.dtype) if x in self.computed and FP16.holds_tensor(x) else x
+    def _rounded(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(self.rest.dtype).to(x.dtype) if x in self.computed and self.rest.holds_tensor(x) else x
 
     def enter(self, *_: Any) -> None:
         """The first hook of a quantised layer, whose formulas are not the network's code."""
@@ -77,9 +78,9 @@ class _Fp16Numbers(TorchFunctionMode):
 
 
 @contextmanager
-def fp16_numbers(model: nn.Module) -> Iterator[None]:
-    """Inside, the code of a model computes with FP16 numbers."""
-    mode, handles = _Fp16Numbers([*model.parameters(), *model.buffers()]), []
+def rest_numbers(model: nn.Module, rest: Rest) -> Iterator[None]:
+    """Inside, the code of a model computes with numbers in the precision of the rest."""
+    mode, handles = _RestNumbers([*model.parameters(), *model.buffers()], rest), []
     for layer in quantized_layers(model).values():
         handles.append(layer.register_forward_pre_hook(mode.enter, prepend=True))
         handles.append(layer.register_forward_hook(mode.leave, always_call=True))

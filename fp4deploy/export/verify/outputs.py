@@ -27,6 +27,7 @@ from fp4deploy.data import VAL
 from fp4deploy.detection import decode_boxes
 from fp4deploy.detection.decode import in_image, iou
 from fp4deploy.errors import GateError, InputError
+from fp4deploy.export.onnx.canonical import rest_of_file
 from fp4deploy.export.onnx.session import verifying_session
 from fp4deploy.export.verify.agreement import (
     REQUIRED_AGREEMENT,
@@ -46,7 +47,7 @@ from fp4deploy.models.checkpoint import read_card, read_signed
 from fp4deploy.models.meaning import UNKNOWN, OutputMeanings
 from fp4deploy.qat import quantized_layers
 from fp4deploy.qat.ranges import Ranges
-from fp4deploy.rest import FP16
+from fp4deploy.rest import FP16, Rest
 from fp4deploy.tasks import task_of
 
 NOTHING_WRITTEN = "Nothing was written; to write the file all the same, export with --no-verify."
@@ -61,7 +62,7 @@ class Agreement:
     largest: the largest absolute difference of two values.
     layerwise: the comparison with reference inputs; None where the end-to-end comparison passed.
     flat: how they differ on a black, a white or a constant image (`flat`); "" where they do not.
-    ranges: the largest magnitude of what the file computes in FP16, by place (`qat.ranges`).
+    ranges: the largest magnitude of what the file computes in `rest`, by place (`qat.ranges`).
     """
 
     images: int
@@ -70,6 +71,7 @@ class Agreement:
     layerwise: LayerwiseAgreement | None = None
     flat: str = ""
     ranges: Mapping[str, float] = field(default_factory=dict)
+    rest: Rest = FP16
 
     @property
     def pixels(self) -> int:
@@ -84,7 +86,7 @@ class Agreement:
     @property
     def passed(self) -> bool:
         """Whether the difference is within the limits of this module."""
-        if self.flat or FP16.beyond(self.ranges) or not self.outputs or any(each.broken for each in self.outputs):
+        if self.flat or self.rest.beyond(self.ranges) or not self.outputs or any(each.broken for each in self.outputs):
             return False
         if all(each.passed for each in self.outputs):
             return True
@@ -111,16 +113,17 @@ def compare_with_torch(
     outputs = [value.name for value in session.get_outputs()]
     count, largest = 0, 0.0
     found: tuple[OutputAgreement, ...] = ()
-    ranges = Ranges(model, FP16)
+    rest = rest_of_file(portable)
+    ranges = Ranges(model, rest)
     for batch in images:
         fed = feed(batch, names)
         with torch.no_grad(), ranges:
-            expected = [floats(each) for each in call(model, batch)]
+            expected = [floats(each) for each in call(model, batch, rest)]
         given = [floats(torch.from_numpy(each)) for each in session.run(None, fed)[: len(expected)]]
         count += len(fed[names[0]])
         found = compare_outputs(expected, given, outputs[: len(expected)], meanings, found)
         largest = float(np.maximum(largest, largest_difference(expected, given)))
-    return Agreement(count, found, largest, ranges=ranges.largest)
+    return Agreement(count, found, largest, ranges=ranges.largest, rest=rest)
 
 
 def verify_decomposed(
@@ -150,7 +153,7 @@ def _flat_difference(model: nn.Module, portable: onnx.ModelProto, batch: Inputs,
 
     def of_torch(inputs: Inputs) -> list[torch.Tensor]:
         with torch.inference_mode():
-            return [floats(each) for each in call(model, inputs)]
+            return [floats(each) for each in call(model, inputs, rest_of_file(portable))]
 
     def of_file(inputs: Inputs) -> list[torch.Tensor]:
         return [floats(torch.from_numpy(each)) for each in session.run(None, feed(inputs, names))]
@@ -172,7 +175,7 @@ def require_agreement(agreement: Agreement, name: str) -> None:
         cause += f" ({agreement.images} images; values differ by up to {agreement.largest:.3g})"
     if agreement.flat:
         cause = agreement.flat
-    if beyond := FP16.beyond(agreement.ranges):
+    if beyond := agreement.rest.beyond(agreement.ranges):
         raise GateError(f"{name}: {beyond} {NOTHING_WRITTEN}")
     if agreement.layerwise is not None:
         cause += f"; {_explain(agreement.layerwise) or 'layer by layer they agree'}"

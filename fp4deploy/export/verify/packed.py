@@ -31,7 +31,7 @@ from fp4deploy.packed.graph import GroupNormReLU, Layer, Node
 from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4
 from fp4deploy.qat import QuantizedLayer, quantized_layers
 from fp4deploy.qat.ranges import Ranges
-from fp4deploy.rest import FP16
+from fp4deploy.rest import FP16, Rest, rest_of
 
 Activation = torch.Tensor | Nvfp4Tensor
 LAYERS = (
@@ -46,7 +46,7 @@ class PackedAgreement:
     images: how many were compared. outputs: the agreement of each output, end to end. nodes: the error of each node
     with reference inputs from torch, by layer, and `referenced` the outputs that follow from these; None where the
     end-to-end comparison passed. flat: how they differ on a black, a white or a constant image (`flat`); "" where they
-    do not. ranges: the largest magnitude of what a GPU computes in FP16, by place (`qat.ranges`).
+    do not. ranges: the largest magnitude of what a GPU computes in `rest`, by place (`qat.ranges`).
     """
 
     images: int
@@ -55,6 +55,7 @@ class PackedAgreement:
     referenced: tuple[OutputAgreement, ...] = ()
     flat: str = ""
     ranges: Mapping[str, float] = field(default_factory=dict)
+    rest: Rest = FP16
 
     @property
     def pixels(self) -> int:
@@ -69,7 +70,7 @@ class PackedAgreement:
     @property
     def passed(self) -> bool:
         """Whether the difference is within the limits of this module."""
-        if self.flat or FP16.beyond(self.ranges) or not self.outputs or any(each.broken for each in self.outputs):
+        if self.flat or self.rest.beyond(self.ranges) or not self.outputs or any(each.broken for each in self.outputs):
             return False
         if all(each.passed for each in self.outputs):
             return True
@@ -100,14 +101,14 @@ def verify_packed(
     network, kept = PackedNetwork(file), [positional(each, file) for each in inputs]
     names = file_names([each.name for each in file.graph.outputs], [each.name for each in file.graph.inputs])
     meanings = known_outputs(file.card) if meanings is None else meanings
-    ranges = Ranges(model, FP16)
+    ranges = Ranges(model, rest_of(file.graph))
     count, found = 0, tuple[OutputAgreement, ...]()
     with ranges:
         expected = [leaves(model(*_copies(batch))) for batch in kept]
     for batch, outputs in zip(kept, expected, strict=True):
         found = compare_outputs(outputs, leaves(network(*_copies(batch))), names, meanings, found)
         count += len(batch[0])
-    agreement = PackedAgreement(count, found, ranges=ranges.largest)
+    agreement = PackedAgreement(count, found, ranges=ranges.largest, rest=ranges.rest)
     if not all(each.passed for each in found):
         nodes: dict[str, float] = {}
         referenced: tuple[OutputAgreement, ...] = ()
@@ -149,7 +150,7 @@ def require_packed(found: PackedAgreement, name: str) -> None:
     """
     if found.passed:
         return
-    if beyond := FP16.beyond(found.ranges):
+    if beyond := found.rest.beyond(found.ranges):
         raise GateError(f"{name}: {beyond} {NOTHING_WRITTEN}")
     cause = found.flat or described([each for each in found.outputs if not each.passed], OutputAgreement.difference)
     if found.wrong_nodes:

@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from fp4deploy.errors import GateError, first_line
+from fp4deploy.export.onnx.canonical import rest_of_file
 from fp4deploy.export.onnx.decomposed import to_portable
 from fp4deploy.export.onnx.graph import export_graph
 from fp4deploy.export.onnx.session import verifying_session
@@ -35,6 +36,7 @@ from fp4deploy.graph.copied import copied
 from fp4deploy.models.meaning import CLOSE, UNKNOWN, OutputMeanings
 from fp4deploy.packed import PackedFile, PackedNetwork
 from fp4deploy.qat import quantized_layers, restore
+from fp4deploy.rest import Rest, rest_of
 
 STEPS = (1, 2, 4, 8, 16, 32, 64)  # what divides the extents of a candidate; 1: odd ones
 LEAST = {1: 33, 2: 33, 3: 17}  # number of open axes -> the smallest extent of most candidates
@@ -63,9 +65,9 @@ def require_open_sizes(
         GateError: it does not, with the operator and the layer from which on it differs.
     """
     session, quantized = verifying_session(portable), bool(quantized_layers(model))
-    names = [each.name for each in session.get_inputs()]
-    for other in other_sizes(partial(_outputs, model), example, _open_axes(portable)):
-        expected = _outputs(model, other.inputs)
+    names, rest = [each.name for each in session.get_inputs()], rest_of_file(portable)
+    for other in other_sizes(partial(_outputs, model, rest=rest), example, _open_axes(portable)):
+        expected = _outputs(model, other.inputs, rest)
         try:
             given = session.run(None, feed(other.inputs, names))
         except Exception as error:  # ONNX Runtime's own
@@ -81,8 +83,9 @@ def require_open_sizes(
                 cause = f"outputs of up to {largest:.3g} differ by up to {found.largest:.3g}"
         if cause:
             plain = _plain(model)
-            graph = to_portable(export_graph(plain, example, dynamic_size=True)) if quantized else portable
-            where = first_difference(plain, other.inputs, onnx_values(graph, other.inputs))
+            open_graph = partial(export_graph, plain, example, dynamic_size=True, rest=rest.name)
+            graph = to_portable(open_graph()) if quantized else portable
+            where = first_difference(plain, other.inputs, onnx_values(graph, other.inputs), rest)
             raise GateError(
                 f"{name}: as a graph of open size it would be another network at {other.text}: {cause}"
                 f"{_because(where)}. Nothing was written. Export it for one size, without --dynamic-size "
@@ -104,27 +107,27 @@ def packed_differs(
         pack: the packed network of a module of the same form, whose layers are not quantised.
     """
     axes = {each.name: {axis: f"{each.name}.{axis}" for axis in each.free if axis} for each in file.graph.inputs}
-    network = PackedNetwork(file)
-    for other in other_sizes(partial(_outputs, model), example, axes):
+    network, rest = PackedNetwork(file), rest_of(file.graph)
+    for other in other_sizes(partial(_outputs, model, rest=rest), example, axes):
         try:
             given = leaves(network(*positional(other.inputs, file)))
         except Exception as error:  # torch's own, of an operator
             cause = f"it ends with an error ({first_line(error)})"
         else:
-            cause = _other_shapes(_outputs(model, other.inputs), given)
+            cause = _other_shapes(_outputs(model, other.inputs, rest), given)
         if not cause:
             found = verify_packed(model, file, [other.inputs], meanings)
             cause = "" if found.passed else _differing(found)
         if cause:
             plain = _plain(model)
-            where = first_difference(plain, other.inputs, packed_values(pack(plain), other.inputs))
+            where = first_difference(plain, other.inputs, packed_values(pack(plain), other.inputs), rest)
             return f"At {other.text} it would be another network: {cause}{_because(where)}."
     return ""
 
 
 @torch.no_grad()
-def _outputs(model: nn.Module, inputs: Inputs) -> list[torch.Tensor]:
-    return [each.float() for each in call(model, inputs)]
+def _outputs(model: nn.Module, inputs: Inputs, rest: Rest) -> list[torch.Tensor]:
+    return [each.float() for each in call(model, inputs, rest)]
 
 
 def _differing(found: Agreement | PackedAgreement) -> str:

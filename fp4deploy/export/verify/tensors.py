@@ -11,17 +11,18 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fp4deploy.errors import InputError
-from fp4deploy.export.verify.numbers import fp16_numbers
+from fp4deploy.export.verify.numbers import rest_numbers
 from fp4deploy.graph.capture import Inputs
+from fp4deploy.rest import FP16, Rest
 
 
-def call(model: nn.Module, inputs: Inputs) -> list[torch.Tensor]:
+def call(model: nn.Module, inputs: Inputs, rest: Rest = FP16) -> list[torch.Tensor]:
     """The outputs of a module, in order, for one tensor, several, or a dict by the names of its arguments.
 
-    Numbers in its code are rounded to FP16, as the file has them (`numbers`). It gets copies, since it may change its
-    input in place, which others read as well.
+    Numbers in its code are rounded to the rest's precision, as the file has them (`numbers`). It gets copies, since it
+    may change its input in place, which others read as well.
     """
-    with fp16_numbers(model):
+    with rest_numbers(model, rest):
         return leaves(applied(model, tree_map(torch.clone, inputs)))
 
 

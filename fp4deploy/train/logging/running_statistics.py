@@ -60,7 +60,9 @@ class EpochStatistics:
             parts.append(f"skipped {counted(self.skipped, 'step')} with non-finite gradients")
         if self.lost:
             number = f"{self.lost} batch{'' if self.lost == 1 else 'es'}"
-            parts.append(f"NaN or Inf as the loss of {number}: where FP16 overflows in a layer, lower train.lr")
+            parts.append(
+                f"NaN or Inf as the loss of {number}: lower train.lr or, where FP16 overflows, train.precision=bf16"
+            )
         if self.spikes:
             parts.append(f"{counted(self.spikes, 'loss spike')}, largest {self.largest:.4g}")
         return "; ".join(parts) or None

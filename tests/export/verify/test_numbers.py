@@ -10,7 +10,7 @@ from torch import nn
 
 import fp4deploy as fd
 from fp4deploy.export.verify import tensors
-from fp4deploy.export.verify.numbers import fp16_numbers
+from fp4deploy.export.verify.numbers import rest_numbers
 from fp4deploy.qat import deployed
 from fp4deploy.rest import FP16
 
@@ -39,7 +39,7 @@ def prepared() -> tuple[nn.Module, torch.Tensor]:
 
 def test_numbers_of_the_code_are_rounded_and_those_of_a_quantiser_are_not() -> None:
     model, images = prepared()
-    with torch.inference_mode(), fp16_numbers(model):
+    with torch.inference_mode(), rest_numbers(model, FP16):
         found = model(images)
     rounded = Scaled().eval()
     fd.prepare(rounded)
@@ -56,7 +56,7 @@ def test_a_file_is_compared_with_the_numbers_that_it_holds(monkeypatch: pytest.M
     model, images = prepared()
     graph = fd.export_graph(model, (3, 8, 8))
     close = fd.verify(model, graph, images).largest
-    monkeypatch.setattr(tensors, "fp16_numbers", lambda _: nullcontext())
+    monkeypatch.setattr(tensors, "rest_numbers", lambda *_: nullcontext())
     apart = fd.verify(model, graph, images).largest
     assert close < 1e-5
     assert apart > 5 * close, (apart, close)
@@ -65,7 +65,7 @@ def test_a_file_is_compared_with_the_numbers_that_it_holds(monkeypatch: pytest.M
 def test_a_layer_that_raises_leaves_no_trace() -> None:
     model, images = prepared()
     runnable = deployed(model)
-    with pytest.raises(RuntimeError), fp16_numbers(runnable):
+    with pytest.raises(RuntimeError), rest_numbers(runnable, FP16):
         runnable.middle(images)
     assert torch.isfinite(runnable(images)).all()
     assert not runnable.middle._forward_pre_hooks

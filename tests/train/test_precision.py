@@ -1,0 +1,122 @@
+"""train.precision: the arithmetic of a training, what its models are deployed in, and what a training in FP16 says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fp4deploy.data import generate_shapes
+from fp4deploy.errors import GateError, InputError
+from fp4deploy.models import read_card
+from fp4deploy.qat import load_model
+from fp4deploy.runs import Run, create_run
+from fp4deploy.train import Config, load_config, loop, train_models, with_settings
+from fp4deploy.train.optimizer import skip_where
+from tests.train.small_network import SPEC, Small
+
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the arithmetic of a CPU")
+SETTINGS = ["data.height=32", "data.width=32", "train.epochs=1", "train.finetune_epochs=1", "train.batch_size=2"]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    generate_shapes(tmp_path / "data", train=4, val=2, size=32, seed=0)
+    return load_config(None, [f"model.spec={SPEC}", f"data.root={tmp_path / 'data'}", "data.workers=0", *SETTINGS])
+
+
+def arithmetic(run: Run, model: str) -> set[str]:
+    lines = (run.model_dir(model) / "metrics.jsonl").read_text().splitlines()
+    return {json.loads(line)["arithmetic"] for line in lines}
+
+
+@pytest.mark.parametrize(
+    ("precision", "expected", "rest"),
+    [("auto", "fp32", "fp16"), ("fp32", "fp32", "fp16"), ("bf16", "bf16 autocast", "bf16")],
+)
+@on_cpu
+def test_arithmetic_and_what_is_deployed(
+    config: Config, tmp_path: Path, precision: str, expected: str, rest: str
+) -> None:
+    seen = set[torch.dtype]()
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda layer, _, y: seen.add(y.dtype) if isinstance(layer, torch.nn.Conv2d) and layer.training else None
+    )
+    run = create_run(tmp_path / "run")
+    train_models(with_settings(config, [f"train.precision={precision}"]), run)
+    handle.remove()
+    assert seen == {torch.bfloat16 if precision == "bf16" else torch.float32}
+    for model in ("fp16", "nvfp4"):
+        assert arithmetic(run, model) == {expected}
+        assert read_card(run.checkpoint(model)).rest == rest
+        network, _ = load_model(run.checkpoint(model), model=SPEC)
+        weight: Any = network.get_submodule("stem").weight
+        assert torch.equal(weight, weight.to(torch.bfloat16 if rest == "bf16" else torch.float16).float())
+
+
+@on_cpu
+def test_fp16_needs_a_gpu(config: Config, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"train\.precision is fp16, whose loss scaler needs a GPU"):
+        train_models(with_settings(config, ["train.precision=fp16"]), create_run(tmp_path / "run"))
+
+
+@on_cpu
+def test_a_resumed_run_keeps_its_precision(config: Config, tmp_path: Path) -> None:
+    run = create_run(tmp_path / "run")
+    train_models(with_settings(config, ["train.precision=bf16"]), run, ("fp16",))
+    with pytest.raises(InputError, match=r"train\.precision: bf16 -> fp32"):
+        train_models(with_settings(config, ["train.precision=fp32"]), run, ("fp16",), resume=True)
+
+
+@on_cpu
+def test_a_training_that_overflows_names_the_layer(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = Small.forward
+
+    def overflowing(self: Small, x: torch.Tensor) -> torch.Tensor:
+        return forward(self, x) * (self.body(self.stem(x).abs() * 1e8).amax() * torch.inf)
+
+    monkeypatch.setattr(Small, "forward", overflowing)
+    monkeypatch.setattr(loop, "MAX_CONSECUTIVE_SKIPPED", 2)
+    init = loop.Trainer.__init__
+
+    def as_on_a_gpu(self: loop.Trainer, *arguments: Any, **options: Any) -> None:
+        init(self, *arguments, **options)
+        self.autocast = "fp16"
+
+    monkeypatch.setattr(loop.Trainer, "__init__", as_on_a_gpu)
+    with pytest.raises(GateError, match=r"leave FP16's range: .*65504.*--set train\.precision=bf16\.$"):
+        train_models(config, create_run(tmp_path / "run"), ("fp16",))
+
+
+def test_a_step_is_skipped_without_a_loss_scaler() -> None:
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
+    seen = []
+    for gradient in (1.0, torch.nan, 1.0):
+        weight.grad = torch.full((4,), gradient)
+        skip_where(optimizer, ~torch.isfinite(weight.grad.norm()))
+        optimizer.step()
+        seen.append((float(weight.detach()[0]), float(optimizer.state[weight]["step"])))
+    assert seen[0] == seen[1]
+    assert (seen[2][0] < seen[1][0], seen[2][1]) == (True, 2.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("fused", ["true", "false"])
+def test_a_unet_trains_on_a_gpu(tmp_path: Path, precision: str, fused: str) -> None:
+    generate_shapes(tmp_path / "data", train=8, val=4, size=64, seed=0)
+    settings = ["model.scale=0.125", "data.height=64", "data.width=64", "train.batch_size=2", "train.epochs=3"]
+    more = [f"data.root={tmp_path / 'data'}", f"train.precision={precision}", f"train.fused={fused}"]
+    run = create_run(tmp_path / "run")
+    train_models(load_config(None, [*settings, *more]), run)
+    assert arithmetic(run, "nvfp4") == {"fp32" if precision == "fp32" else "bf16 autocast"}
+    lines = [json.loads(line) for line in (run.model_dir("nvfp4") / "metrics.jsonl").read_text().splitlines()]
+    assert {line["kernels"] for line in lines} <= ({"torch"} if precision == "fp32" else {"cuda", "torch"})
+    assert lines[-1]["loss"] < lines[0]["loss"] * 1.5
+    assert not any(line["skipped_steps"] for line in lines)
