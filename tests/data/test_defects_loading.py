@@ -61,6 +61,8 @@ def test_annotation_files(make_coco, change, expected):
         {"size": [12, 16], "counts": "zzzz"},
         {"size": [12, 16], "counts": "0"},
         {"size": [12, 16], "counts": ""},
+        {"size": [12, 16], "counts": "/51"},  # 191 and 1 if "/" were a digit
+        {"size": [12, 16], "counts": [100, -8, 100]},
         {"size": [12, 16], "counts": "P"},  # a number that does not end
         {"size": [12, 16], "counts": "P6P"},
         {"size": [12, 16], "counts": "P6V"},

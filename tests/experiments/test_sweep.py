@@ -301,7 +301,7 @@ def test_a_run_is_done_with_all_epochs_and_a_score(
 
 def test_epochs_that_the_state_does_not_have_do_not_count(tmp_path: Path) -> None:
     """They were logged by a process that ended before its state was written, and are trained again."""
-    rows = [(1, 0.3, 10.0, 1), (2, None, 30.0, 0), (3, 0.5, 20.0, 2), (4, 0.4, None, 0), (5, 0.9, 999.0, 7)]
+    rows = [(1, 0.3, 10.0, 1), (2, None, 45.0, 0), (3, 0.5, 20.0, 2), (4, 0.4, None, 0), (5, 0.9, 999.0, 7)]
     lines = [dict(zip(("epoch", "miou", "images_per_s", "loss_spikes"), row, strict=True)) for row in rows]
     found = left_by(tmp_path, Progress(epoch=4, best_score=0.5, skipped=3), lines)
     shown = ("best", "best_epoch", "last", "loss_spikes", "images_per_s", "skipped_steps")

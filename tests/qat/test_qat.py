@@ -254,17 +254,19 @@ def test_buffers_and_biases_are_rounded_as_parameters_are() -> None:
         assert name in kept or not torch.equal(found[name], value), name
 
 
-def test_loading_refuses_what_cannot_be_deployed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [1e6, torch.nan, -torch.inf])
+def test_loading_refuses_what_cannot_be_deployed(tmp_path: Path, number: float) -> None:
     model, path = prepare(build_unet(2, 0.125)), tmp_path / "nvfp4.safetensors"
     save_checkpoint(path, model, CARD)
     with pytest.raises(InputError, match="never calibrated"):
         load_model(path)
     calibrate(model, [torch.randn(1, 3, 32, 32, generator=generator())])
     with torch.no_grad():
-        model.head.weight[0, 0] = 1e6
+        model.head.weight[0, 0] = number
     save_checkpoint(path, model, CARD)
-    with pytest.raises(InputError, match=r"head\.weight.*FP16"):
-        load_model(path)
+    for refused in (lambda: load_model(path), lambda: deployed(model)):
+        with pytest.raises(InputError, match=r"head\.weight .*(FP16|NaN)|NaN or Inf in head\.weight"):
+            refused()
 
 
 def test_autocast_keeps_the_quantiser_in_fp32() -> None:

@@ -278,6 +278,15 @@ def test_a_kernel_of_two_layers_lends_no_weights(
     assert (found.actual, found.weights, found.kernels) == ("FP16", weights, ("fused", "own"))
 
 
+def test_the_storage_of_weights_is_that_of_the_largest_matrix() -> None:
+    layer = PlannedLayer("b", "Conv2d", "FP16", "plain", "FP16", "FP16", "", 100, ("b.gemm",), ("b.gemm",))
+    x = Tensor("x", (1, 32, 256), "FP16")
+    shapes = {"FP32": (2, 2), "FP16": (32, 32), "FP8": (3, 3), "Int32": (4096,)}
+    constants = tuple(Tensor("c", shape, precision) for precision, shape in shapes.items())
+    (found,) = match_kernels((layer,), (EngineLayer("own", "gemm", (x,), constants, (x,), ("b.gemm",)),))
+    assert found.weights == "FP16"
+
+
 def test_without_the_kernel_that_multiplies_no_weights_are_claimed() -> None:
     layer = PlannedLayer("b", "Conv2d", "FP4", "gemm", "FP4", "FP4", "", 100, (FUSED[1], "b.gemm"), ("b.gemm",))
     x = Tensor("x", (1, 32, 256), "FP4")
