@@ -1,6 +1,8 @@
 # make demo   train, export, build and measure an FP16 and an NVFP4 UNet on generated data, and print the table
 # make test   formatting, lint, types, layers, sizes (make check) and, beside them, tests: of long lists of kernels a sample
 # make emulate   the whole lists: kernels in the PTX emulator, with planted faults, and compiled for every architecture
+# make libraries   tests that skip where the libraries of networks, ModelOpt, Ray or a tracker are missing; here they fail
+# make gpu-log   on a machine with an NVIDIA GPU: the GPU tests, and their log in benchmarks/logs, which a release keeps
 # make nightly   compilers and package indexes rather than the code: pins, macros, machine code, engines, torch.compile
 # make fuzz   every reader of files on tens of thousands of mutated files, and a table of the outcomes
 # make mutants   faults in the code that decides bytes and verdicts: does a test notice? half an hour of CPU
@@ -12,7 +14,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test check pytest emulate nightly fuzz mutants docs install install-dev install-docs clean
+.PHONY: demo test check pytest emulate libraries gpu-log nightly fuzz mutants docs install install-dev install-docs clean
 
 demo: install
 	$(BIN)/fp4deploy run --demo
@@ -32,6 +34,20 @@ pytest: install-dev
 
 emulate: install-dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "emulate or variants"
+
+LIBRARY_TESTS := tests/models tests/cli/test_quantize_networks.py tests/benchmarks/test_architectures.py \
+	tests/interop/test_modelopt.py tests/experiments/test_sweep_cluster.py tests/train/test_trackers.py
+
+libraries: install-dev
+	$(INSTALL) --editable '.[zoo,modelopt,distributed,tensorboard,wandb,mlflow]'
+	FP4DEPLOY_NEED_LIBRARIES=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile $(LIBRARY_TESTS)
+
+GPU_LOG = benchmarks/logs/gpu-tests-$$($(BIN)/fp4deploy --version | cut -d ' ' -f 2).log
+
+gpu-log: install-dev
+	mkdir -p benchmarks/logs
+	{ git log -1 --format='%H %cs' && git status --short --untracked-files=no && date -u +%FT%TZ && $(BIN)/fp4deploy doctor \
+		&& $(BIN)/pytest -m gpu -rfEs; } > $(GPU_LOG) 2>&1; status=$$?; tail -n 3 $(GPU_LOG); exit $$status
 
 nightly: install-dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m nightly

@@ -56,7 +56,6 @@ from fp4deploy.export.verify.packed import require_packed, verify_packed
 from fp4deploy.export.verify.tensors import call
 from fp4deploy.models import build_model, parse_spec
 from fp4deploy.models.spec import name_model
-from fp4deploy.models.torchvision_operators import declare_operators
 from fp4deploy.packed.describe import describe_packed
 from fp4deploy.qat import deployed
 from fp4deploy.requirements import ZOO
@@ -305,7 +304,6 @@ def _child(answer: Any, text: str, options: argparse.Namespace, engine: bool) ->
 
 
 def _import_libraries() -> None:
-    declare_operators()
     for library in ZOO.values():
         library.why_missing()
 

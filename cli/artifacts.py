@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fp4deploy.errors import InputError
 
 from . import completion
-from .console import note, print_json, shown
+from .console import note, print_json, shown, typed
+
+if TYPE_CHECKING:
+    from fp4deploy.runs import Run
 
 PackedOption = Annotated[
     list[Path] | None,
@@ -25,24 +29,52 @@ PackedOption = Annotated[
 
 
 def find_artifacts(names: list[Path] | None) -> list[Path]:
-    """Files by path or by their name in the latest run; every artefact of that run where none is named."""
-    from fp4deploy.bench.locate import find_artifact, run_artifacts
-    from fp4deploy.runs import latest_run
+    """Files by path or by their name in the latest run; of a run folder, by default the latest, every artefact."""
+    from fp4deploy.bench.locate import find_artifact
+    from fp4deploy.runs import latest_run, open_run
 
     if not names:
         run = latest_run()
-        artifacts = list(run_artifacts(run).values())
-        if not artifacts:
-            raise InputError(f"{run.path} has no artefact to measure yet. Continue with: fp4deploy train")
+        found = _artifacts(run)
         note(f"Taking every artefact of the latest run, {shown(run.path)}.")
-        return artifacts
+        return found
     found = []
     for name in names:
+        if name.is_dir():
+            found += _artifacts(open_run(name))
+            continue
         path = find_artifact(name)
         if path != name:
             note(f"{name} is {shown(path)}.")
         found.append(path)
     return found
+
+
+def _artifacts(run: Run) -> list[Path]:
+    from fp4deploy.bench.locate import run_artifacts
+
+    found = list(run_artifacts(run).values())
+    if not found:
+        raise InputError(f"{run.path} has no artefact to measure yet. Continue with: fp4deploy train")
+    return found
+
+
+def next_commands(checkpoint: Path, baseline: Path, data: Path | None, model: str | None, given: bool) -> str:
+    """What to do with a new NVFP4 checkpoint.
+
+    data: what both are measured on; it is named where it was given, or where no run of the checkpoint says it.
+    """
+    from fp4deploy.runs import run_of
+
+    path, more = typed(checkpoint), ""
+    if given or run_of(checkpoint) is None:
+        more += f" --data {typed(data) if data is not None else 'DIR'}"
+    if model is not None:
+        more += f" --model {shlex.quote(model)}"
+    return (
+        f"Measure it on all images with: fp4deploy bench --engine {path} --baseline {typed(baseline)}{more}; "
+        f"export it with: fp4deploy export {path}{more}"
+    )
 
 
 def packed_networks(names: list[Path] | None) -> list[Path]:

@@ -14,7 +14,9 @@ Nothing here, nor in the command files at import time, may import torch, onnx, n
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import signal
 import sys
 import traceback
@@ -54,6 +56,7 @@ from .shells import asked, completion
 DEBUG = "--debug"
 SILENT = ("--quiet", "-q")
 JSON = "--json"
+LISTS = ("--models", "--classes")  # options that take values with commas between them
 
 
 class CommandGroup(TyperGroup):
@@ -69,13 +72,32 @@ class CommandGroup(TyperGroup):
         if completed is not None:
             completion(*completed)
             raise typer.Exit()
-        ctx.obj = {"debug": DEBUG in args, "json": None}
-        if not set(args).isdisjoint(SILENT):
+        everywhere, rest = self._apart(ctx, args)
+        ctx.obj = {"debug": DEBUG in everywhere, "json": None, "arguments": rest}
+        if not everywhere.isdisjoint(SILENT):
             os.environ[QUIET] = "1"
-        rest = [argument for argument in args if argument not in (DEBUG, *SILENT)]
         if JSON in rest:
             rest = self._read_json(ctx, rest)
         return super().parse_args(ctx, rest)
+
+    def _apart(self, ctx: Any, args: list[str]) -> tuple[set[str], list[str]]:
+        """The options that are allowed anywhere, and the rest; a value of another option is none of them."""
+        command: Any = self
+        found, rest = set(), []
+        remaining = iter(args)
+        for argument in remaining:
+            if argument in (DEBUG, *SILENT):
+                found.add(argument)
+                continue
+            rest.append(argument)
+            if argument == "--":
+                rest += remaining
+            elif argument.startswith("-"):
+                if argument != JSON and any(_takes_value(each) for each in command.params if argument in each.opts):
+                    rest += itertools.islice(remaining, 1)
+            elif isinstance(command, TyperGroup):
+                command = command.get_command(ctx, argument) or command
+        return found, rest
 
     def _read_json(self, ctx: Any, args: list[str]) -> list[str]:
         """The arguments without a `--json` that the command does not know, or with the value that it lacks."""
@@ -115,6 +137,7 @@ class CommandGroup(TyperGroup):
             raise typer.Exit(error.exit_code) from None
         except Exception as error:
             if hasattr(error, "format_message"):  # Typer's own usage errors: it prints them, exit 2
+                _explain_list(error, ctx.obj["arguments"])
                 raise
             _traceback(ctx)
             if is_out_of_memory(error):
@@ -126,6 +149,26 @@ class CommandGroup(TyperGroup):
                 raise typer.Exit(InputError.exit_code) from None
             _say("Error:", f"{_first_line(error)} This is a defect of fp4deploy; run again with --debug to see where.")
             raise typer.Exit(1) from None
+
+
+def _takes_value(parameter: Any) -> bool:
+    return parameter.param_type_name == "option" and not parameter.is_flag and not parameter.count
+
+
+def _explain_list(error: Any, arguments: list[str]) -> None:
+    """Add to the error of an argument too many how the option before it takes several values."""
+    extra = re.match(r"Got unexpected extra argument\S* \((\S+)", str(error.message))
+    word = extra[1].rstrip(")") if extra else ""
+    before = arguments[: arguments.index(word)] if word in arguments else []
+    place = max((number for number, each in enumerate(before) if each.startswith("-")), default=len(before))
+    if len(before) < place + 2:  # the word does not follow an option with a value
+        return
+    option, values = before[place], [*before[place + 1 :], word]
+    parameter = next((each for each in error.ctx.command.params if option in each.opts), None)
+    if option in LISTS:
+        error.message += f". Several values are one argument: {option} {','.join(each.strip(',') for each in values)}"
+    elif parameter is not None and parameter.multiple:
+        error.message += f". Name the option for each value: {' '.join(f'{option} {each}' for each in values)}"
 
 
 def _say(head: str, text: str) -> None:

@@ -1,29 +1,48 @@
 """The measured tables and figures of the site, made from benchmarks/results/*.json when it is built.
 
-A page says `{{ table("kernels") }}`, and mkdocs-macros calls `define_env` below. No figure is written by hand, so that
-a page cannot disagree with the run that it quotes. `tests/docs` renders every table.
+A page says `{{ table("kernels") }}`, and mkdocs-macros calls `define_env` below. Below a table stands as of when its
+numbers are. Some figures in sentences are expressions of the same files, others are written by hand. `tests/docs`
+renders every table.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from fp4deploy.experiments.sweep.results import gap_text
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # mkdocs does not have it
+from tools.results import origin_of  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results"
 MINUS = "\N{MINUS SIGN}"
 
 
-@lru_cache
 def result(name: str) -> Any:
-    """One JSON file of benchmarks/results, by its name without the suffix."""
+    """One JSON file of benchmarks/results, by its name without the suffix; `as_of` says that it was read."""
+    _read[name] = _document(name)
+    return _read[name]
+
+
+@lru_cache
+def _document(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+_read: dict[str, Any] = {}
+
+
+def as_of() -> str:
+    """Dates and commits of what was read since `_read` was cleared."""
+    found = dict.fromkeys(str(origin_of(document)) for document in _read.values())
+    return f"*As of {', '.join(found)}.*"
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
@@ -737,12 +756,19 @@ def fp4_training() -> str:
     """Steps of a training through FP4 GEMMs, of their emulation, and in FP16."""
     rows = []
     for row in result("fp4_training_h200")["rows"]:
-        name = f"`{row['recipe']}`, `{row['products']}`" if row["recipe"] else "FP16"
+        name = f"`{row['recipe']}`, `{row['products']}`" if row["recipe"] else "FP16, torch eager, channels_last"
         losses = [row["losses"][0], statistics.mean(row["losses"][-10:])]
         measured = [f"{row['ms']:.1f}", f"{row['peak_gb']:.2f}", *(f"{loss:.4f}" for loss in losses)]
-        rows.append([name, *measured])
+        rows.append([name, str(row["scale"]), *measured])
     return markdown(
-        ["", "ms a step", "peak GB", "first loss", f"mean of steps {len(row['losses']) - 9} to {len(row['losses'])}"],
+        [
+            "",
+            "scale",
+            "ms a step",
+            "peak GB",
+            "first loss",
+            f"mean of steps {len(row['losses']) - 9} to {len(row['losses'])}",
+        ],
         rows,
         1,
     )
@@ -878,16 +904,26 @@ def mutants() -> str:
     return markdown(["room", "files", "mutants", "drawn", "killed", "score"], rows, left=2)
 
 
-def engine_forms() -> str:
-    """What each form of convolutions becomes in a TensorRT-RTX engine."""
+FORMS = {"plugin": "TensorRT: SM100 to SM110", "fp16": "FP16 engine"}  # the others: TensorRT-RTX for SM120
+
+
+def engine_forms(*networks: str) -> str:
+    """What each form of an engine multiplies, and how large its plan is, for each network."""
+    found = [row for row in result("engine_forms_sm120")["rows"] if row["network"] in networks]
     rows = []
-    for row in result("engine_forms_cpu")["rows"]:
-        share = row["mac_share"]
-        parts = [f"{100 * share.get(name, 0):.1f}" for name in ("FP4", "FP8", "FP16")]
-        sizes = [f"{row['plan_bytes'] / 1e6:.2f}", f"{row['constant_bytes'] / 1e6:.2f}"]
-        rows.append([f"`--conv {row['conv']}`", *parts, *sizes, str(row["fallbacks"])])
-    head = ("form", "MACs in FP4 %", "FP8 %", "FP16 %", "plan MB", "constants MB", "fallbacks")
-    return markdown(head, rows)
+    for form in dict.fromkeys(row["form"] for row in found if row["form"] != "fp8"):  # as auto, wherever auto has FP8
+        own = {row["network"]: row for row in found if row["form"] == form}
+        half = {row["network"]: row["plan_bytes"] for row in found if row["form"] == "fp16"}
+        cells = [FORMS["fp16"] if form == "fp16" else f"`--conv {form}`"]
+        cells.append(FORMS["plugin"] if form == "plugin" else "TensorRT-RTX: SM120")
+        for name in networks:
+            share = own[name]["shares"]
+            cells.append(" / ".join(f"{100 * share.get(each, 0):.1f}" for each in ("FP4", "FP8", "FP16")))
+            size = own[name].get("plan_bytes")
+            cells.append(f"{size / 1e6:.1f} ({size / half[name]:.2f})" if size else "not built")
+        rows.append(cells)
+    titles = [text for name in networks for text in (f"`{name}`, %", "plan MB (of FP16's)")]
+    return markdown(["form", "library", *titles], rows, 2)
 
 
 def _families(rows: Iterable[dict[str, Any]], *keys: str) -> dict[tuple[str, ...], list[dict[str, Any]]]:
@@ -1144,22 +1180,30 @@ def readme_table() -> str:
     return markdown(["", "layers in FP4", "validation", "gap", "test", "gap"], rows, 2)
 
 
-def readme_with_table(text: str) -> str:
-    """The README with its table made again between the two marks."""
-    head, begin, rest = text.partition("<!-- table: written by python docs/macros.py -->\n")
-    _, end, tail = rest.partition("<!-- end of table -->")
-    assert begin
-    assert end
-    return f"{head}{begin}{readme_table()}\n{end}{tail}"
+README_TABLES = {"camvid": readme_table, "engine_forms": partial(engine_forms, "unet:1.0", "smp:Segformer/mit_b0")}
+
+
+def readme_with_tables(text: str) -> str:
+    """The README with its tables made again, each between its two marks, and as of when they are."""
+    for name, made in README_TABLES.items():
+        head, begin, rest = text.partition(f"<!-- table {name}: written by python docs/macros.py -->\n")
+        _, end, tail = rest.partition("<!-- end of table -->")
+        assert begin
+        assert end
+        _read.clear()
+        text = f"{head}{begin}{made()}\n\n{as_of()}\n{end}{tail}"
+    return text
 
 
 def table(name: str, *arguments: str) -> str:
-    """A table by its name.
+    """A table by its name, and as of when its numbers are.
 
     Raises:
         KeyError: there is no such table.
     """
-    return TABLES[name](*arguments)
+    _read.clear()
+    text = TABLES[name](*arguments)
+    return f"{text}\n\n{as_of()}" if _read else text
 
 
 def machine(name: str) -> str:
@@ -1181,4 +1225,4 @@ def define_env(env: Any) -> None:
 
 if __name__ == "__main__":
     README = ROOT / "README.md"
-    README.write_text(readme_with_table(README.read_text(encoding="utf-8")), encoding="utf-8")
+    README.write_text(readme_with_tables(README.read_text(encoding="utf-8")), encoding="utf-8")

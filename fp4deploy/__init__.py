@@ -21,10 +21,11 @@ import os
 
 import lazy_loader
 
-from fp4deploy.system import usage_reports
+from fp4deploy.system import torchvision_operators, usage_reports
 
 __version__ = "0.2.0"
 
 usage_reports.switch_off(os.environ)  # before a library that sends them is imported
+torchvision_operators.declare_where_missing()  # before it is imported
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -23,7 +23,7 @@ from fp4deploy.report.collect import now
 from fp4deploy.report.model import Measurement, StageTime
 from fp4deploy.report.telemetry_page import draw_trained
 from fp4deploy.report.write import Report, write_report
-from fp4deploy.runs import Run, artifact_stem
+from fp4deploy.runs import Run
 from fp4deploy.system.progress import progress
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def stage(number: int, title: str, say: Say, measurement: Measurement) -> Iterat
 
 
 def _export(run: Run, model: str, data: Path, say: Say) -> None:
-    target = run.export_dir / f"{artifact_stem(model)}.onnx"
+    target = run.export_dir / f"{run.stem(model)}.onnx"
     with progress(f"{target.name}: tracing and comparing with torch"):
         result = export_onnx(run.checkpoint(model), target, portable=True, data=data)
     agreed = f": {result.verification.sentence()}" if result.verification else ""
@@ -100,7 +100,7 @@ def _export(run: Run, model: str, data: Path, say: Say) -> None:
 
 
 def _build(run: Run, model: str, arch: str, say: Say, measurement: Measurement) -> None:
-    stem = artifact_stem(model)
+    stem = run.stem(model)
     source, target = run.export_dir / f"{stem}.onnx", run.engine_dir / f"{stem}.plan"
     try:
         with progress("lowering") as bar:
@@ -113,7 +113,7 @@ def _build(run: Run, model: str, arch: str, say: Say, measurement: Measurement) 
 
 
 def _artifacts(run: Run, model: str, say: Say) -> Iterator[Path]:
-    stem = artifact_stem(model)
+    stem = run.stem(model)
     candidates = (
         run.checkpoint(model),
         run.export_dir / f"{stem}.onnx",

@@ -80,6 +80,11 @@ class Library:
         return importlib.import_module(self.name)
 
 
+def _extra(name: str) -> str:
+    """The command for an extra, under the constraints: without them pip may replace a CPU build of torch."""
+    return f"pip install -e '.[{name}]' -c constraints.txt (in a clone of fp4deploy)"
+
+
 LIBRARIES = {
     library.name: library
     for library in (
@@ -99,35 +104,31 @@ LIBRARIES = {
 }
 
 
-TENSORBOARD = Library(
-    "tensorboard", "shows telemetry", "pip install 'fp4deploy[tensorboard]'", "torch.utils.tensorboard"
-)
-WANDB = Library("wandb", "shows telemetry", "pip install 'fp4deploy[wandb]'")
-MLFLOW = Library("mlflow", "shows telemetry", "pip install 'fp4deploy[mlflow]'")
+TENSORBOARD = Library("tensorboard", "shows telemetry", _extra("tensorboard"), "torch.utils.tensorboard")
+WANDB = Library("wandb", "shows telemetry", _extra("wandb"))
+MLFLOW = Library("mlflow", "shows telemetry", _extra("mlflow"))
 ORT_RTX = Library(
     "onnxruntime_ep_nv_tensorrt_rtx",
     "runs canonical .onnx on RTX GPUs, in ONNX Runtime",
     "pip install onnxruntime-ep-nv-tensorrt-rtx",
 )
-FASTER_COCO_EVAL = Library("faster_coco_eval", "counts COCO's AP sooner", "pip install 'fp4deploy[coco]'")
-MODELOPT = Library(
-    "modelopt", "its quantisers, for to_modelopt", "pip install 'fp4deploy[modelopt]'", "modelopt.torch.quantization"
-)
+FASTER_COCO_EVAL = Library("faster_coco_eval", "counts COCO's AP sooner", _extra("coco"))
+MODELOPT = Library("modelopt", "its quantisers, for to_modelopt", _extra("modelopt"), "modelopt.torch.quantization")
 EMULATOR = Library(
     "fp4deploy_emulator",
     "executes the kernels' PTX on a CPU (kernels --emulate)",
-    "pip install ./tools/emulator (in a checkout of fp4deploy)",
+    "pip install ./tools/emulator (in a clone of fp4deploy)",
 )
-RAY = Library("ray", "runs sweeps on a cluster", "pip install 'fp4deploy[distributed]'")
+RAY = Library("ray", "runs sweeps on a cluster", _extra("distributed"))
 
 
 ZOO = {  # the extra `zoo`: libraries of networks, imported only where a model spec names one
     library.name: library
     for library in (
-        Library("segmentation_models_pytorch", "smp:... models", "pip install segmentation-models-pytorch"),
-        Library("torchvision", "torchvision:... models", "pip install torchvision"),
-        Library("monai", "monai:... models", "pip install monai"),
-        Library("timm", "timm:... backbones", "pip install timm"),
+        Library("segmentation_models_pytorch", "smp:... models", _extra("zoo")),
+        Library("torchvision", "torchvision:... models", _extra("zoo")),
+        Library("monai", "monai:... models", _extra("zoo")),
+        Library("timm", "timm:... backbones", _extra("zoo")),
     )
 }
 

@@ -11,6 +11,7 @@
       plots/heatmaps/<model>/         of the telemetry; plots/kurtosis/<model>/ of the study
       export/unet.onnx                the NVFP4 model; the FP16 baseline is unet-fp16.onnx
       export/unet.fp4                 the same, packed; and unet-fp16.fp4
+      export/my_net.nvfp4.onnx        of a network of your own in my_net.py; and my_net.fp16.onnx
       engines/unet.plan               and its ledger, unet.ledger.json
       bench.jsonl                     what bench measured; provenance.jsonl: what was made of which
       report.{json,md,html}
@@ -70,6 +71,21 @@ class Run:
         """Best checkpoint of one trained model (it may not exist yet)."""
         return self.model_dir(model) / "best.safetensors"
 
+    def stem(self, model: str) -> str:
+        """File stem of the artefacts of one trained model."""
+        return artifact_stem(model, self.network())
+
+    def network(self) -> str:
+        """What files call the network: the file of a spec "net.py:build", NAME of "smp:NAME"; "unet" where none is."""
+        from fp4deploy.system.schema import read_yaml
+
+        spec = "unet"
+        with suppress(InputError, TypeError, KeyError):
+            spec = read_yaml(self.config_path)["model"]["spec"]
+        location, _, name = str(spec).rpartition(":")
+        text = Path(location).stem if location.endswith(".py") else location if location == "unet" else name
+        return re.sub(r"\W+", "_", text)[:80] or "unet"
+
     def models(self) -> list[str]:
         """Names of the models that have a checkpoint, FP16 first."""
         return [model for model in MODELS if self.checkpoint(model).is_file()]
@@ -127,8 +143,10 @@ def _launched(variable: str, alone: str) -> int:
     return int(text)
 
 
-def artifact_stem(model: str) -> str:
-    """File stem of a model's exported artefacts: the NVFP4 model is the product, plain "unet"."""
+def artifact_stem(model: str, network: str = "unet") -> str:
+    """File stem of a model's artefacts: "my_net.nvfp4"; of this project's UNet "unet", the product, and "unet-fp16"."""
+    if network != "unet":
+        return f"{network}.{model}"
     return "unet" if model == "nvfp4" else f"unet-{model}"
 
 

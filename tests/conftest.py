@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import accelerate.utils.memory
@@ -56,6 +56,15 @@ def _freeze_what_is_imported() -> None:
 def pytest_unconfigure() -> None:
     """Let the interpreter free it, or libraries report leaks as it ends."""
     gc.unfreeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Where all libraries are meant to be installed (`make libraries`), a test that skips without one fails."""
+    report = yield
+    if report.skipped and "pip install -e" in str(report.longrepr) and os.environ.get("FP4DEPLOY_NEED_LIBRARIES"):
+        report.outcome = "failed"
+    return report
 
 
 @pytest.fixture(scope="session", autouse=True)

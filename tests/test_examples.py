@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from fp4deploy.formats import decode_e2m1, quantize_nvfp4, unpack_codes
-from fp4deploy.models.torchvision_operators import declare_operators
 from fp4deploy.qat import RECIPES, quantized_layers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,7 +53,6 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 def test_an_own_network_and_loop(command: Command, loop: list[str], tmp_path: Path) -> None:
     """From an own loss and loader to ONNX and a packed network, in a plain loop and in Lightning's."""
     if loop:
-        declare_operators()  # Lightning imports torchvision where it is installed
         pytest.importorskip("lightning", reason="Lightning is not installed: pip install -e '.[examples]'")
     printed = command("examples/own_network.py", "--out", str(tmp_path), "--images", "16", "--epochs", "2", *loop)
     first, before, after = map(float, re.findall(r"(\d\.\d{3})", printed.splitlines()[0]))

@@ -79,6 +79,23 @@ def test_models_are_those_with_a_checkpoint(tmp_path: Path) -> None:
     assert [artifact_stem(model) for model in run.models()] == ["unet-fp16", "unet"]
 
 
+@pytest.mark.parametrize(
+    ("config", "stems"),
+    [
+        ("model: {spec: 'some where/my_net.py:build'}", ["my_net.fp16", "my_net.nvfp4"]),
+        ("model: {spec: 'smp:Unet/resnet34'}", ["Unet_resnet34.fp16", "Unet_resnet34.nvfp4"]),
+        ("model: {spec: 'package.module:build'}", ["build.fp16", "build.nvfp4"]),
+        ("model: {spec: 'unet:0.5'}", ["unet-fp16", "unet"]),
+        ("model: {scale: 0.5}", ["unet-fp16", "unet"]),
+        ("model: [", ["unet-fp16", "unet"]),
+        ("", ["unet-fp16", "unet"]),
+    ],
+)
+def test_artefacts_are_named_by_their_network(tmp_path: Path, config: str, stems: list[str]) -> None:
+    (tmp_path / "config.yaml").write_text(config)
+    assert [Run(tmp_path).stem(model) for model in ("fp16", "nvfp4")] == stems
+
+
 def test_what_was_asked_for_is_remembered(tmp_path: Path) -> None:
     run = create_run(tmp_path / "mine")
     assert run.asked_models() == ()

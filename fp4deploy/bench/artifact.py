@@ -6,21 +6,27 @@ import math
 from pathlib import Path
 from typing import Any
 
+from fp4deploy.bench.change import compare
 from fp4deploy.bench.evaluate import Progress, evaluate_task
 from fp4deploy.bench.latency import measure, random_images
 from fp4deploy.bench.ledgers import built_by, ledger_of
 from fp4deploy.bench.records import ArtifactEntry, Quantiles
+from fp4deploy.bench.runtimes.emulated import open_emulated, source_of
 from fp4deploy.bench.runtimes.like import Like
 from fp4deploy.bench.runtimes.open import open_for_images
 from fp4deploy.bench.runtimes.ports import fixed_batch
 from fp4deploy.bench.runtimes.precision import of_engine
+from fp4deploy.bench.runtimes.protocol import OpenRuntime
 from fp4deploy.data import VAL
-from fp4deploy.errors import UnavailableError
+from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.instances import InstanceScores
 from fp4deploy.metrics import Scores
+from fp4deploy.models.spec import UnnamedCodeError
 from fp4deploy.system.files import file_digest
 
 OK = "ok"
+EMULATED = "emulated, not run"  # accuracy of an engine's arithmetic, computed elsewhere; no latency
+COMPARED = 32  # images on which it is compared with the canonical file
 NOT_RUN = "built, not run"
 UNAVAILABLE = "unavailable"
 
@@ -50,6 +56,8 @@ def bench_artifact(
     like: the card of an ONNX file that has none.
     batch: images of a timed run; 1 is what the file takes at least, where it takes one number alone.
 
+    An engine that cannot run here is measured by its arithmetic (`runtimes.emulated`), without a latency.
+
     The bytes of weights and activations are in the entry where the runtime knows them (`runtimes.packed.memory`).
 
     Raises:
@@ -57,7 +65,11 @@ def bench_artifact(
         UnavailableError: this machine cannot run it.
     """
     path = Path(path)
-    runtime = open_for_images(path, timeout, provider, form, like)
+    try:
+        runtime: OpenRuntime = open_for_images(path, timeout, provider, form, like)
+        reason = None
+    except UnavailableError as error:
+        runtime, reason = _emulated(path, data, split, timeout, error)
     found = None
     if data is not None:
         found = evaluate_task(
@@ -71,10 +83,12 @@ def bench_artifact(
         )
     scores = found.scores if found and isinstance(found.scores, Scores) else None
     instances = found.scores if found and isinstance(found.scores, InstanceScores) else None
-    one = fixed_batch(runtime.inputs) if batch == 1 else None
-    if data is None:  # nothing else looks at what it answers
-        runtime.infer(random_images(runtime, one or 1))
-    timed = measure(runtime, batch=one or batch, iterations=iterations)
+    timed = None
+    if reason is None:
+        one = fixed_batch(runtime.inputs) if batch == 1 else None
+        if data is None:  # nothing else looks at what it answers
+            runtime.infer(random_images(runtime, one or 1))
+        timed = measure(runtime, batch=one or batch, iterations=iterations)
     return ArtifactEntry(
         path=str(path),
         model=model or runtime.card.precision,
@@ -90,19 +104,38 @@ def bench_artifact(
         per_class=dict(found.scores.per_class) if found else {},
         boundary_f1=found.boundary_f1 if found else None,
         recall_by_size=found.recall_by_size if found else {},
+        never_predicted=found.never_predicted if found else [],
         errors=found.errors if found else {},
         confusion=found.confusion if found else {},
         split=split if found else None,
         data_sha256=found.data_sha256 if found else None,
         evidence=found.evidence if found else None,
-        latency_ms=Quantiles(p50=timed.p50, p90=timed.p90, p99=timed.p99),
-        images_per_s=timed.images_per_s,
-        batch=timed.batch,
-        timed_runs=timed.runs,
-        device=timed.device,
+        latency_ms=Quantiles(p50=timed.p50, p90=timed.p90, p99=timed.p99) if timed else None,
+        images_per_s=timed.images_per_s if timed else None,
+        batch=timed.batch if timed else None,
+        timed_runs=timed.runs if timed else None,
+        device=runtime.device,
         memory=getattr(runtime, "memory", None),
-        status=OK,
+        status=OK if timed else EMULATED,
+        reason=reason,
     )
+
+
+def _emulated(
+    path: Path, data: Path | None, split: str, timeout: float | None, error: UnavailableError
+) -> tuple[OpenRuntime, str]:
+    """The arithmetic of an engine, and why and with what difference; `error`: why it cannot run here."""
+    ledger = ledger_of(path) if path.suffix == ".plan" else None
+    if ledger is None or data is None:
+        raise error
+    try:
+        source = source_of(path, ledger)
+        runtime = open_emulated(path, ledger, timeout)
+    except (UnavailableError, InputError) as why:
+        raise UnavailableError(f"{str(error).rstrip('.')}; {why}") from error
+    runtime.name = f"{built_by(ledger)}; its arithmetic emulated by {runtime.name}"
+    change = compare(open_for_images(source, timeout), runtime, data, COMPARED, split=split)
+    return runtime, f"{error} Its accuracy is that of its arithmetic, emulated: {change.sentence(source.name)}"
 
 
 def size_of(path: Path) -> int:
@@ -122,10 +155,10 @@ def size_of(path: Path) -> int:
 
 
 def bench_or_explain(path: Path, data: Path | None, *, model: str | None = None, **settings: Any) -> ArtifactEntry:
-    """Like `bench_artifact`, but an engine that cannot run here becomes a row saying so, without numbers."""
+    """Like `bench_artifact`, but what cannot run here, or needs --model, becomes a row saying so, without numbers."""
     try:
         return bench_artifact(path, data, model=model, **settings)
-    except UnavailableError as error:
+    except (UnavailableError, UnnamedCodeError) as error:
         how = settings.get("form", "eager") if path.suffix == ".safetensors" else settings.get("provider", "cpu")
         return not_run(path, str(error), model=model, provider=how)
 

@@ -68,7 +68,7 @@ def evaluate(
     """
     card = runtime.card
     dataset = DigestedDataset(part_of(validation_set(card, data, split), limit))
-    detail = SegmentationDetail(dataset.class_names)
+    detail = SegmentationDetail(dataset.class_names, card.background)
     score = SegmentationScore(len(dataset.class_names), dataset.class_names)
     transform = EvalTransform(card.height, card.width, card.mean, card.std)
     seen = 0
@@ -86,5 +86,6 @@ def evaluate(
         if progress:
             progress(seen, len(dataset))
     digest = dataset.digest()
-    evidence = write_pixels(detail.counts([dataset.names[index] for index in range(len(dataset))]))
-    return Accuracy(score.compute(), evidence, digest, detail.boundary_f1(), detail.recall_by_size())
+    counts = detail.counts([dataset.names[index] for index in range(len(dataset))])
+    hidden = detail.boundary_f1(), detail.recall_by_size(), counts.never_predicted()
+    return Accuracy(score.compute(), write_pixels(counts), digest, *hidden)

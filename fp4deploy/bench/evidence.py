@@ -27,7 +27,7 @@ from fp4deploy.metrics import Scores
 class Accuracy:
     """What one evaluation gives: the scores, counts of its images, and the digest of the images and labels.
 
-    boundary_f1, recall_by_size: of semantic models, see `detail`. errors, confusion: of detectors, see
+    boundary_f1, recall_by_size, never_predicted: of semantic models, see `detail`. errors, confusion: of detectors, see
     `detection.errors`.
     """
 
@@ -36,6 +36,7 @@ class Accuracy:
     data_sha256: str
     boundary_f1: float | None = None
     recall_by_size: dict[str, float | None] = field(default_factory=dict)
+    never_predicted: list[str] = field(default_factory=list)
     errors: dict[str, dict[str, float]] = field(default_factory=dict)
     confusion: dict[str, dict[str, int]] = field(default_factory=dict)
 
@@ -47,6 +48,11 @@ class PixelCounts:
         """counts: int64 [N, C, 3]."""
         self.images, self.classes = tuple(images), tuple(classes)
         self.hit, self.truth, self.predicted = counts[..., 0], counts[..., 1], counts[..., 2]
+
+    def never_predicted(self) -> list[str]:
+        """Classes that occur in the truth and in no prediction."""
+        absent = (self.truth.sum(0) > 0) & (self.predicted.sum(0) == 0)
+        return [name for name, each in zip(self.classes, absent, strict=True) if each]
 
     def iou(self, weights: NDArray[np.float64]) -> NDArray[np.float64]:
         """IoU [..., C] of the images weighted by [..., N]; NaN for a class that occurs in none of them."""

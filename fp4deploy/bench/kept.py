@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from fp4deploy.bench.artifact import OK
+from fp4deploy.bench.artifact import EMULATED, OK
 from fp4deploy.bench.environment import environment
 from fp4deploy.bench.records import ArtifactEntry, Machine, Record
 from fp4deploy.runs import Run, run_of
@@ -37,7 +37,7 @@ def keep(path: Path, entry: ArtifactEntry, data: Path) -> None:
         InputError: the line cannot be written.
     """
     run = run_of(path)
-    if run is None or entry.status != OK:
+    if run is None or entry.status not in (OK, EMULATED):
         return
     inside = entry.model_copy(update={"path": path.resolve().relative_to(run.path.resolve()).as_posix()})
     line = {

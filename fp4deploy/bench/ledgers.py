@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4deploy.export.ledger.ledger import COLUMNS, Ledger, ledger_path, load_ledger
-from fp4deploy.runs import Run, artifact_stem
+from fp4deploy.runs import Run
 
 TITLES = {"tensorrt": "TensorRT", "tensorrt-rtx": "TensorRT-RTX"}
 
@@ -30,7 +30,7 @@ def engines(run: Run) -> list[dict[str, Any]]:
     """One entry for every engine of a run that has a ledger, as JSON values."""
     found = []
     for model in run.models():
-        plan = run.engine_dir / f"{artifact_stem(model)}.plan"
+        plan = run.engine_dir / f"{run.stem(model)}.plan"
         ledger = ledger_of(plan) if plan.is_file() else None
         if ledger is not None:
             found.append(_entry(model, plan, ledger))
@@ -39,16 +39,26 @@ def engines(run: Run) -> list[dict[str, Any]]:
 
 def _entry(model: str, plan: Path, ledger: Ledger) -> dict[str, Any]:
     totals = ledger.totals()
+    fp8 = sum(row.actual == "FP8" for row in ledger.layers)
+    fp4 = sum(row.actual == "FP4" for row in ledger.layers)
     return {
         "engine": plan.name,
         "model": model,
         "built": built_by(ledger),
         "statement": ledger.statement,
         "summary": ledger.summary(),
+        "fp4_mac_share": totals.fp4_mac_share,
+        "counts": {
+            "FP4 matrix products": totals.fp4_gemms,
+            "FP16 layers, FP4 weights": totals.fp16_with_fp4_weights,
+            "FP16 layers": totals.fp16,
+            "FP8 layers": fp8,
+            "other layers": len(ledger.layers) - fp4 - totals.fp16_with_fp4_weights - totals.fp16 - fp8,
+            "fallbacks": totals.fell_back,
+        },
         "requested": totals.requested,
         "actual": totals.actual,
         "not_as_requested": totals.not_as_requested,
-        "fallbacks": totals.fell_back,
         "columns": list(COLUMNS),
         "layers": [list(row.values()) for row in ledger.rows()],
     }

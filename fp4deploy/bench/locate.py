@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fp4deploy.bench.runtimes.open import RUNTIMES
 from fp4deploy.errors import InputError, suggest
-from fp4deploy.runs import RUNS, Run, artifact_stem, latest_run, run_of
+from fp4deploy.runs import RUNS, Run, latest_run, run_of
 
 
 def run_artifacts(run: Run) -> dict[str, Path]:
@@ -87,7 +87,7 @@ def model_of(path: Path, run: Run | None) -> str | None:
     path = Path(path).resolve()
     stem = path.stem.removesuffix(".portable")  # not "unet-fp16.nvfp4.onnx", which `quantize` made of unet-fp16.onnx
     for model in run.models():
-        if path == run.checkpoint(model).resolve() or stem == artifact_stem(model):
+        if path == run.checkpoint(model).resolve() or stem == run.stem(model):
             return model
     return None
 

@@ -65,6 +65,7 @@ class ArtifactEntry(Record):
     confusion: dict[str, dict[str, int]] = Field(default_factory=dict)  # of detectors: class -> detected as -> count
     boundary_f1: float | None = None
     recall_by_size: Scores = Field(default_factory=dict)
+    never_predicted: list[str] = Field(default_factory=list)  # classes of the truth that no pixel was given
     split: str | None = None
     data_sha256: str | None = None
     latency_ms: Quantiles | None = None

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 SEMANTIC = (("mIoU %", "miou"),)  # title and key of a metric
 INSTANCE = (("AP %", "ap"), ("AP50 %", "ap50"))
-NUMERIC = frozenset({"size", "mIoU %", "AP %", "AP50 %", "change", "p50 ms", "images/s"})
+NUMERIC = frozenset({"size", "mIoU %", "AP %", "AP50 %", "change", "p50 ms", "p90 ms", "p99 ms", "images/s"})
 NONE = "–"  # a cell without a number
 BASELINES = ("fp16_control", "fp16")
 MOST_CONFUSIONS = 12  # rows of the table
@@ -32,7 +32,8 @@ def metrics(artifacts: Sequence[ArtifactEntry]) -> tuple[tuple[str, str], ...]:
 def head(artifacts: Sequence[ArtifactEntry]) -> tuple[str, ...]:
     """Titles of the columns."""
     titles = (title for title, _ in metrics(artifacts))
-    return ("model", "artefact", "backend", "precision", "size", *titles, "change", "p50 ms", "images/s", "status")
+    times = ("p50 ms", "p90 ms", "p99 ms", "images/s")
+    return ("model", "artefact", "backend", "precision", "size", *titles, "change", *times, "status")
 
 
 def baseline_of(artifacts: Sequence[ArtifactEntry]) -> ArtifactEntry | None:
@@ -54,7 +55,7 @@ def cells(entry: ArtifactEntry, baseline: float | None, shown: Sequence[tuple[st
         size(entry.size_bytes),
         *(points(getattr(entry, key)) for _, key in shown),
         change(entry.accuracy, baseline),
-        milliseconds(entry.latency_ms.p50) if entry.latency_ms else NONE,
+        *(milliseconds(getattr(entry.latency_ms, name, None)) for name in ("p50", "p90", "p99")),
         rate(entry.images_per_s),
         entry.status,
     )
@@ -131,12 +132,15 @@ def names(artifacts: Sequence[ArtifactEntry]) -> list[str]:
 
 
 def details(artifacts: Sequence[ArtifactEntry]) -> list[str]:
-    """Sentences about boundaries and objects by size; artefacts with the same figures share one."""
+    """Sentences about boundaries, objects by size and classes never predicted; equal artefacts share one."""
     found: dict[str, list[str]] = {}
     for entry, name in zip(artifacts, names(artifacts), strict=True):
         if entry.boundary_f1 is not None:
             sizes = ", ".join(f"{kind} {percent(value)}" for kind, value in entry.recall_by_size.items())
             figures = f"boundary F1 {percent(entry.boundary_f1)}; recall by object size: {sizes}."
+            if entry.never_predicted:
+                absent = entry.never_predicted
+                figures += f" {len(absent)} of {len(entry.per_class)} classes are never predicted: {', '.join(absent)}."
             found.setdefault(figures, []).append(name)
     return [f"{', '.join(dict.fromkeys(same))}: {figures}" for figures, same in found.items()]
 

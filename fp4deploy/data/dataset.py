@@ -38,7 +38,7 @@ def require_split(split: str) -> None:
 
 
 def open_instances(
-    root: Path, split: str, classes: Sequence[str] | None = None, stuff: Sequence[str] = (), numbered: bool = True
+    root: Path | str, split: str, classes: Sequence[str] | None = None, stuff: Sequence[str] = (), numbered: bool = True
 ) -> CocoDataset:
     """Open one split with its object instances; arguments as of `open_dataset`, and more.
 
@@ -60,7 +60,7 @@ def open_instances(
     return CocoDataset(root, split, classes, instances=numbered, stuff=stuff)
 
 
-def open_boxes(root: Path, split: str, classes: Sequence[str] | None = None) -> BoxDataset:
+def open_boxes(root: Path | str, split: str, classes: Sequence[str] | None = None) -> BoxDataset:
     """Open one split with the boxes of its objects; arguments as of `open_dataset`.
 
     Raises:
@@ -77,7 +77,7 @@ def open_boxes(root: Path, split: str, classes: Sequence[str] | None = None) -> 
     return BoxDataset(root, split, classes)
 
 
-def open_dataset(root: Path, split: str, classes: Sequence[str] | None = None) -> SegmentationDataset:
+def open_dataset(root: Path | str, split: str, classes: Sequence[str] | None = None) -> SegmentationDataset:
     """Open one split of a dataset.
 
     Args:

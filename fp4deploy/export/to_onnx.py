@@ -76,7 +76,7 @@ def export_onnx(
     checkpoint: Path | str,
     out: Path | str,
     portable: bool = False,
-    data: Path | None = None,
+    data: Path | str | None = None,
     images: int = 16,
     verify: bool = True,
     size: tuple[int, int] | None = None,

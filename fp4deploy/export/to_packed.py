@@ -48,9 +48,9 @@ class PackedResult:
 
 
 def pack(
-    checkpoint: Path | nn.Module,
-    out: Path,
-    data: Path | None = None,
+    checkpoint: Path | str | nn.Module,
+    out: Path | str,
+    data: Path | str | None = None,
     images: int = 16,
     verify: bool = True,
     example_inputs: Inputs | None = None,
@@ -81,7 +81,7 @@ def pack(
         return _pack_module(checkpoint, out, example_inputs, verify, known_outputs(said=outputs))
     if example_inputs is not None or outputs is not None:
         raise InputError("A checkpoint's card says what it reads and gives; these arguments are for modules.")
-    checkpoint = Path(checkpoint)
+    checkpoint, data = Path(checkpoint), None if data is None else Path(data)
     check_request(checkpoint, out, SUFFIX, data, images, verify)
     model, card = load_model(checkpoint)
     example = torch.zeros(1, 3, card.height, card.width)
@@ -90,7 +90,7 @@ def pack(
     file = packed_file(out, card, *packed, about=origin)
     verification = None
     if verify and data is not None:
-        samples = list(validation_images(Path(data), card, images))
+        samples = list(validation_images(data, card, images))
         verification = verify_packed(model, file, samples)
         require_packed(verification, str(checkpoint))
         file = _at_sizes_of_torch(model, file, samples[0], example)

@@ -44,12 +44,13 @@ def write_results(results: Sequence[Result], path: Path) -> None:
         temporary.write_text(json.dumps(list(results), allow_nan=False), encoding="utf-8")
 
 
-def read_results(path: Path) -> list[Result]:
+def read_results(path: Path | str) -> list[Result]:
     """Read what `write_results` wrote, or any COCO results with segmentations.
 
     Raises:
         InputError: the file is missing, is not JSON, or holds something else.
     """
+    path = Path(path)
     results = read_json(path, "Write COCO results with: fp4deploy bench", MOST_BYTES)
     if not isinstance(results, list) or not all(_is_result(result) for result in results):
         raise InputError(

@@ -30,6 +30,7 @@ from fp4deploy.system.files import atomic_write, digest_of
 from fp4deploy.system.schema import parse_json
 
 DIGEST_KEY = "fp4deploy.sha256"
+PICKLED = (".pth", ".pt", ".ckpt", ".bin")  # as torch.save writes them
 QUANTIZER_BUFFERS = (".input_amax", ".outlier_channels")
 WEIGHT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64)  # int64: counters of norms
 MOST_TENSORS = 20_000  # of one file
@@ -189,6 +190,12 @@ def read_card(path: Path) -> ModelCard:
     path = Path(path)
     if not path.is_file():
         raise InputError(f"There is no checkpoint at {path}. Train one with: fp4deploy train")
+    if path.suffix.lower() in PICKLED:
+        raise InputError(
+            f"{path} is a file of PyTorch, and a checkpoint of fp4deploy is a .safetensors file with a model card. "
+            f"Start a training from its weights with: fp4deploy train --model SPEC --init {path}; or export the module "
+            "in Python with: fd.export_onnx(model, inputs, path)"
+        )
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}

@@ -22,7 +22,6 @@ from fp4deploy.errors import InputError, named_cause, suggest
 from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.pyramid import PyramidSegmenter
 from fp4deploy.models.torchvision_detectors import METHODS, with_raw_output
-from fp4deploy.models.torchvision_operators import declare_operators
 from fp4deploy.requirements import ZOO
 
 CLASS_ARGUMENTS = ("classes", "num_classes", "out_channels", "n_classes", "channels_out")
@@ -190,7 +189,6 @@ SOURCES: dict[str, Callable[[str, int, Arguments], nn.Module]] = {
 
 
 def _library(name: str) -> Any:
-    declare_operators()
     return ZOO[name].require("The model")
 
 

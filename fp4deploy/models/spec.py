@@ -32,6 +32,10 @@ EXAMPLES = "unet:1.0, smp:Unet/resnet34, torchvision:deeplabv3_resnet50, monai:B
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z")
 
 
+class UnnamedCodeError(InputError):
+    """A file is of a network in code that the user did not name in this process."""
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """A parsed spec.
@@ -141,7 +145,7 @@ def require_named(spec: ModelSpec, where: object, given: str | None = None) -> M
         return spec
     named = next((each for each in reversed([*_named, *wanted]) if each.same_network(spec)), None)
     if named is None:
-        raise InputError(
+        raise UnnamedCodeError(
             f"{where} is of a model in your own code, {spec.text}, and a file never makes code run. If you trust that "
             f"code, name it again: --model {spec.text} (in Python: model=, or fp4deploy.models.name_model)."
         )

@@ -15,7 +15,7 @@ from fp4deploy.bench.locate import run_artifacts
 from fp4deploy.bench.runtimes.open import open_for_images
 from fp4deploy.bench.runtimes.protocol import Runtime
 from fp4deploy.errors import InputError, UnavailableError
-from fp4deploy.runs import MODELS, Run, artifact_stem, latest_run
+from fp4deploy.runs import MODELS, Run, latest_run
 
 WITH_GPU = (".plan", ".fp4", ".safetensors", ".portable.onnx", ".onnx")
 WITHOUT_GPU = (".portable.onnx", ".onnx", ".fp4", ".safetensors", ".plan")
@@ -28,7 +28,7 @@ def candidates(run: Run, gpu: bool) -> list[Path]:
     found = []
     for model in PREFERRED:
         for suffix in WITH_GPU if gpu else WITHOUT_GPU:
-            stem = model if suffix == ".safetensors" else artifact_stem(model)
+            stem = model if suffix == ".safetensors" else run.stem(model)
             if f"{stem}{suffix}" in artifacts:
                 found.append(artifacts[f"{stem}{suffix}"])
     return found

@@ -83,7 +83,7 @@ def _moments(
     """(mean of y, mean of y', variance of y', covariance) of each channel, float32 [C]."""
     sums: list[Tensor] = []
     for batch in batches:
-        y, other = (_channels(call_of(each, name, batch)[1]) for each in (reference, model))
+        y, other = (_channels(call_of(each, name, batch).outputs[0]) for each in (reference, model))
         sums.append(torch.stack([y.mean(1), other.mean(1), other.square().mean(1), (y * other).mean(1)]))
     mean, other_mean, square, product = torch.stack(sums).mean(0).unbind()
     moments = (mean, other_mean, square - other_mean.square(), product - mean * other_mean)

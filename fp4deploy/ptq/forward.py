@@ -1,11 +1,15 @@
-"""Forward passes of calibration (FP16 autocast on a GPU as in deployment, FP32 on a CPU); the output of one module."""
+"""Forward passes of calibration (FP16 autocast on a GPU as in deployment, FP32 on a CPU); the calls of one module."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fp4deploy.errors import InputError
 
 
 def autocast(x: Tensor) -> torch.autocast:
@@ -14,27 +18,68 @@ def autocast(x: Tensor) -> torch.autocast:
 
 
 class _Stop(BaseException):
-    """The module has run; the rest of the network need not."""
+    """The module has run; the rest of the network need not. No network's `except Exception` is meant by it."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a module: its arguments as they were before it ran, and the tensors of its output."""
+
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    outputs: list[Tensor]
+
+    def again(self, module: nn.Module) -> list[Tensor]:
+        """The outputs of another call with these arguments, which it may change in place."""
+        arguments, keywords = _cloned((self.arguments, self.keywords))
+        return floats(module(*arguments, **keywords))
 
 
 @torch.no_grad()
-def call_of(model: nn.Module, name: str, batch: Tensor) -> tuple[tuple[Any, ...], Tensor]:
-    """Arguments and output of the module `name` in a forward pass of the model, which ends there."""
-    found: list[tuple[tuple[Any, ...], Tensor]] = []
+def call_of(model: nn.Module, name: str, batch: Tensor) -> Call:
+    """The first call of the module `name` in a forward pass of the model, which ends there.
 
-    def take(_module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-        found.append((inputs, output))
+    A network that catches everything may go on after the signal, or end with an error of its own: what was asked for
+    is there, and an error after it came of the signal.
+
+    Raises:
+        InputError: the forward pass does not call the module.
+    """
+    arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    found: list[Call] = []
+
+    def enter(_module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        arguments.append(_cloned((inputs, keywords)))
+
+    def leave(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        found.append(Call(*arguments[0], floats(output)))
         raise _Stop
 
-    handle = model.get_submodule(name).register_forward_hook(take)
+    module = model.get_submodule(name)
+    handles = [module.register_forward_pre_hook(enter, with_kwargs=True), module.register_forward_hook(leave)]
     try:
         with autocast(batch):
             model(batch)
     except _Stop:
         pass
+    except Exception:
+        if not found:
+            raise
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
+    if not found:
+        raise InputError(f"The forward pass of images {list(batch.shape)} does not call {name or 'the network'}.")
     return found[0]
+
+
+def floats(output: Any) -> list[Tensor]:
+    """The tensors of floating point in what a module returns: a tensor, or any nest of dicts, tuples and lists."""
+    return [each for each in tree_leaves(output) if isinstance(each, Tensor) and each.is_floating_point()]
+
+
+def _cloned(value: Any) -> Any:
+    return tree_map(lambda each: each.clone() if isinstance(each, Tensor) else each, value)
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from fp4deploy.ptq.methods import LEARNED, Method, find_method
 from fp4deploy.ptq.reconstruct import align, reconstruct, units_of
 from fp4deploy.qat.layers import QuantizedLayer
 from fp4deploy.qat.prepare import Selection, prepare
+from fp4deploy.system.progress import progress as shown
 
 if TYPE_CHECKING:
     from fp4deploy.system.progress import Phase
@@ -64,7 +66,7 @@ def quantize(
     iterations: int = ITERATIONS,
     seed: int = 0,
     say: Say = lambda text: None,
-    progress: Phase = lambda phase, done, of: None,
+    progress: Phase | None = None,
 ) -> Result:
     """Quantise a full-precision model to NVFP4, in place.
 
@@ -78,7 +80,7 @@ def quantize(
         activations: "amax", "percentile" or "mse"; None as the method says.
         iterations: training steps of each unit (adaround, faar, brecq).
         say: gets lines about what is done.
-        progress: is called with the running phase, what is done of it, and all of it.
+        progress: is called with the running phase, what is done of it, and all of it; shown on stderr by default.
 
     Raises:
         InputError: an unknown name, no images, or a model that cannot be quantised.
@@ -93,22 +95,24 @@ def quantize(
     batches = [images] if isinstance(images, Tensor) else list(images)
     if not batches or not sum(len(batch) for batch in batches):
         raise InputError("Quantisation needs images to calibrate on. Give some with: --data DIR")
-    began = time.monotonic()
-    was_training = model.training
-    model.eval()
-    reference = copied(model)
-    for parameter in reference.parameters():
-        parameter.requires_grad_(False)
-    prepare(model, chosen.recipe, include, exclude, fp8)
-    result = Result(method, chosen.recipe, correction, sum(len(batch) for batch in batches))
-    say(f"Activations: {activations or chosen.activations} over {result.images} images.")
-    with autocast(batches[0]):
-        calibrate_activations(model, batches, activations or chosen.activations, percentile)
-    _quantize_weights(model, reference, batches, chosen, iterations, seed, result, say, progress)
-    say(f"Correction: {correction}.")
-    result.corrected = corrections.correct(model, reference, batches, correction, progress)
-    model.train(was_training)
-    result.seconds = time.monotonic() - began
+    with ExitStack() as stack:
+        report = progress or stack.enter_context(shown("quantising")).phase
+        began = time.monotonic()
+        was_training = model.training
+        model.eval()
+        reference = copied(model)
+        for parameter in reference.parameters():
+            parameter.requires_grad_(False)
+        prepare(model, chosen.recipe, include, exclude, fp8)
+        result = Result(method, chosen.recipe, correction, sum(len(batch) for batch in batches))
+        say(f"Activations: {activations or chosen.activations} over {result.images} images.")
+        with autocast(batches[0]):
+            calibrate_activations(model, batches, activations or chosen.activations, percentile)
+        _quantize_weights(model, reference, batches, chosen, iterations, seed, result, say, report)
+        say(f"Correction: {correction}.")
+        result.corrected = corrections.correct(model, reference, batches, correction, report)
+        model.train(was_training)
+        result.seconds = time.monotonic() - began
     return result
 
 

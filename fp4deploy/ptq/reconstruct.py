@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from fp4deploy.errors import InputError
-from fp4deploy.ptq.forward import autocast, call_of, order_of
+from fp4deploy.ptq.forward import Call, autocast, call_of, order_of
 from fp4deploy.ptq.grid import choose_scales, signed_values, steps
 from fp4deploy.ptq.matrix import WeightMatrix, blocks, fp4_layers
 from fp4deploy.qat.layers import QuantizedLayer
@@ -130,6 +130,9 @@ def reconstruct(
 
     Returns:
         Mean squared error of the unit's output before (weights rounded to nearest) and after.
+
+    Raises:
+        InputError: the unit returns no tensor.
     """
     layers = {f"{unit}.{name}".rstrip("."): each for name, each in fp4_layers(model.get_submodule(unit)).items()}
     with _soft(layers, hessians) as roundings:
@@ -150,10 +153,8 @@ def align(
         The name of each layer, and "network" at the end, with the squared errors before and after.
 
     Raises:
-        InputError: the network's output is not one tensor.
+        InputError: as of `reconstruct`.
     """
-    if not isinstance(call_of(reference, "", batches[0][:1])[1], Tensor):
-        raise InputError("--method faar compares the network's output, which has to be one tensor. Use: --method brecq")
     with _soft(fp4_layers(model), hessians) as roundings:
         for name in order_of(model, list(roundings), batches[0]):
             yield name, _learn(model, reference, name, [roundings[name]], batches, iterations, seed)
@@ -174,8 +175,13 @@ def _learn(
     """Train soft roundings, the biases and the norms of one unit; keep them where the hard ones became better."""
     rate = min(0.1, 7 / max(1, iterations))  # a rounding can turn within a third of the iterations
     module: Any = model.get_submodule(unit)
-    inputs = [call_of(model, unit, batch)[0] for batch in batches]
-    targets = [call_of(reference, unit, batch)[1] for batch in batches]
+    calls = [call_of(model, unit, batch) for batch in batches]
+    targets = [call_of(reference, unit, batch).outputs for batch in batches]
+    if not all(targets):
+        raise InputError(
+            f"{unit or 'The network'} ({type(module).__name__}) returns no tensor, dict, tuple or list of tensors that "
+            "could be compared. Take a method that works layer by layer: --method adaround, or gptq"
+        )
     rounded = {id(each.v) for each in roundings}
     others = [each for name, each in module.named_parameters() if name.endswith("bias") or ".norm" in f".{name}"]
     others = [each for each in others if each.is_floating_point() and id(each) not in rounded]
@@ -187,16 +193,16 @@ def _learn(
     saved = [(each, each.requires_grad, each.detach().clone()) for each in trained]
     for each in others:
         each.requires_grad_(True)
-    before = _error(module, inputs, targets)
+    before = _error(module, batches, calls, targets)
     random = torch.Generator().manual_seed(seed)
-    scale = 1 / max(1e-12, sum(float(each.float().square().mean()) for each in targets) / len(targets))
+    scale = 1 / max(1e-12, sum(float(_mean_square(each, [0.0] * len(each))) for each in targets) / len(targets))
     for each in roundings:
         each.hard = False
     for step in range(iterations):
         place = int(torch.randint(len(batches), (1,), generator=random))
-        with torch.enable_grad(), autocast(inputs[place][0]):
-            output = module(*inputs[place])
-        loss = scale * (output.float() - targets[place].float()).square().mean()
+        with torch.enable_grad(), autocast(batches[place]):
+            outputs = calls[place].again(module)
+        loss = scale * _mean_square(outputs, targets[place])
         if step >= WARM * iterations:
             share = (step - WARM * iterations) / max(1.0, (1 - WARM) * iterations)
             beta = BETA[1] + (BETA[0] - BETA[1]) * (1 - share)
@@ -207,7 +213,7 @@ def _learn(
         optimizer.step()
     for each in roundings:
         each.hard = True
-    after = _error(module, inputs, targets)
+    after = _error(module, batches, calls, targets)
     better = after < before
     for each, needed, start in saved:
         each.requires_grad_(needed)
@@ -242,10 +248,18 @@ def _soft(layers: dict[str, QuantizedLayer], hessians: dict[str, Tensor]) -> Ite
 
 
 @torch.no_grad()
-def _error(module: nn.Module, inputs: Sequence[tuple[Any, ...]], targets: Sequence[Tensor]) -> float:
+def _error(
+    module: nn.Module, batches: Sequence[Tensor], calls: Sequence[Call], targets: Sequence[list[Tensor]]
+) -> float:
     """Mean squared error."""
     total = 0.0
-    for arguments, target in zip(inputs, targets, strict=True):
-        with autocast(arguments[0]):
-            total += float((module(*arguments).float() - target.float()).square().mean())
-    return total / len(inputs)
+    for batch, call, target in zip(batches, calls, targets, strict=True):
+        with autocast(batch):
+            total += float(_mean_square(call.again(module), target))
+    return total / len(calls)
+
+
+def _mean_square(outputs: Sequence[Tensor], targets: Sequence[Tensor | float]) -> Tensor:
+    """Mean squared difference over all elements of what a unit returns."""
+    squares = [(output.float() - target).square() for output, target in zip(outputs, targets, strict=True)]
+    return torch.stack([each.sum() for each in squares]).sum() / max(1, sum(each.numel() for each in squares))

@@ -27,7 +27,9 @@ from fp4deploy.rest import FP16
 AMAX = ".input_amax"
 
 
-def load_model(path: Path, device: str | torch.device = "cpu", model: str | None = None) -> tuple[nn.Module, ModelCard]:
+def load_model(
+    path: Path | str, device: str | torch.device = "cpu", model: str | None = None
+) -> tuple[nn.Module, ModelCard]:
     """Build the network that the checkpoint's card describes, with its weights as deployed, in evaluation mode.
 
     Args:
@@ -42,6 +44,7 @@ def load_model(path: Path, device: str | torch.device = "cpu", model: str | None
     >>> card.precision, card.recipe, model.training
     ('nvfp4', 'nvfp4_qat', False)
     """
+    path = Path(path)
     card = read_card(path)
     network = network_of(path, card, model)
     if card.precision == "nvfp4":

@@ -6,7 +6,7 @@ alike. They differ in where the measurement comes from: the bench that has just 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path, PurePath
 
@@ -45,7 +45,7 @@ def collect(run: Run, found: RunData, remarks: Sequence[str] = ()) -> ReportData
         fine_tuned=not found.config.get("train.from_scratch"),
         models=models,
         artifacts=found.artifacts,
-        sizes=size_pairs(found.artifacts),
+        sizes=size_pairs(found.artifacts, run.stem),
         ledgers=_ledgers(run, remarks),
         stages=found.stages,
         remarks=remarks,
@@ -60,14 +60,16 @@ def now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
-def size_pairs(artifacts: list[ArtifactEntry]) -> dict[str, tuple[int, int]]:
+def size_pairs(
+    artifacts: list[ArtifactEntry], stem: Callable[[str], str] = artifact_stem
+) -> dict[str, tuple[int, int]]:
     """Bytes of the NVFP4 and of the FP16 file of each kind, by suffix; kinds that lack one of them are left out.
 
     Files that `quantize` made beside those of the run's models do not count.
     """
     found: dict[str, dict[str | None, int]] = {}
     for entry in artifacts:
-        own = entry.model is not None and PurePath(entry.path).stem in (artifact_stem(entry.model), "best")
+        own = entry.model is not None and PurePath(entry.path).stem in (stem(entry.model), "best")
         if entry.size_bytes is not None and own:
             found.setdefault(Path(entry.path).suffix, {}).setdefault(entry.model, entry.size_bytes)
     return {kind: (by["nvfp4"], by["fp16"]) for kind, by in found.items() if {"nvfp4", "fp16"} <= by.keys()}

@@ -50,19 +50,28 @@ class ModelEntry(Record):
 
 
 class EngineEntry(Record):
-    """The ledger of an engine: shares of the multiply-accumulates by precision, `layers` as rows under `columns`."""
+    """The ledger of an engine: shares of the multiply-accumulates by precision, `layers` as rows under `columns`.
+
+    counts: layers by kind, for readers of report.json; no page shows them.
+    """
 
     engine: str
     model: str
     built: str
     statement: str
     summary: str
+    fp4_mac_share: float
+    counts: dict[str, int]
     requested: dict[str, float]
     actual: dict[str, float]
     not_as_requested: int
-    fallbacks: int
     columns: list[str]
     layers: list[list[str]]
+
+    @property
+    def fallbacks(self) -> int:
+        """Layers that have not even the planned precision."""
+        return self.counts.get("fallbacks", 0)
 
 
 class StageTime(Record):

@@ -51,7 +51,7 @@ def build(context: Context) -> Proof:
         UnavailableError: no library builds one here.
     """
     built = engine(context)
-    built.ledger.require_planned()
+    built.ledger.require_no_fallback()
     figures: dict[str, Any] = {"layers": len(built.ledger.layers), "bytes": built.size_bytes}
     figures["FP4 share of multiply-accumulates"] = round(built.ledger.totals().fp4_mac_share, 4)
     where = f"{built.ledger.backend} {built.ledger.backend_version} for {built.ledger.arch}"

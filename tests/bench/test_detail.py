@@ -70,6 +70,14 @@ def test_small_objects_are_counted_apart() -> None:
     assert detail.recall_by_size() == {"small": 0.0, "medium": None, "large": 1.0}
 
 
+def test_background_is_no_object() -> None:
+    truth = square(200, (60, 60), 100)
+    detail = SegmentationDetail(("background", "thing"), background=True)
+    detail.update(torch.zeros_like(truth)[None], truth[None])
+    assert detail.recall_by_size() == {"small": None, "medium": None, "large": 0.0}
+    assert detail.counts(["x"]).never_predicted() == ["thing"]
+
+
 def test_counts_leave_out_what_has_no_label() -> None:
     truth = torch.tensor([[0, 1, IGNORE], [1, 1, 0]])
     predicted = torch.tensor([[0, 1, 1], [0, 1, 1]])

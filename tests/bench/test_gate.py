@@ -226,6 +226,11 @@ def test_gate_without_a_measurement_fails() -> None:
         gate_drop([unmeasured], baseline(counts(4, 0.8)), 0.5)
 
 
+def test_a_baseline_with_nothing_to_lose_decides_nothing() -> None:
+    with pytest.raises(GateError, match=r"the baseline .* has 0\.00 % mIoU, and nothing to lose"):
+        gate_drop([entry(counts(4, 0.0, spread=0))], baseline(counts(4, 0.0, spread=0)), 0.5)
+
+
 def test_an_artefact_that_ran_and_has_no_score_fails_the_gate() -> None:
     broken = ArtifactEntry(path="broken.onnx", status="ok")
     with pytest.raises(GateError, match=r"broken\.onnx has no mIoU: the data holds nothing that can be scored"):

@@ -17,7 +17,7 @@ def entry(model: str, miou: float | None, path: str = "x.onnx") -> ArtifactEntry
 
 def test_rows_against_fp16() -> None:
     first, second = tables.rows([entry("fp16", 0.81234), entry("nvfp4", 0.81)])
-    assert first == ("fp16", "x.onnx", "b", "p", "1.23 MB", "81.23", "0.00", "2.35", "426", "ok")
+    assert first == ("fp16", "x.onnx", "b", "p", "1.23 MB", "81.23", "0.00", "2.35", "3", "4", "426", "ok")
     assert second[5:7] == ("81.00", "-0.23")
 
 
@@ -28,7 +28,7 @@ def test_the_control_is_the_fairer_baseline() -> None:
 
 def test_rows_without_numbers() -> None:
     idle = ArtifactEntry(path="x.plan", status="built, not run")
-    assert tables.rows([idle])[0][5:] == ("–", "–", "–", "–", "built, not run")
+    assert tables.rows([idle])[0][5:] == ("–", "–", "–", "–", "–", "–", "built, not run")
 
 
 @pytest.mark.parametrize(
@@ -88,8 +88,10 @@ def test_the_same_figures_are_one_sentence() -> None:
     figures = {"boundary_f1": 0.25, "recall_by_size": {"small": 0.5, "large": None}}
     found = [entry("fp16", 0.5, f"r/{name}").model_copy(update=figures) for name in ("u.onnx", "u.portable.onnx")]
     other = entry("nvfp4", 0.5, "r/n.onnx").model_copy(update={**figures, "boundary_f1": 0.5})
+    other = other.model_copy(update={"never_predicted": ["b", "c"], "per_class": {"a": 0.5, "b": 0.0, "c": 0.0}})
     unmeasured = entry("nvfp4", None, "r/n.plan")
     assert tables.details([*found, other, unmeasured]) == [
         "u.onnx, u.portable.onnx: boundary F1 25.00 %; recall by object size: small 50.00 %, large –.",
-        "n.onnx: boundary F1 50.00 %; recall by object size: small 50.00 %, large –.",
+        "n.onnx: boundary F1 50.00 %; recall by object size: small 50.00 %, large –. "
+        "2 of 3 classes are never predicted: b, c.",
     ]

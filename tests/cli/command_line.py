@@ -1,10 +1,8 @@
-"""Where the command lives: `fp4deploy.cli` when installed, `cli` in a plain checkout."""
+"""The command, in this process and for others, installed or in a plain checkout."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +10,8 @@ from typing import Any
 from typer.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parents[2]
-INSTALLED = importlib.util.find_spec("fp4deploy.cli") is not None
-PACKAGE = "fp4deploy.cli" if INSTALLED else "cli"
-if not INSTALLED and str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
-
-SEARCHED = [os.environ.get("PYTHONPATH", ""), "" if INSTALLED else str(ROOT)]
+PACKAGE = "fp4deploy.cli"
+SEARCHED = [os.environ.get("PYTHONPATH", ""), str(ROOT)]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, SEARCHED))}
 
 Invoke = Callable[..., Any]

@@ -1,4 +1,4 @@
-"""The app in this process and in a process of its own, from an installation or from a plain checkout."""
+"""The app in this process and in a process of its own."""
 
 from __future__ import annotations
 

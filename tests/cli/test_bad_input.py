@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fp4deploy.runs import Run
 from tests.bench.perfect import perfect
@@ -211,6 +212,13 @@ def test_a_file_that_is_not_onnx(
     more = ("--data", shapes) if command[0] == "bench" else ()
     refused(invoke(*command, "model.onnx", *more), "model.onnx", "ONNX")
     assert files(tmp_path) == {"model.onnx"}
+
+
+def test_exporting_a_file_of_pytorch(invoke: Invoke, tmp_path: Path) -> None:
+    torch.save({"weight": torch.zeros(2)}, tmp_path / "net.pth")
+    result = invoke("export", "net.pth")
+    refused(result, "net.pth is a file of PyTorch", "--init net.pth", "fd.export_onnx")
+    assert "corrupt" not in result.stderr
 
 
 def test_building_what_is_not_there(invoke: Invoke, tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ def test_a_file_of_modelopt_becomes_a_checkpoint(invoke: Invoke, checkpoint: Pat
     assert {name: round(float(layer.input_amax), 3) for name, layer in quantized_layers(model).items()} == {  # type: ignore[arg-type]
         "encoder.1.conv1": 1.5, "encoder.1.conv2": 1.5
     }  # fmt: skip
+    assert "--baseline run/fp16/best.safetensors --data DIR; export it with" in result.stderr
     [link] = links(run)
     assert link.stage == "import-modelopt"
     assert [Path(each.path).name for each in link.inputs] == ["best.safetensors", "mo.pt"]

@@ -174,7 +174,7 @@ def test_emulation_without_the_emulator_exits_3(invoke: Invoke, monkeypatch: pyt
     result = invoke("kernels", "--emulate")
     assert result.exit_code == UnavailableError.exit_code
     assert "kernels --emulate needs fp4deploy_emulator, which is missing" in result.stderr
-    assert "Add it with: pip install ./tools/emulator (in a checkout of fp4deploy)" in result.stderr
+    assert "Add it with: pip install ./tools/emulator (in a clone of fp4deploy)" in result.stderr
 
 
 def test_emulation_without_a_compiler_exits_3(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,3 +199,23 @@ def test_signals_do_after_a_command_what_they_did_before(
     finally:
         for number, handler in zip(numbers[1:], before, strict=True):
             signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("word", ["-q", "--quiet", "--debug"])
+def test_a_value_of_another_option_is_left_alone(invoke: Invoke, word: str) -> None:
+    result = invoke("train", "--models", word)
+    assert f"Unknown model '{word}'" in result.stderr
+    assert "No such option" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (("train", "--models", "fp16", "nvfp4"), "Several values are one argument: --models fp16,nvfp4"),
+        (("train", "--set", "a=1", "b=2"), "Name the option for each value: --set a=1 --set b=2"),
+    ],
+)
+def test_an_argument_too_many_after_an_option(invoke: Invoke, arguments: tuple[str, ...], hint: str) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert hint in " ".join(result.stderr.replace("│", " ").split())

@@ -65,10 +65,15 @@ def test_every_stage_takes_a_network_of_the_users_own(invoke: Invoke, tmp_path: 
     exported = invoke("export", run, "--model", model, "--images", 2, "--dynamic-size")
     assert exported.exit_code == 0, exported.stderr
     assert "without 1 layers that the network never calls (first unused)" in " ".join(exported.stdout.split())
-    measured = invoke("bench", "--engine", run / "export" / "unet.onnx", "--iterations", 1)
+    measured = invoke("bench", "--engine", run / "export" / "net.nvfp4.onnx", "--iterations", 1)
     assert measured.exit_code == 0, measured.stderr
     measured = invoke("bench", "--engine", run / "nvfp4" / "best.safetensors", "--model", model, "--iterations", 1)
     assert measured.exit_code == 0, measured.stderr
+    spec._named.clear()
+    spec._expected.clear()
+    whole = invoke("bench", run, "--iterations", 1, "--limit", 1)
+    assert whole.exit_code == 0, whole.stderr
+    assert "name it again: --model net.py:Net" in whole.stdout, "and the other artefacts are measured"
     spec._named.clear()
     spec._expected.clear()
     resumed = invoke("train", "--resume", "--out", run)

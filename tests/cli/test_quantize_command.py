@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from fp4deploy.bench.gate.change import measure_change
+from fp4deploy.bench.change import measure_change
 from fp4deploy.bench.runtimes.open import open_runtime
 from fp4deploy.data import EvalTransform, validation_set
 from fp4deploy.data.part import part_of
@@ -25,6 +26,10 @@ def test_quantize_search_and_quantize_again(invoke: Invoke, checkpoint: Path, sh
     assert "q.safetensors (4/6, correction norm, 2 images" in result.stdout
     assert re.search(r"class unchanged against \S+ on \d+\.\d\d % of the pixels; mIoU \d+", result.stderr)
     assert read_card(Path("q.safetensors")).recipe == "nvfp4_4o6_weight_qat"
+    compare, export = re.findall(r": fp4deploy (.*?)(?:;|\n|$)", result.stderr)[-2:]
+    for command in (compare, export):
+        done = invoke(*shlex.split(command))
+        assert done.exit_code in (0, 1), done.stderr  # 1: the gate of bench
 
     gate = ("--baseline", checkpoint, "--max-drop", 100, "--iterations", 1)
     result = invoke("bench", "--engine", "q.safetensors", *data, *gate)
@@ -76,7 +81,7 @@ def test_what_quantising_changed_is_counted(checkpoint: Path, shapes: Path, tmp_
     images = np.stack([transform(dataset.load(place))[0].numpy() for place in range(2)])
     assert other.unchanged == pytest.approx(float((runtime.infer(images).argmax(1) == 3).mean()))
     assert other.before == same.before
-    assert "; 2 validation images." in other.sentence("fp16.safetensors")
+    assert "; 2 images." in other.sentence("fp16.safetensors")
 
 
 def test_data_that_cannot_be_compared_leaves_what_is_written(
@@ -85,7 +90,7 @@ def test_data_that_cannot_be_compared_leaves_what_is_written(
     def refuse(*_: object) -> None:
         raise InputError("no labels")
 
-    monkeypatch.setattr("fp4deploy.bench.gate.change.measure_change", refuse)
+    monkeypatch.setattr("fp4deploy.bench.change.measure_change", refuse)
     few = ("--images", 2, "--method", "amax", "--correction", "none", "--out", "q.safetensors")
     result = invoke("quantize", checkpoint, "--data", shapes, *few)
     assert result.exit_code == 0, result.stderr

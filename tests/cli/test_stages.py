@@ -79,7 +79,7 @@ def test_export_takes_a_run_or_a_checkpoint(at_home: Invoke, tmp_path: Path) -> 
     whole = at_home("export", run, "--out", tmp_path / "whole", "--images", 2)
     assert whole.exit_code == 0, whole.stderr
     assert {path.name for path in (tmp_path / "whole").iterdir()} == {"unet.onnx", "unet-fp16.onnx"}
-    one = at_home("export", run / "nvfp4" / "best.safetensors", "--out", tmp_path / "one.onnx", "--no-verify")
+    one = at_home("export", run / "nvfp4" / "best.safetensors", "--out", tmp_path / "one.onnx", "--images", 2)
     assert one.exit_code == 0, one.stderr
     assert (tmp_path / "one.onnx").read_bytes() == (tmp_path / "whole" / "unet.onnx").read_bytes()
     many = at_home("export", run, "--out", tmp_path / "two.onnx")
@@ -210,7 +210,7 @@ def test_build_then_bench(at_home: Invoke, home: Path) -> None:
     assert {path.name for path in (run / "engines").iterdir()} == {
         "unet.plan", "unet.ledger.json", "unet-fp16.plan", "unet-fp16.ledger.json"
     }  # fmt: skip
-    assert "FP4 GEMMs" in built.stdout
+    assert "requested FP4 and got another" in built.stdout
     assert "built and inspected, not run" in at_home("inspect", "unet.plan").stdout
     assert json.loads(at_home("inspect", "unet.ledger.json", "--json").stdout)["arch"] == "sm120"
     before = {path.name: path.stat().st_ino for path in (run / "engines").iterdir()}
@@ -219,17 +219,36 @@ def test_build_then_bench(at_home: Invoke, home: Path) -> None:
     assert "unet.onnx holds FP4 layers, and sm80 has no FP4 tensor cores" in refused.stderr
     assert {path.name: path.stat().st_ino for path in (run / "engines").iterdir()} == before, "the FP16 engine stays"
     if NO_GPU:
+        table = at_home("bench", "--engine", "unet.plan", "--engine", "unet.onnx", "--iterations", 1, "--json", "-")
+        assert table.exit_code == 0, table.stderr
+        assert "no CUDA GPU" in table.stderr
+        plan, graph = json.loads(table.stdout)["artifacts"]
+        assert (plan["status"], plan["latency_ms"]) == ("emulated, not run", None)
+        assert abs(plan["miou"] - graph["miou"]) < 0.1
+        assert graph["status"] == "ok"
+        source = next((run / "export").glob("unet.onnx"))
+        source.rename(source.with_suffix(".away"))
         result = at_home("bench", "--engine", "unet.plan")
+        source.with_suffix(".away").rename(source)
         assert result.exit_code == 3
         assert result.stdout == ""
         assert "SM120" in result.stderr
-        assert "no CUDA GPU" in result.stderr
-        table = at_home("bench", "--engine", "unet.plan", "--engine", "unet.onnx", "--iterations", 1, "--json", "-")
-        assert table.exit_code == 3, table.stderr
-        assert "unet.plan was not run" in table.stderr
-        plan, graph = json.loads(table.stdout)["artifacts"]
-        assert (plan["status"], plan["miou"], plan["latency_ms"]) == ("built, not run", None, None)
-        assert graph["status"] == "ok"
+        assert "its source unet.onnx is not beside it" in result.stderr
+
+
+def test_a_run_folder_and_a_pattern_of_its_export_name_what_is_built_and_measured(at_home: Invoke, home: Path) -> None:
+    run = latest(home)
+    for given in ([run], sorted((run / "export").glob("*.onnx"))):
+        refused = at_home("build", *given, "--arch", "sm80")
+        assert "unet.onnx holds FP4 layers, and sm80 has no FP4 tensor cores" in refused.stderr, "both canonical files"
+    assert "Leaving out unet-fp16.portable.onnx, unet.portable.onnx: engines are built of canonical" in refused.stderr
+    measured = at_home("bench", run, "--iterations", 1, "--limit", 1, "--json", "-")
+    assert measured.exit_code == 0, measured.stderr
+    names = {Path(each["path"]).name for each in json.loads(measured.stdout)["artifacts"]}
+    assert {"unet.onnx", "unet.portable.onnx", "unet-fp16.onnx", "best.safetensors"} <= names
+    empty = at_home("build", run / "fp16")
+    assert "run/fp16 does not exist" not in empty.stderr
+    assert "fp16 is not a run" in empty.stderr
 
 
 def test_a_graph_whose_k_is_no_multiple_of_16(at_home: Invoke, tmp_path: Path) -> None:
@@ -281,11 +300,11 @@ def test_run_chains_every_stage(small_run: Path) -> None:
     assert rows["nvfp4/best.safetensors"]["miou"] == facts["models"]["nvfp4"]["miou"] > 0
     assert abs(rows["export/unet.onnx"]["miou"] - rows["nvfp4/best.safetensors"]["miou"]) < 0.005
     if RTX and NO_GPU:
-        assert rows["engines/unet.plan"]["status"] == "built, not run"
+        assert rows["engines/unet.plan"]["status"] == "emulated, not run"
         assert rows["engines/unet.plan"]["latency_ms"] is None
-        assert facts["ledgers"][1]["counts"]["FP4 matrix products"] > 0
-        for ledger in facts["ledgers"]:
-            assert sum(ledger["counts"].values()) - ledger["counts"]["fallbacks"] == len(ledger["layers"])
+        assert rows["engines/unet.plan"]["miou"] > 0
+        assert facts["ledgers"][1]["actual"]["FP4"] > 0
+        assert all(sum(ledger["actual"].values()) == pytest.approx(1) for ledger in facts["ledgers"])
     page = Links()
     page.feed((small_run / "report.html").read_text())
     assert page.tags >= {"table", "img", "details"} if RTX else page.tags >= {"table", "img"}

@@ -108,5 +108,5 @@ def test_a_tracker_comes_beside_the_file(
     monkeypatch.setitem(sys.modules, "wandb", None)
     result = invoke("train", "--data", shapes, "--out", "run", "--tracker", "wandb", *TINY)
     assert result.exit_code == 3
-    assert "pip install 'fp4deploy[wandb]'" in result.stderr
+    assert "pip install -e '.[wandb]' -c constraints.txt" in result.stderr
     assert not Path("run").exists()

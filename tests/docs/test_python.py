@@ -1,8 +1,10 @@
-"""Python that the pages show runs as it stands there, the blocks of a page one after another."""
+"""Python that the pages show runs as it stands there, the blocks of a page one after another, and passes mypy."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,3 +22,13 @@ def test_python_of_a_page(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     names: dict[str, object] = {"__name__": "__main__"}
     for block in blocks:
         exec(compile(block, page.name, "exec"), names)
+
+
+def test_python_of_the_pages_passes_a_type_checker(tmp_path: Path) -> None:
+    pages = [*PAGES, *(ROOT / "docs" / f"{name}.md" for name in ("instances", "numerics", "packed", "predict"))]
+    for page in pages:
+        text = "\n\n".join(BLOCK.findall(page.read_text(encoding="utf-8")))
+        (tmp_path / f"{page.stem.replace('-', '_')}_page.py").write_text(text)
+    call = [sys.executable, "-m", "mypy", "--allow-untyped-defs", "--check-untyped-defs", "--follow-imports=silent"]
+    done = subprocess.run([*call, *map(str, tmp_path.glob("*.py"))], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout

@@ -34,7 +34,9 @@ def calls() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("page", "arguments"), calls())
 def test_a_table_is_whole(macros: ModuleType, page: str, arguments: str) -> None:
-    lines = macros.table(*(part.strip().strip("\"'") for part in arguments.split(","))).splitlines()
+    text, _, as_of = macros.table(*(part.strip().strip("\"'") for part in arguments.split(","))).partition("\n\n")
+    lines = text.splitlines()
+    assert not as_of or re.fullmatch(r"\*As of (\d{4}-\d\d-\d\d \((recorded in )?[0-9a-f]{8}\)(, )?)+\.\*", as_of)
     columns = {line.count(" | ") for line in (lines[0], *lines[2:])}
     assert len(lines) > 2
     assert len(columns) == 1, columns
@@ -47,7 +49,7 @@ def test_every_table_is_shown(macros: ModuleType) -> None:
 
 def test_the_readme_has_the_measured_table(macros: ModuleType) -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert macros.readme_with_table(text) == text, "run: python docs/macros.py"
+    assert macros.readme_with_tables(text) == text, "run: python docs/macros.py"
     assert len(text.splitlines()) <= 120
 
 
@@ -76,4 +78,4 @@ def test_sentences_of_the_readme(macros: ModuleType) -> None:
     rows = macros.result("training_step_h200")["rows"]
     steps = {row["case"]: row.get("graph_ms") for row in rows if row["scale"] == 1.0}
     assert f"costs {steps['nvfp4 fused'] / steps['fp16 fused']:.2f} times the fused FP16 step" in text
-    assert f"needs {macros.result('packed_unet_h200')['bytes']['ratio']:.2f} of the weight bytes" in text
+    assert f"has {macros.result('packed_unet_h200')['bytes']['ratio']:.2f} of the bytes of FP16 weights" in text

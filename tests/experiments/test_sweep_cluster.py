@@ -43,7 +43,7 @@ def sweep_of(folder: Path) -> Sweep:
 
 @pytest.mark.slow
 def test_runs_on_a_cluster_and_one_that_is_lost(tmp_path: Path) -> None:
-    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'fp4deploy[distributed]'")
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[distributed]' -c constraints.txt")
     sweep, said = sweep_of(tmp_path), list[str]()
     ray.init(num_cpus=2, num_gpus=0, include_dashboard=False, log_to_driver=False)
     try:
@@ -78,12 +78,12 @@ def test_rays_workers_do_not_import_from_the_current_folder(tmp_path: Path, monk
 def test_without_ray_the_message_names_the_ways_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sweep = sweep_of(tmp_path)
     monkeypatch.setitem(sys.modules, "ray", None)  # what an import finds where there is none
-    with pytest.raises(UnavailableError, match=r"pip install 'fp4deploy\[distributed\]', or leave out --address"):
+    with pytest.raises(UnavailableError, match=r"pip install -e '.\[distributed\]' .*, or leave out --address"):
         ray_workers("auto", None, sweep, tmp_path)
 
 
 def test_no_cluster_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'fp4deploy[distributed]'")
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[distributed]' -c constraints.txt")
 
     def refused(**_: Any) -> None:
         raise ConnectionError("Could not find any running Ray instance.")

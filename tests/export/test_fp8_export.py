@@ -106,7 +106,7 @@ def test_an_engine_multiplies_in_fp8(tmp_path: Path) -> None:
         pytest.skip("TensorRT-RTX is not installed (pip install tensorrt-rtx)")
     onnx.save(mixed()[1], tmp_path / "mixed.onnx")
     ledger = build_engine(tmp_path / "mixed.onnx", tmp_path / "mixed.plan").ledger
-    ledger.require_planned()
+    ledger.require_no_fallback()
     rows = {row.layer: (row.actual, row.weights) for row in ledger.layers}
     assert rows["2"] == rows["11"] == ("FP8", "FP8")
     assert rows["8"] == ("FP16", "FP8")

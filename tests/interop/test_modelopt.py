@@ -21,6 +21,7 @@ from tests.interop.modelopt_network import network
 
 FILE = Path(__file__).with_name("modelopt_0.47.pt")
 INSTALLED = importlib.util.find_spec("modelopt") is not None
+ABSENT = "ModelOpt is not installed: pip install -e '.[modelopt]' -c constraints.txt"
 
 
 @pytest.fixture
@@ -102,7 +103,7 @@ def prepared() -> torch.nn.Module:
     return model
 
 
-@pytest.mark.skipif(not INSTALLED, reason="ModelOpt is not installed (pip install 'fp4deploy[modelopt]')")
+@pytest.mark.skipif(not INSTALLED, reason=ABSENT)
 def test_to_modelopt_and_back() -> None:
     model = prepared()
     other, lost = to_modelopt(model)
@@ -130,9 +131,8 @@ def test_without_modelopt_the_extra_is_named() -> None:
         to_modelopt(prepared())
 
 
+@pytest.mark.skipif(not INSTALLED, reason=ABSENT)
 def test_to_modelopt_takes_a_calibrated_model() -> None:
-    if not INSTALLED:
-        pytest.skip("ModelOpt is not installed")
     with pytest.raises(InputError, match="a prepared and calibrated model"):
         to_modelopt(network())
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import pytest
 
 from fp4deploy.models.spec import parse_spec
-from fp4deploy.models.torchvision_operators import declare_operators
 from fp4deploy.requirements import ZOO
 
 
 def need_library_of(text: str) -> None:
     """Skip a test whose model spec names a library that is not installed."""
     source = parse_spec(text).source
-    declare_operators()
     reason = ZOO["segmentation_models_pytorch" if source == "smp" else source].why_missing()
     if reason is not None:
-        pytest.skip(f"{reason} (all: pip install 'fp4deploy[zoo]')")
+        pytest.skip(f"{reason}")

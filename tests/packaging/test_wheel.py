@@ -46,15 +46,21 @@ def build(hook: str, folder: Path, out: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy without the checkout's leftovers: setuptools would take files from an old egg-info."""
-    checkout, out = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("sdist")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy without the checkout's leftovers: setuptools would take files from an old egg-info."""
+    checkout = tmp_path_factory.mktemp("projects") / "fp4deploy"
+    checkout.mkdir()
     for name in ("fp4deploy", "cli", *TOGETHER):
         shutil.copytree(ROOT / name, checkout / name, ignore=NOT_SHIPPED)
     for file in ROOT.iterdir():
         if file.is_file() and not file.name.startswith("."):
             shutil.copy(file, checkout)
-    return build("build_sdist", checkout, out)
+    return checkout
+
+
+@pytest.fixture(scope="module")
+def sdist(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("build_sdist", checkout, tmp_path_factory.mktemp("sdist"))
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +75,10 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of an environment's commands; fp4deploy is installed there, and not editable."""
-    folder = tmp_path_factory.mktemp("environment")
+    return environment(wheel, tmp_path_factory.mktemp("environment"))
+
+
+def environment(wheel: Path, folder: Path) -> Path:
     venv.create(folder, with_pip=False, symlinks=True)
     commands = folder / "bin"
     uv = [sys.executable, "-m", "uv", "--no-config", "pip", "install", "--quiet", "--offline", "--no-deps"]
@@ -86,6 +95,21 @@ def run(command: Path, *arguments: str, folder: Path) -> str:
     done = subprocess.run([command, *arguments], cwd=folder, env=own, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def test_an_editable_install_is_found_beside_a_clone_of_the_same_name_and_by_a_type_checker(
+    checkout: Path, tmp_path: Path
+) -> None:
+    commands = environment(build("build_editable", checkout, tmp_path), tmp_path / "environment")
+    script = checkout.with_name("script.py")
+    script.write_text("import fp4deploy as fd\nprint(fd.__version__)\nfd.open_runtime(3)\n")
+    own = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    done = subprocess.run([commands / "python", script], env=own, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == f"{__version__}\n", done.stderr
+    assert run(commands / "fp4deploy", "--version", folder=tmp_path) == f"fp4deploy {__version__}\n"
+    call = [sys.executable, "-m", "mypy", "--python-executable", commands / "python", "--follow-imports=silent", script]
+    found = subprocess.run(call, env=own, cwd=tmp_path, capture_output=True, text=True)
+    assert 'script.py:3: error: Argument 1 to "open_runtime" has incompatible type' in found.stdout
 
 
 def test_the_wheel_has_every_source_and_nothing_else(wheel: Path) -> None:

@@ -15,9 +15,10 @@ from fp4deploy.models import read_card
 from fp4deploy.ptq import METHODS, quantize, quantize_checkpoint
 from fp4deploy.ptq.correction import correct
 from fp4deploy.ptq.matrix import WeightMatrix
-from fp4deploy.ptq.reconstruct import SoftRounding, align
+from fp4deploy.ptq.reconstruct import SoftRounding
 from fp4deploy.qat import load_model, prepare, quantized_layers
 from fp4deploy.runs import Run
+from fp4deploy.system.progress import Bar
 
 
 class Block(nn.Module):
@@ -95,15 +96,67 @@ def test_faar_aligns_layers_and_then_the_network(images: list[torch.Tensor]) -> 
     before, after = found.units["network"]
     assert after < before
     assert error(model, reference, images) / len(images) == pytest.approx(after, rel=1e-4)
-    with pytest.raises(InputError, match="--method faar compares the network's output"):
-        next(align(model, Pair(), images, {}, 1))
 
 
-class Pair(nn.Module):
+@pytest.mark.parametrize("method", ["faar", "brecq"])
+def test_blocks_take_keywords_change_their_inputs_and_return_several_tensors(
+    images: list[torch.Tensor], method: str
+) -> None:
+    torch.manual_seed(0)
+    model = Several().eval()
+    found = quantize(model, images, method, iterations=20, correction="none").units
+    assert list(found) == (["block"] if method == "brecq" else ["block.conv2", "network"])
+    assert all(after <= before for before, after in found.values())
+    assert any(after < before for before, after in found.values())
+
+
+def test_a_program_sees_progress_unless_it_shows_its_own(
+    images: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(Bar, "phase", lambda self, text, done=0, of=None: seen.append(text))
+    quantize(network(), images, "gptq", progress=lambda text, done, of: None)
+    assert not seen
+    quantize(network(), images, "gptq")
+    assert {"inputs of the layers", "weights of the layers", "correction of the layers"} <= set(seen)
+
+
+def test_a_block_without_tensors_in_its_output_is_refused(images: list[torch.Tensor]) -> None:
+    model = Several().eval()
+    forward = model.block.forward
+    model.block.forward = lambda *inputs, **named: Opaque(forward(*inputs, **named))
+    with pytest.raises(InputError, match=r"^block \(Changing\) returns no tensor"):
+        quantize(model, images, "brecq", iterations=1, correction="none")
+
+
+class Opaque(list[object]):
+    """A list that is no list to torch's trees."""
+
+
+class Changing(nn.Module):
+    """Scales its input in place; the skip comes by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(16, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
+
+    def forward(self, x: torch.Tensor, *, skip: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        x *= 0.5
+        y = self.conv1(x)
+        return self.conv2(y) + skip, {"inner": y}
+
+
+class Several(nn.Module):
     """Two outputs."""
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return x, x
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block, self.last = nn.Conv2d(3, 16, 3), Changing(), nn.Conv2d(16, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.first(x)
+        y, inner = self.block(x, skip=x.clone())
+        return {"out": self.last(y), "inner": inner["inner"]}
 
 
 def test_soft_roundings_follow_their_formula() -> None:

@@ -18,7 +18,7 @@ from PIL import Image
 from fp4deploy.data import generate_shapes
 from fp4deploy.errors import InputError
 from fp4deploy.formats import E2M1_VALUES
-from fp4deploy.qat import QuantSpec, Recipe, load_model, prepare, quantized_layers
+from fp4deploy.qat import QuantSpec, Recipe, load_model, quantized_layers
 from fp4deploy.qat.telemetry.collect import contracted_axis, window
 from fp4deploy.report.figures.heatmap import COUNT, SIGNED, Heatmap
 from fp4deploy.report.figures.heatmap_files import save_heatmap
@@ -41,6 +41,7 @@ from fp4deploy.train.logging.jsonl_tracker import FILE, read_entries
 from fp4deploy.train.logging.telemetry import read_gradients
 from fp4deploy.train.logging.tracker import SAMPLE
 from fp4deploy.train.sections import TelemetrySection
+from tests.qat.layer_cases import quantized
 
 SETTINGS = [
     "model.scale=0.125",
@@ -275,7 +276,7 @@ def test_a_picture_of_a_run_that_is_none_is_left_out(tmp_path: Path) -> None:
 )
 def test_codes_and_values_of_a_weight_belong_together(recipe: str | Recipe) -> None:
     torch.manual_seed(0)
-    model = prepare(torch.nn.Sequential(torch.nn.Conv2d(20, 24, 3, groups=2)), recipe, include=["0"])
+    model = quantized(torch.nn.Conv2d(20, 24, 3, groups=2), recipe)
     codes, values = quantized_weight(quantized_layers(model)["0"])
     assert codes.shape == values.shape
     assert torch.equal(codes % 8 == 0, values == 0)

@@ -134,8 +134,8 @@ def test_no_accuracy_no_claim(report: ReportData) -> None:
 
 def test_markdown(report: ReportData) -> None:
     text = render_markdown(report)
-    assert "| nvfp4 | export/unet.onnx | test | NVFP4 | 600 B | 80.00 | -1.00 | 2 | 500 | ok |" in text
-    assert "| nvfp4 | engines/unet.plan | test | NVFP4 | 1.2 kB | – | – | – | – | built, not run |" in text
+    assert "| nvfp4 | export/unet.onnx | test | NVFP4 | 600 B | 80.00 | -1.00 | 2 | 3 | 4 | 500 | ok |" in text
+    assert "| nvfp4 | engines/unet.plan | test | NVFP4 | 1.2 kB | – | – | – | – | – | – | built, not run |" in text
     assert "| cat | – | – |" in text
     assert "a <remark>" in text
 
@@ -171,8 +171,9 @@ def test_no_string_of_a_report_becomes_markup(report: ReportData) -> None:
 
     engine = {
         "engine": HOSTILE, "model": "nvfp4", "built": HOSTILE, "statement": "", "summary": HOSTILE,
-        "requested": {HOSTILE: 1.0}, "actual": {HOSTILE: 0.5, "FP4": 0.5}, "not_as_requested": 1,
-        "fallbacks": 0, "columns": [HOSTILE], "layers": [[HOSTILE]],
+        "fp4_mac_share": 0.5, "counts": {HOSTILE: 1}, "requested": {HOSTILE: 1.0},
+        "actual": {HOSTILE: 0.5, "FP4": 0.5}, "not_as_requested": 1,
+        "columns": [HOSTILE], "layers": [[HOSTILE]],
     }  # fmt: skip
     hostile = ReportData.model_validate({**spoiled(tree), "ledgers": [engine]})
     overlay = Overlay(HOSTILE, {HOSTILE: "data:image/png;base64,AAAA"}, 0.5, True)

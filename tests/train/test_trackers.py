@@ -92,7 +92,7 @@ def test_scalars_have_flat_names_and_what_is_undefined_has_none() -> None:
 def test_a_missing_package_is_one_paragraph_with_the_command(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
-    with pytest.raises(UnavailableError, match=rf"'{name}' needs .* pip install 'fp4deploy\[{name}\]'"):
+    with pytest.raises(UnavailableError, match=rf"'{name}' needs .* pip install -e '.\[{name}\]'"):
         check_trackers(["jsonl", name])
     check_trackers(["jsonl"])
 
@@ -113,7 +113,7 @@ def test_what_a_library_raises_is_said_in_words(tmp_path: Path, picture: Path, m
 
 def test_tensorboard_writes_what_was_logged(tmp_path: Path) -> None:
     if importlib.util.find_spec("tensorboard") is None:
-        pytest.skip("tensorboard is not installed: pip install 'fp4deploy[tensorboard]'")
+        pytest.skip("tensorboard is not installed: pip install -e '.[tensorboard]' -c constraints.txt")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (tracker,) = make_trackers(["tensorboard"], tmp_path, "p", "offline", {})
@@ -134,7 +134,7 @@ def test_tensorboard_writes_what_was_logged(tmp_path: Path) -> None:
 def test_wandb_offline_leaves_a_run(tmp_path: Path, picture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The package itself: curves in its file, and after the training pictures as a second part of the same run."""
     if importlib.util.find_spec("wandb") is None:
-        pytest.skip("wandb is not installed: pip install 'fp4deploy[wandb]'")
+        pytest.skip("wandb is not installed: pip install -e '.[wandb]' -c constraints.txt")
     monkeypatch.delenv("WANDB_MODE", raising=False)
     (tracker,) = make_trackers(["wandb"], tmp_path / "run" / "nvfp4", "p", "offline", {"lr": 0.1})
     tracker.resume(0, 0)
@@ -214,7 +214,7 @@ def picture(tmp_path: Path) -> Path:
 
 
 def test_mlflow_keeps_metrics_and_pictures(tmp_path: Path, picture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("mlflow", reason="pip install 'fp4deploy[mlflow]'")
+    pytest.importorskip("mlflow", reason="pip install -e '.[mlflow]' -c constraints.txt")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     model = tmp_path / "run" / "nvfp4"
     (tracker,) = make_trackers(["mlflow"], model, "p", "offline", {"lr": 0.5})
@@ -241,7 +241,7 @@ def test_mlflow_keeps_metrics_and_pictures(tmp_path: Path, picture: Path, monkey
 
 
 def test_pictures_go_to_tensorboard(tmp_path: Path, picture: Path) -> None:
-    pytest.importorskip("tensorboard", reason="pip install 'fp4deploy[tensorboard]'")
+    pytest.importorskip("tensorboard", reason="pip install -e '.[tensorboard]' -c constraints.txt")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     log_pictures(["tensorboard"], tmp_path, "p", "offline", {"heatmaps/gradients/semantic_std": picture}, 21)

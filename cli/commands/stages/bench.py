@@ -28,6 +28,14 @@ WIDE = 120  # columns of a terminal from which backend and precision have column
 
 
 def bench(
+    source: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="Run folder or artefact, as --engine.",
+            show_default="every artefact of the latest run",
+            autocompletion=completion.sources,
+        ),
+    ] = None,
     engine: Annotated[
         list[Path] | None,
         typer.Option(
@@ -167,6 +175,7 @@ def bench(
 ) -> None:
     """Measure mIoU or AP and latency; a drop below the baseline exits 1, a named engine that cannot run here 3."""
     expect(model)
+    engine = [*(source or []), *(engine or [])]
     if layers or streams or trace is not None:
         _moved(engine, layers, streams, trace, batch, iterations, out)
         return
@@ -205,7 +214,7 @@ def bench(
     if reference is not None:
         require_passed(decisions)
         note(f"Within {max_drop:g} points of the baseline's {100 * reference.value:.2f} % {reference.metric}.")
-    if engine:
+    if any(not path.is_dir() for path in engine):
         _require_run(found)
 
 
@@ -285,9 +294,9 @@ def _require_run(found: list[ArtifactEntry]) -> None:
     Raises:
         UnavailableError: naming it, with the reason.
     """
-    from fp4deploy.bench.artifact import OK
+    from fp4deploy.bench.artifact import EMULATED, OK
 
-    missing = [entry for entry in found if entry.status != OK]
+    missing = [entry for entry in found if entry.status not in (OK, EMULATED)]
     if missing:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise UnavailableError(f"{missing[0].path} was not run{more}: {missing[0].reason}")

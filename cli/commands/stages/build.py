@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from fp4deploy.errors import InputError
-from fp4deploy.runs import latest_run
+from fp4deploy.runs import latest_run, open_run
 
 from ... import completion
 from ...console import done, note, shown, typed
@@ -26,7 +26,7 @@ def build(
     models: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="Canonical .onnx files, or their names in the latest run.",
+            help="Canonical .onnx files, their names in the latest run, or a run folder.",
             show_default="all of the latest run",
             autocompletion=completion.artifacts,
         ),
@@ -126,7 +126,7 @@ def build(
     pixels, sizes = parse_size(size), _sizes(min_size, opt_size, max_size)
     interface = Interface(input_type, input_layout, output_type, output_layout)
     flags = {"version_compatible": version_compatible, "stripped": stripped, "refittable": refittable}
-    found = [or_of_latest_run(path) for path in models] if models else _latest()
+    found = _models([or_of_latest_run(path) for path in models]) if models else _latest()
     if len(found) > 1 and (log is not None or (out is not None and out.suffix == ".plan")):
         raise InputError(f"There are {len(found)} models to build: give one for --log, and a folder for --out.")
     require_writable(*(target_of(path, out) for path in found), log)
@@ -184,6 +184,23 @@ def canonical_models(folder: Path) -> list[Path]:
 def canonical(path: Path) -> bool:
     """By its name an ONNX file that engines are built of: no decomposed graph (.portable.onnx)."""
     return path.suffix == ".onnx" and not path.name.endswith(".portable.onnx")
+
+
+def _models(given: list[Path]) -> list[Path]:
+    """The canonical files among those given (RUN/export/*.onnx has others too); a run folder stands for its own."""
+    paths = [path for each in given for path in (_of_folder(each) if each.is_dir() else [each])]
+    found = [path for path in paths if canonical(path)] or paths
+    left_out = [path.name for path in paths if path not in found]
+    if left_out:
+        note(f"Leaving out {', '.join(left_out)}: engines are built of canonical files (NAME.onnx).")
+    return found
+
+
+def _of_folder(folder: Path) -> list[Path]:
+    found = canonical_models(folder) or canonical_models(open_run(folder).export_dir)
+    if not found:
+        raise InputError(f"{folder} has no exported model yet. Export it with: fp4deploy export {typed(folder)}")
+    return found
 
 
 def target_of(path: Path, out: Path | None) -> Path:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from fp4deploy.errors import GateError, InputError
-from fp4deploy.runs import Run, artifact_stem, latest_run, open_run
+from fp4deploy.runs import Run, latest_run, open_run
 
 from ... import completion
 from ...console import done, note, shown, typed
@@ -196,7 +196,7 @@ def _targets(source: Path | None, out: Path | None, suffix: str) -> list[tuple[P
 def _in_folder(run: Run, model: str, out: Path | None, suffix: str) -> Path:
     if out is not None and out.suffix == suffix:
         return out
-    return (out or run.export_dir) / f"{artifact_stem(model)}{suffix}"
+    return (out or run.export_dir) / f"{run.stem(model)}{suffix}"
 
 
 def _target(checkpoint: Path, out: Path | None, suffix: str) -> Path:

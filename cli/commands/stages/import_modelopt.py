@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +10,8 @@ import typer
 
 from fp4deploy.errors import InputError
 
-from ...console import done, note, results, shown, typed
+from ...artifacts import next_commands
+from ...console import done, note, results, shown
 from ...settings import NamedModelOption, expect
 
 
@@ -57,7 +59,14 @@ def import_modelopt(
         checkpoint=str(target),
         layers={each.layer: {"precision": each.precision, "not_kept": each.lost} for each in found},
     )
-    note(
-        f"Compare it with: fp4deploy bench --engine {typed(target)} --baseline {typed(like)}; export it with: "
-        f"fp4deploy export {typed(target)}"
-    )
+    note(next_commands(target, like, _data(like), model, given=False))
+
+
+def _data(checkpoint: Path) -> Path | None:
+    """The data of the run that the checkpoint lies in, if there is one and has them."""
+    from fp4deploy.bench.locate import data_of
+    from fp4deploy.runs import run_of
+
+    with suppress(InputError):
+        return data_of(checkpoint) if run_of(checkpoint) is not None else None
+    return None

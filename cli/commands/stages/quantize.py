@@ -11,11 +11,12 @@ import typer
 from fp4deploy.errors import InputError
 from fp4deploy.runs import latest_run
 
+from ...artifacts import next_commands
 from ...console import done, note, shown, typed
 from ...settings import NamedModelOption, expect, parse_size
 
 if TYPE_CHECKING:
-    from fp4deploy.bench.gate.change import Change
+    from fp4deploy.bench.change import Change
 
 MOST_IMAGES = 256
 
@@ -167,15 +168,12 @@ def quantize(
     )
     if change is not None:
         note(f"{shown(target)}: {change.sentence(shown(source))}")
-    note(
-        f"Measure it on all images with: fp4deploy bench --engine {typed(target)} --baseline {typed(source)}; "
-        f"export it with: fp4deploy export {typed(target)}"
-    )
+    note(next_commands(target, source, where, model, given=data is not None))
 
 
 def _change(source: Path, target: Path, data: Path, images: int) -> Change | None:
     """What quantising changed; None, and a note, where the data cannot say it: the result is written by then."""
-    from fp4deploy.bench.gate.change import measure_change
+    from fp4deploy.bench.change import measure_change
     from fp4deploy.system.progress import progress
 
     try:

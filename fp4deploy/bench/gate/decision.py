@@ -142,6 +142,11 @@ def gate_drop(results: Sequence[ArtifactEntry], baseline: Baseline, max_drop: fl
     """
     if all(result.accuracy is None for result in results):
         raise GateError(f"The gate --max-drop cannot be judged: no artefact gave an {baseline.metric} on this machine.")
+    if f"{100 * baseline.value:.2f}" == "0.00":
+        raise GateError(
+            f"The gate --max-drop cannot be judged: the baseline {Path(baseline.artefact).name} has 0.00 % "
+            f"{baseline.metric}, and nothing to lose. Give a trained baseline, and the data that it was trained on."
+        )
     unscored = next((result for result in results if result.accuracy is None and result.status == OK), None)
     if unscored is not None:
         raise GateError(

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from fp4deploy.bench.runtimes.like import Like
 
 
-def open_runtime(path: Path, timeout: float | None = None, provider: str = "cpu", form: str = "eager") -> OpenRuntime:
+def open_runtime(
+    path: Path | str, timeout: float | None = None, provider: str = "cpu", form: str = "eager"
+) -> OpenRuntime:
     """Load an artefact into the runtime its suffix asks for.
 
     timeout: most seconds that one inference of an `.onnx` file or an engine may take (default: 600); the graphs of

@@ -107,7 +107,8 @@ class Measurements:
         if options:
             names = tuple(layer for layer, _ in options)
             eight = tuple(layer for layer, precision in options if precision == "FP8")
-            quantize(found, self.calibration, self.method, include=names, fp8=eight, correction="none")
+            chosen: dict[str, Any] = {"include": names, "fp8": eight, "correction": "none"}
+            quantize(found, self.calibration, self.method, **chosen, progress=lambda *_: None)
             round_to_deployed(found)
         return found.eval()
 

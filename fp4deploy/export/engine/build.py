@@ -57,8 +57,8 @@ class BuildResult:
 
 
 def build_engine(
-    onnx_path: Path,
-    out: Path,
+    onnx_path: Path | str,
+    out: Path | str,
     backend: str = "tensorrt-rtx",
     arch: str | None = None,
     conv: str = "auto",
@@ -118,7 +118,7 @@ class PreparedEngine:
 
     def build(
         self,
-        out: Path,
+        out: Path | str,
         strict: bool = False,
         log: Path | None = None,
         require_fp4: float | None = None,
@@ -150,7 +150,7 @@ class PreparedEngine:
 
 
 def prepare_engine(
-    onnx_path: Path,
+    onnx_path: Path | str,
     backend: str = "tensorrt-rtx",
     arch: str | None = None,
     conv: str = "auto",

@@ -177,7 +177,7 @@ class Ledger:
         """Layers that requested FP4, FP8 or INT8 and are multiplied in another precision."""
         return tuple(row for row in self.layers if row.requested in QUANTISED and row.actual != row.requested)
 
-    def require_planned(self) -> None:
+    def require_no_fallback(self) -> None:
         """Of an engine whose plan is what is wanted.
 
         Raises:

@@ -125,22 +125,29 @@ def read_buildable(path: Path) -> onnx.ModelProto:
 
 
 def lower(
-    proto: onnx.ModelProto, conv: str = "auto", backend: str = "tensorrt-rtx", usual: tuple[int, int] | None = None
+    proto: onnx.ModelProto,
+    conv: str = "auto",
+    backend: str = "tensorrt-rtx",
+    usual: tuple[int, int] | None = None,
+    plugins: bool = True,
 ) -> LoweredModel:
     """Check a graph and lower its FP4 convolutions to the form that `conv` asks for. `proto` is not changed.
 
     usual: of a graph whose image size is open and stays so, the most frequent height and width, at which
         multiply-accumulates are counted.
+    plugins: write the nodes of plugins; without them their layers stay Q/DQ convolutions, which compute the same.
 
     Raises:
         InputError: an FP4 layer breaks a rule of the canonical graph (the message names it), or the opset is too old.
     """
     check_conv_mode(conv, backend)
     with foreign_graph("The file"):
-        return _lower(proto, conv, backend, usual)
+        return _lower(proto, conv, backend, usual, plugins)
 
 
-def _lower(proto: onnx.ModelProto, conv: str, backend: str, usual: tuple[int, int] | None) -> LoweredModel:
+def _lower(
+    proto: onnx.ModelProto, conv: str, backend: str, usual: tuple[int, int] | None, write_plugins: bool
+) -> LoweredModel:
     for tensor in proto.graph.initializer:
         _check_stored(tensor)
     model = ir.from_proto(_with_shapes(proto))
@@ -171,7 +178,7 @@ def _lower(proto: onnx.ModelProto, conv: str, backend: str, usual: tuple[int, in
     transposed = {name for name in lowered if not is_upsampling(layers[name])}
     share = [RepeatGlobalScales()] if backend == "tensorrt-rtx" else []
     gemms = (ConvToGemm(lowered), TransposedToGemm(transposed))
-    forms = (ConvToPlugin(plugins), DecodeWeights(decoded), *gemms, ConvToFp8(eight))
+    forms = (ConvToPlugin(plugins if write_plugins else set()), DecodeWeights(decoded), *gemms, ConvToFp8(eight))
     linear = (FlattenLinear(), CutLinear())
     names = NameFixPass(NamedByOutput())
     Sequential(DropFunctions(), FoldResizes(), names, *forms, *linear, *share, RemoveUnusedNodesPass(), names)(model)

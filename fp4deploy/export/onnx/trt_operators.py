@@ -55,7 +55,7 @@ def standardized(model: onnx.ModelProto) -> onnx.ModelProto:
     for node in graph.node:
         if node.domain == TRT_DOMAIN and node.op_type in STANDARD:
             _standardize(node, graph)
-    _add_function(standard)
+    add_quantize_function(standard)
     standard = onnx.shape_inference.infer_shapes(standard, data_prop=True)
     known = {value.name for value in standard.graph.value_info}  # the file's own may name sizes that inference found
     standard.graph.value_info.extend(value for value in model.graph.value_info if value.name not in known)
@@ -74,7 +74,7 @@ def _standardize(node: onnx.NodeProto, graph: onnx.GraphProto) -> None:
         node.attribute.remove(attribute)
 
 
-def _add_function(model: onnx.ModelProto) -> None:
+def add_quantize_function(model: onnx.ModelProto) -> None:
     """The meaning of TensorRT's quantiser, where the file lacks it."""
     domains = {node.domain for node in model.graph.node if node.op_type == QUANTIZE_OP}
     if domains == {TRT_DOMAIN} and not any(function.name == QUANTIZE_OP for function in model.functions):

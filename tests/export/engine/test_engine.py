@@ -234,7 +234,7 @@ class TestRtx:
     @pytest.mark.parametrize("arch", ["sm120", "sm121"])
     def test_realised_precision(self, model: Path, conv: str, realised: dict[str, str], arch: str) -> None:
         ledger = build_engine(model, model.with_name("model.plan"), arch=arch, conv=conv).ledger
-        ledger.require_planned()
+        ledger.require_no_fallback()
         assert [row.layer for row in ledger.not_as_requested()] == [k for k, v in realised.items() if v != "FP4"]
         rows = {row.layer: row for row in ledger.layers}
         assert {name: rows[name].actual for name in realised} == realised

@@ -101,7 +101,7 @@ def test_realised_precision_of_every_kind_of_layer() -> None:
         "norm1": ("FP16", "FP16", "FP16"),
     }
     assert found.fallbacks() == ()
-    found.require_planned()
+    found.require_no_fallback()
     assert any(kernel.startswith("up.gemm.matmul") for kernel in row(found, "up").kernels)
     assert "conv2.weight.dequantized" in row(found, "conv2").onnx_nodes
 
@@ -128,7 +128,7 @@ def test_what_is_not_as_requested_is_counted_beside_fallbacks() -> None:
     """A convolution that the plan makes FP16 is no fallback, and not what was requested."""
     found = ledger()
     assert [entry.layer for entry in found.not_as_requested()] == ["conv2"]
-    found.require_planned()
+    found.require_no_fallback()
     expected = r"1 of 5 layers are not as requested: conv2 \(requested FP4, actual FP16, weights FP4: .*--conv gemm"
     with pytest.raises(GateError, match=expected):
         found.require_requested()
@@ -156,7 +156,7 @@ def test_decoded_gemm_is_a_fallback() -> None:
     assert failed.fell_back
     assert "the compiler chose FP16 where FP4 was planned" in failed.reason
     with pytest.raises(GateError, match=r"1 of 5 layers fell back: up \(planned FP4, actual FP16, weights FP16: fell"):
-        found.require_planned()
+        found.require_no_fallback()
 
 
 def test_activation_left_in_half_precision_is_a_fallback() -> None:

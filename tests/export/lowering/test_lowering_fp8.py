@@ -79,7 +79,7 @@ def test_a_scale_that_fp16_cannot_hold_keeps_the_layer(monkeypatch: pytest.Monke
 def test_tensorrt_rtx_convolves_in_fp8(tmp_path: Path) -> None:
     onnx.save(convolutions(), tmp_path / "model.onnx")
     engine = build_engine(tmp_path / "model.onnx", tmp_path / "model.plan", conv="fp8")
-    engine.ledger.require_planned()
+    engine.ledger.require_no_fallback()
     rows = {row.layer: (row.requested, row.planned, row.actual, row.weights) for row in engine.ledger.layers}
     assert rows["deep"] == ("FP4", "FP8", "FP8", "FP8")
     assert rows["up"] == ("FP4", "FP4", "FP4", "FP4")
@@ -93,6 +93,6 @@ def test_kernels_of_more_than_32_taps_are_not_planned_in_fp8(tmp_path: Path) -> 
     x = graph.conv("wide", graph.conv("first", graph.image(16, 16), 32, fp4=False), 32, kernel=7)
     onnx.save(graph.model(graph.conv("head", x, 4, kernel=1, fp4=False)), tmp_path / "model.onnx")
     engine = build_engine(tmp_path / "model.onnx", tmp_path / "model.plan", conv="fp8")
-    engine.ledger.require_planned()
+    engine.ledger.require_no_fallback()
     rows = {row.layer: (row.requested, row.planned, row.actual) for row in engine.ledger.layers}
     assert rows["wide"] == ("FP4", "FP16", "FP16")

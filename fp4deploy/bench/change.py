@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from fp4deploy.bench.evaluate import Progress, evaluate_task
 from fp4deploy.bench.runtimes.open import open_runtime
 from fp4deploy.bench.runtimes.protocol import Array, Runtime
+from fp4deploy.data import VAL
+from fp4deploy.errors import counted
 from fp4deploy.tasks import task_of
 
 
@@ -39,27 +41,33 @@ class Change:
             parts.append(f"class unchanged against {source} on {100 * self.unchanged:.2f} % of the pixels")
         if self.before is not None and self.after is not None:
             change = 100 * (self.after - self.before)
-            parts.append(f"{self.metric} {100 * self.before:.2f} before, {100 * self.after:.2f} after ({change:+.2f})")
-        images = "1 validation image" if self.images == 1 else f"{self.images} validation images"
-        return f"{'; '.join(parts) or 'nothing to compare'}; {images}."
+            parts.append(f"{self.metric} {100 * self.after:.2f}, {source}'s {100 * self.before:.2f} ({change:+.2f})")
+        return f"{'; '.join(parts) or 'nothing to compare'}; {counted(self.images, 'image')}."
 
 
 def measure_change(source: Path, made: Path, data: Path, limit: int, progress: Progress | None = None) -> Change:
-    """Compare a checkpoint with the one it was made of, on so many images of the validation split, evenly spaced.
+    """`compare` of two artefacts."""
+    return compare(open_runtime(source), open_runtime(made), data, limit, progress)
+
+
+def compare(
+    source: Runtime, made: Runtime, data: Path, limit: int, progress: Progress | None = None, split: str = VAL
+) -> Change:
+    """Compare a model with what it was made of, on so many images of a split, evenly spaced.
 
     Raises:
         InputError: the data does not fit the models, or cannot be read.
     """
     recorded: list[_Recorded] = []
     scores: list[float | None] = []
-    for number, path in enumerate((source, made)):
-        runtime = _Recorded(open_runtime(path))
+    for number, each in enumerate((source, made)):
+        runtime = _Recorded(each)
 
         def tell(done: int, total: int, before: int = number) -> None:
             if progress is not None:
                 progress(before * total + done, 2 * total)
 
-        found = evaluate_task(runtime, data, progress=tell, limit=limit)
+        found = evaluate_task(runtime, data, progress=tell, split=split, limit=limit)
         task = task_of(runtime.card)
         score = getattr(found.scores, task.key)
         scores.append(float(score) if np.isfinite(score) else None)

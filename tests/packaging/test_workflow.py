@@ -1,0 +1,37 @@
+"""What CI runs exists, and the job with all libraries accepts no test that skips for want of one."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.skipif(not (ROOT / ".github").is_dir(), reason="the sdist has no .github")
+def test_ci_makes_targets_of_the_makefile() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text(encoding="utf-8"))
+    targets = workflow["jobs"]["make"]["strategy"]["matrix"]["target"]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert {"test", "libraries"} <= set(targets)
+    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
+    listed = re.search(r"^LIBRARY_TESTS := ((?:.*\\\n)*.*)", makefile, re.MULTILINE)
+    assert listed is not None
+    assert all((ROOT / path).exists() for path in listed[1].replace("\\", " ").split())
+
+
+@pytest.mark.parametrize(("needed", "status"), [("", 0), ("1", 1)])
+def test_a_skip_for_want_of_a_library_fails_where_it_must_not(needed: str, status: int, tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_runtest_makereport\n")
+    reason = "ray is not installed: pip install -e '.[distributed]'"
+    (tmp_path / "test_it.py").write_text(f"import pytest\n\ndef test_it():\n    pytest.skip({reason!r})\n")
+    own = {**os.environ, "PYTHONPATH": str(ROOT), "FP4DEPLOY_NEED_LIBRARIES": needed}
+    call = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tmp_path)]
+    done = subprocess.run(call, cwd=tmp_path, env=own, capture_output=True, text=True)
+    assert done.returncode == status, done.stdout + done.stderr
