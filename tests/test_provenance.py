@@ -93,10 +93,43 @@ def test_a_file_made_again_breaks_what_was_made_of_it(run: Run) -> None:
     assert set(statuses(run).values()) == {OK}  # the last line of a file counts
 
 
-@pytest.mark.parametrize("name", ["annotations/train.json", "train/a.jpg", "train/b.jpg"])
+@pytest.mark.parametrize("name", ["annotations/train.json", "train/a.jpg", "train/b.jpg", "deep/er/c.jpg"])
 def test_other_data(run: Run, name: str) -> None:
+    (run.path.parent / "data" / name).parent.mkdir(parents=True, exist_ok=True)
     (run.path.parent / "data" / name).write_text('{"images": [1]}')
     assert statuses(run)["nvfp4/best.safetensors"] == OUTDATED
+
+
+@pytest.mark.parametrize("suffix", [*provenance.CONTENT, ".jpg"])
+def test_the_digest_of_data(tmp_path: Path, suffix: str) -> None:
+    """Of text its content, of images the sizes; names, in any order of the file system, and no place of the folder."""
+    data, digests = tmp_path / "data", []
+    for text, folder in (("12", "a"), ("21", "a"), ("12", "b"), ("123", "a")):
+        shutil.rmtree(data, ignore_errors=True)
+        for name in ("2", "1", "3"):
+            file = data / folder / f"{name}{suffix}"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text if name == "2" else "same")
+        digests.append(provenance.digest(data))
+    assert len({*digests}) == (3 if suffix == ".jpg" else 4)
+    assert (digests[0] == digests[1]) == (suffix == ".jpg")
+    shutil.copytree(data, tmp_path / "elsewhere")
+    assert provenance.digest(tmp_path / "elsewhere") == digests[-1]
+
+
+def test_a_line_is_in_the_run_of_the_first_input_and_else_of_the_output(run: Run, tmp_path: Path) -> None:
+    other = Run(tmp_path / "other")
+    out = other.export_dir / "unet.onnx"
+    out.parent.mkdir(parents=True)
+    other.config_path.write_text("seed: 1\n")
+    out.write_text("graph")
+    record("export", out, [run.checkpoint("nvfp4")])
+    assert [(link.path, link.inputs[0].path) for link in links(run) if link.stage == "export"][-1] == (
+        str(out), "nvfp4/best.safetensors",
+    )  # fmt: skip
+    assert links(other) == []
+    record("export", out, [tmp_path / "data"])
+    assert [(link.path, link.inputs[0].path) for link in links(other)] == [("export/unet.onnx", str(tmp_path / "data"))]
 
 
 def test_what_is_gone_is_missing(run: Run) -> None:

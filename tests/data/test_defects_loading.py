@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from fp4deploy.data import EvalTransform, eval_loader, open_dataset, train_loader
@@ -59,6 +60,12 @@ def test_annotation_files(make_coco, change, expected):
         {"size": [16, 12], "counts": [192]},
         {"size": [12, 16], "counts": "zzzz"},
         {"size": [12, 16], "counts": "0"},
+        {"size": [12, 16], "counts": ""},
+        {"size": [12, 16], "counts": "/51"},  # 191 and 1 if "/" were a digit
+        {"size": [12, 16], "counts": [100, -8, 100]},
+        {"size": [12, 16], "counts": "P"},  # a number that does not end
+        {"size": [12, 16], "counts": "P6P"},
+        {"size": [12, 16], "counts": "P6V"},
         {"size": [12, 16], "counts": "\u00e9"},
         [[0, 0, 1e9, 0, 1e9, 1e9]],
     ],
@@ -68,6 +75,18 @@ def test_segmentations_that_pycocotools_would_decode_to_garbage(make_coco, segme
     message = message_of(lambda: open_dataset(root, "train").load(0))
     assert message.startswith("Annotation 1 (image a.png) has a")
     assert NEXT in message
+
+
+@pytest.mark.parametrize(
+    ("compressed", "runs"),
+    [("P6", [192]), ("P60", [192, 0]), ("0P6", [0, 192]), ("3:d0KV4", [3, 10, 20, 5, 154])],
+)
+def test_runs_that_fill_the_image_are_drawn(make_coco, compressed, runs):
+    """The fourth run and the fifth one are differences to those two before them in a compressed one."""
+    expected = np.repeat(np.arange(len(runs)) % 2, runs).reshape(16, 12).T
+    for name, counts in (("compressed", compressed), ("runs", runs)):
+        root = make_coco(broken("annotations", segmentation={"size": [12, 16], "counts": counts}), name)
+        np.testing.assert_array_equal(open_dataset(root, "train", ["bottle"]).load(0).mask, expected)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1, 2]", '{"images": 3}', "\x00"])

@@ -55,6 +55,41 @@ def test_classes_come_from_annotations_then_the_listing_then_the_masks(make_mask
     assert open_dataset(root, "val").class_names == tuple(f"class_{n}" for n in range(201))
 
 
+@pytest.mark.parametrize("named", ["annotations", "classes.txt", "labelmap.txt", "nothing"])
+def test_the_value_255_is_void_whatever_names_it(make_masks, named):
+    """254 is the last class, and a mask may hold both."""
+    root = make_masks(classes=None)
+    values = np.zeros((HEIGHT, WIDTH), np.uint8)
+    values[2:5], values[8:] = 254, IGNORE
+    for split in ("train", "val"):
+        Image.fromarray(values).save(root / "masks" / split / "x.png")
+    names = [f"class_{value}" for value in range(256)]
+    if named == "annotations":
+        categories = [{"id": 1 + at, "name": names[at], "mask_value": at} for at in range(256)]
+        categories.append({"id": 999, "name": "outside", "mask_value": -1})
+        (root / "annotations").mkdir()
+        content = {"images": [], "annotations": [], "categories": categories}
+        (root / "annotations" / "instances_train.json").write_text(json.dumps(content))
+    elif named == "classes.txt":
+        (root / named).write_text("\n".join(names[:255]))
+    elif named == "labelmap.txt":
+        lines = [f"{name}:{value},{value},{value}::" for value, name in enumerate(names[:255])]
+        (root / named).write_text("\n".join(lines))
+    dataset = open_dataset(root, "train", ["class_0", "class_254"])
+    mask = dataset.load(0).mask
+    assert (mask[:2] == 0).all()
+    assert (mask[2:5] == 1).all()
+    assert (mask[8:] == IGNORE).all()
+    for name in ("class_255", "outside"):
+        with pytest.raises(InputError, match=f"has no class '{name}'"):
+            open_dataset(root, "train", [name])
+    if named in ("classes.txt", "labelmap.txt"):
+        more = "class_255" if named == "classes.txt" else "class_255:255,255,255::"
+        (root / named).write_text(f"{(root / named).read_text()}\n{more}\n")
+        with pytest.raises(InputError, match="at most 255"):
+            open_dataset(root, "train", ["class_0"])
+
+
 def test_all_void_masks_have_no_class(make_masks):
     root = make_masks(classes=None)
     for split in ("train", "val"):

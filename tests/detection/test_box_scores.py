@@ -14,6 +14,7 @@ from fp4deploy.data import open_boxes
 from fp4deploy.detection.errors import KINDS, NOTHING, confusion, error_kinds
 from fp4deploy.instances import average_precision
 from fp4deploy.instances.scores import Evaluator, box_ap50
+from fp4deploy.models.boxes import SHOWN
 
 EXAMPLES = "FP4DEPLOY_COCO_EXAMPLES"  # folder with instances_val2014_100.json and the two fake results
 
@@ -166,3 +167,78 @@ def test_what_objects_were_detected_as(results: list[dict[str, Any]], expected: 
 def test_a_crowd_takes_its_detections_and_is_not_missed() -> None:
     truth = truth_of((1, A), (1, B), crowd=2)
     assert confusion(truth, found((1, A, 0.9), (1, [52.0, 52.0, 5.0, 5.0], 0.9))) == {"one": {"one": 1}}
+
+
+CROWD = [60.0, 0.0, 40.0, 40.0]
+
+
+@pytest.mark.parametrize(
+    ("box", "category", "kinds"),
+    [
+        (CROWD, 1, {}),
+        ([50.0, 0.0, 20.0, 20.0], 1, {}),  # half of it inside
+        ([49.0, 0.0, 20.0, 20.0], 1, {"background": 1}),  # 9 of 20 columns
+        ([54.0, -34.0, 40.0, 70.0], 1, {"background": 1}),  # IoU 0.39, and less than half of it inside
+        (CROWD, 2, {"background": 1}),
+        ([62.0, 2.0, 5.0, 5.0], 2, {"background": 1}),
+    ],
+    ids=["whole", "half inside", "less", "as large", "other class", "other class inside"],
+)
+def test_a_crowd_takes_what_lies_in_it_by_half_and_is_of_its_class(
+    box: list[float], category: int, kinds: dict[str, int]
+) -> None:
+    """It is no object that a detection could have found or meant, and takes any number of them."""
+    truth = truth_of((1, A), (2, B), (1, CROWD), crowd=3)
+    results = found((category, box, 0.95), (1, A, 0.9), (2, B, 0.9), *[(1, CROWD, 0.7)] * 2)
+    errors = error_kinds(truth, results)
+    assert {kind: entry["count"] for kind, entry in errors.items() if entry["count"]} == kinds
+    names = {1: "one", 2: "two"}
+    wrong = {NOTHING: {names[category]: 1}} if kinds else {}
+    assert confusion(truth, results) == {**wrong, "one": {"one": 1}, "two": {"two": 1}}
+
+
+def test_the_detections_that_count_are_those_with_the_highest_scores_of_each_class() -> None:
+    truth = truth_of((1, A), (2, B))
+    results = found((1, [80.0, 0.0, 9.0, 9.0], 0.5), (1, A, 0.9), (2, [0.0, 80.0, 9.0, 9.0], 0.6), (2, B, 0.7))
+    for most, background in ((1, 0), (2, 2)):
+        counts = {kind: entry["count"] for kind, entry in error_kinds(truth, results, most).items()}
+        assert counts == {**dict.fromkeys(KINDS, 0), "background": background}
+
+
+def test_the_higher_score_has_the_object_wherever_it_stands() -> None:
+    low, high = (1, [0.0, 0.0, 20.0, 16.0], 0.4), (1, A, 0.9)
+    for results in (found(low, high), found(high, low)):
+        assert error_kinds(truth_of((1, A)), results)["duplicate"]["count"] == 1
+        assert confusion(truth_of((1, A)), results) == {NOTHING: {"one": 1}, "one": {"one": 1}}
+
+
+@pytest.mark.parametrize(("score", "drawn"), [(SHOWN, 1), (SHOWN - 1e-6, 0)])
+def test_the_confusion_is_of_what_is_drawn(score: float, drawn: int) -> None:
+    assert confusion(truth_of((1, A)), found((1, A, score))) == {"one": {"one" if drawn else NOTHING: 1}}
+
+
+def test_detections_in_an_image_without_objects_are_background() -> None:
+    truth = truth_of((1, A))
+    truth["images"].append({"id": 2, "file_name": "b", "height": 100, "width": 100})
+    results = [*found((1, A, 0.5)), {**found((1, A, 0.9))[0], "image_id": 2}]
+    errors = error_kinds(truth, results)
+    assert {kind: entry["count"] for kind, entry in errors.items() if entry["count"]} == {"background": 1}
+    assert errors["background"]["ap50"] == pytest.approx(0.5)
+    assert confusion(truth, results) == {NOTHING: {"one": 1}, "one": {"one": 1}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong"), [("classification", (1, B, 0.9)), ("localisation", (2, [50.0, 60.0, 20.0, 20.0], 0.9))]
+)
+@pytest.mark.parametrize("right", [True, False], ids=["found already", "twice"])
+def test_an_object_is_given_back_once(kind: str, wrong: tuple[int, list[float], float], right: bool) -> None:
+    """A corrected detection of an object that has one is none: it would be a duplicate before the next object."""
+    last = [0.0, 60.0, 20.0, 20.0]
+    truth = truth_of((1, A), (2, B), (2, last))
+    again = (2, B, 0.8) if right else (wrong[0], wrong[1], 0.8)
+    results = found((1, A, 0.5), wrong, again, (2, last, 0.7))
+    costs = error_kinds(truth, results)
+    assert costs[kind]["count"] == (1 if right else 2)
+    before = average_precision(truth, results, 100, "bbox").ap50
+    assert 0 < before < 1
+    assert costs[kind]["ap50"] == pytest.approx(1 - before)

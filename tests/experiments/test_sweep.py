@@ -20,12 +20,14 @@ from scipy import stats
 from fp4deploy.errors import InputError
 from fp4deploy.experiments.sweep import variant as module
 from fp4deploy.experiments.sweep.plot import draw_sweep
-from fp4deploy.experiments.sweep.results import interval, markdown
+from fp4deploy.experiments.sweep.results import interval, markdown, outcome, paired, run_of
 from fp4deploy.experiments.sweep.run import run_sweep
 from fp4deploy.experiments.sweep.spec import load_sweep
 from fp4deploy.models.spec import _named, parse_spec, require_named
 from fp4deploy.train import Config
 from fp4deploy.train.loop import Trainer
+from fp4deploy.train.schedule import training_job
+from fp4deploy.train.state import Progress, save_state
 from tests.processes import LIMIT, wait_until
 
 SWEEPS = sorted((Path(__file__).parents[2] / "configs").glob("sweep_*.yaml"))
@@ -258,6 +260,66 @@ def test_the_picture_is_drawn_where_there_is_something_to_see(
     assert path.stat().st_size > 10_000
     empty = {**results, "variants": {"a": {**results["variants"]["bad"], "best": None}}}
     assert draw_sweep(empty, tmp_path / "no") is None
+
+
+def left_by(folder: Path, progress: Progress, lines: list[dict[str, Any]], error: str | None = None) -> dict[str, Any]:
+    """The outcome of a run whose state and metrics are these; two epochs are asked for."""
+    sweep = load_sweep(written(folder, folder, "{set: {train.epochs: 2}, variants: {a: {model: fp16, against: null}}}"))
+    variant = sweep.variant("a")
+    run = run_of(folder / "out", variant, 0)
+    job = training_job(sweep.config(variant, 0), run, "fp16")
+    job.state_path.parent.mkdir(parents=True)
+    model = torch.nn.Linear(2, 2)
+    save_state(job.state_path, model, torch.optim.Adam(model.parameters()), None, progress)
+    job.metrics_path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if error is not None:
+        (run.path / "error.json").write_text(json.dumps({"error": error}))
+    return outcome(sweep, folder / "out", variant, 0)
+
+
+@pytest.mark.parametrize(
+    ("epoch", "score", "error", "status"),
+    [
+        (2, 0.6, None, "done"),
+        (3, 0.6, None, "done"),
+        (2, 0.0, None, "done"),
+        (2, 0.6, "of an earlier attempt", "done"),
+        (2, -1.0, None, "unfinished"),
+        (1, 0.6, None, "unfinished"),
+        (2, -1.0, "no labels", "failed"),
+        (1, 0.6, "disk full", "failed"),
+    ],
+)
+def test_a_run_is_done_with_all_epochs_and_a_score(
+    tmp_path: Path, epoch: int, score: float, error: str | None, status: str
+) -> None:
+    lines = [{"epoch": each, "miou": score} for each in range(1, epoch + 1) if score >= 0]
+    found = left_by(tmp_path, Progress(epoch=epoch, best_score=score, seconds=9.0, skipped=3), lines, error)
+    assert (found["status"], found["epochs"], found["seconds"]) == (status, epoch, 9.0)
+    assert (found.get("error"), found["best"] is None) == (error if status == "failed" else None, score < 0)
+
+
+def test_epochs_that_the_state_does_not_have_do_not_count(tmp_path: Path) -> None:
+    """They were logged by a process that ended before its state was written, and are trained again."""
+    rows = [(1, 0.3, 10.0, 1), (2, None, 45.0, 0), (3, 0.5, 20.0, 2), (4, 0.4, None, 0), (5, 0.9, 999.0, 7)]
+    lines = [dict(zip(("epoch", "miou", "images_per_s", "loss_spikes"), row, strict=True)) for row in rows]
+    found = left_by(tmp_path, Progress(epoch=4, best_score=0.5, skipped=3), lines)
+    shown = ("best", "best_epoch", "last", "loss_spikes", "images_per_s", "skipped_steps")
+    assert [found[key] for key in shown] == [0.5, 3, 0.4, 3, 20.0, 3]
+
+
+def test_gaps_are_of_the_seeds_that_both_have_done() -> None:
+    def runs(*scores: float, status: str = "done") -> dict[str, Any]:
+        return {str(seed): {"status": status, "best": score} for seed, score in enumerate(scores)}
+
+    second = runs(0.4, 0.55, 0.7)
+    second["2"]["status"] = "unfinished"
+    found = paired(runs(0.5, 0.6, 0.9), second, "best")
+    assert found is not None
+    assert found["by_seed"] == pytest.approx({"0": 10.0, "1": 5.0})
+    assert found["mean"] == pytest.approx(7.5)
+    assert paired(runs(0.5), runs(0.4, status="failed"), "best") is None
+    assert paired(runs(0.5), runs(0.4), "test") is None
 
 
 def test_the_interval_is_student_s() -> None:

@@ -17,6 +17,7 @@ from fp4deploy.qat import (
     QuantConv2d,
     QuantSpec,
     calibrate,
+    deployed,
     find_recipe,
     layer_plan,
     load_model,
@@ -235,17 +236,37 @@ def test_loading_rounds_what_stays_in_fp16_and_nothing_else(tmp_path: Path) -> N
     assert torch.equal(loaded.encoder[1].conv1.weight, model.encoder[1].conv1.weight)
 
 
-def test_loading_refuses_what_cannot_be_deployed(tmp_path: Path) -> None:
+def test_buffers_and_biases_are_rounded_as_parameters_are() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 16, 1), nn.BatchNorm2d(16), nn.Conv2d(16, 16, 1), nn.Conv2d(16, 4, 1)).eval()
+    norm = model[1]
+    with torch.no_grad():
+        for value, tensor in zip((0.1, 0.7, 0.9, 0.3), (*norm.parameters(), *norm.buffers()), strict=False):
+            tensor.fill_(value)
+    norm.num_batches_tracked.fill_(12345)
+    held = {"mask": [0.0, -torch.inf, 0.3], "tiny": 1e-9, "places": [2**30 + 1]}  # 1e-9: computed in FP32, `rest`
+    for name, value in held.items():
+        norm.register_buffer(name, torch.tensor(value))
+    calibrate(prepare(model), torch.randn(2, 3, 8, 8, generator=generator()))
+    found = deployed(model).state_dict()
+    kept = {"1.num_batches_tracked", "1.tiny", "1.places", "2.weight", "2.input_amax"}
+    for name, value in model.state_dict().items():
+        assert name == "2.input_amax" or torch.equal(found[name], value if name in kept else value.half().float()), name
+        assert name in kept or not torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("number", [1e6, torch.nan, -torch.inf])
+def test_loading_refuses_what_cannot_be_deployed(tmp_path: Path, number: float) -> None:
     model, path = prepare(build_unet(2, 0.125)), tmp_path / "nvfp4.safetensors"
     save_checkpoint(path, model, CARD)
     with pytest.raises(InputError, match="never calibrated"):
         load_model(path)
     calibrate(model, [torch.randn(1, 3, 32, 32, generator=generator())])
     with torch.no_grad():
-        model.head.weight[0, 0] = 1e6
+        model.head.weight[0, 0] = number
     save_checkpoint(path, model, CARD)
-    with pytest.raises(InputError, match=r"head\.weight.*FP16"):
-        load_model(path)
+    for refused in (lambda: load_model(path), lambda: deployed(model)):
+        with pytest.raises(InputError, match=r"head\.weight .*(FP16|NaN)|NaN or Inf in head\.weight"):
+            refused()
 
 
 def test_autocast_keeps_the_quantiser_in_fp32() -> None:

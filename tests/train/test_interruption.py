@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -312,6 +313,62 @@ def test_the_loss_scaler_comes_back(tmp_path: Path) -> None:
     assert load_state(tmp_path / "s.safetensors", model, optimizer, fresh).epoch == 3
     assert fresh.state == Scaler(512.0).state
     assert type(fresh.state["growth_interval"]) is int
+
+
+def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    save_state(tmp_path / "s.safetensors", model, optimizer, None, Progress())
+    expected = torch.rand(8)
+    load_state(tmp_path / "s.safetensors", model, optimizer, None)
+    assert torch.equal(torch.rand(8), expected)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["0.weight", "1.running_var"])
+def test_weights_that_are_not_finite_are_not_resumed_from(tmp_path: Path, name: str, number: float) -> None:
+    model = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 1), torch.nn.BatchNorm2d(3))
+    optimizer = torch.optim.Adam(model.parameters())
+    model.state_dict()[name].flatten()[-1] = number
+    save_state(tmp_path / "s.safetensors", model, optimizer, None, Progress())
+    with pytest.raises(InputError, match=rf"cannot be resumed from \(NaN or Inf in {name}\)"):
+        load_state(tmp_path / "s.safetensors", model, optimizer, None)
+
+
+class Part:
+    """A part of a training with a tensor of its own."""
+
+    def __init__(self, value: float) -> None:
+        self.tensors = {"mean.weight": torch.full((3,), value)}
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return self.tensors
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        self.tensors = dict(state)
+
+
+def test_moments_counters_and_parts_come_back(tmp_path: Path) -> None:
+    """Of each parameter its own, also of one in channels_last, whose moments are laid out as it is."""
+    model = torch.nn.Sequential(torch.nn.Conv2d(4, 3, 3), torch.nn.Conv2d(3, 5, 3))
+    model = model.to(memory_format=torch.channels_last)
+    optimizer = torch.optim.Adam(model.parameters())
+    for seed in range(3):
+        model(torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(seed))).square().sum().backward()
+        optimizer.step()
+    progress = Progress(3, 17, 0.5, 12.5, {"disc": 0.25, "ring": None}, 2, 4, 9, 1.5, asdict(EpochStatistics()))
+    save_state(tmp_path / "s.safetensors", model, optimizer, None, progress, {"one": Part(1.0), "two": Part(2.0)})
+    other = copy.deepcopy(model)
+    fresh = torch.optim.Adam(other.parameters())
+    parts = {"one": Part(0.0), "two": Part(0.0)}
+    assert load_state(tmp_path / "s.safetensors", other, fresh, None, parts) == progress
+    assert read_progress(tmp_path / "s.safetensors") == progress
+    assert [part.tensors["mean.weight"].tolist() for part in parts.values()] == [[1.0] * 3, [2.0] * 3]
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
+        for name, moment in optimizer.state[one].items():
+            assert torch.equal(fresh.state[two][name], moment)
+            assert name == "step" or fresh.state[two][name].stride() == two.stride()
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9, 0.999])

@@ -17,6 +17,7 @@ from fp4deploy.data import generate_shapes
 from fp4deploy.errors import GateError, InputError
 from fp4deploy.models import checkpoint as checkpoint_module
 from fp4deploy.models import read_card
+from fp4deploy.provenance import links
 from fp4deploy.qat import load_model
 from fp4deploy.runs import Run, create_run
 from fp4deploy.train import Config, SegmentationLoss, load_config, train_models, with_settings
@@ -100,6 +101,14 @@ def test_best_checkpoint_is_that_of_the_best_epoch(straight: Run) -> None:
         with safe_open(straight.checkpoint(model), framework="pt") as file:
             recorded = float(file.metadata()["fp4deploy.miou"])
         assert recorded == max(line["miou"] for line in lines(straight, model))
+
+
+def test_a_training_notes_its_data_and_what_it_started_from(straight: Run, data: Path) -> None:
+    assert {link.path: [source.path for source in link.inputs] for link in links(straight)} == {
+        "fp16/best.safetensors": [str(data)],
+        "nvfp4/best.safetensors": ["fp16/best.safetensors", str(data)],
+        "fp16_control/best.safetensors": ["fp16/best.safetensors", str(data)],
+    }
 
 
 def test_control_trains_exactly_as_long_as_nvfp4(straight: Run) -> None:

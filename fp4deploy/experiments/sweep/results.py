@@ -89,8 +89,9 @@ class _Epoch(Record):
 
 
 def _scores(metrics: Path, last_epoch: int, metric: str) -> dict[str, Any]:
-    lines = [validated(_Epoch, line, f"{metrics}, line {number}") for number, line in read_lines(metrics)]
-    scores = [(line.epoch, line.ap if metric == "AP" else line.miou) for line in lines if line.epoch <= last_epoch]
+    every = [validated(_Epoch, line, f"{metrics}, line {number}") for number, line in read_lines(metrics)]
+    lines = [line for line in every if line.epoch <= last_epoch]
+    scores = [(line.epoch, line.ap if metric == "AP" else line.miou) for line in lines]
     scored = [(score, epoch) for epoch, score in scores if score is not None]
     if not scored:
         return {}

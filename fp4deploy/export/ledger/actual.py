@@ -22,7 +22,7 @@ def _match_layer(layer: PlannedLayer, by_node: Mapping[str, list[EngineLayer]]) 
     kernels = _unique(kernel for node in layer.nodes for kernel in by_node.get(node, []))
     computing = _unique(kernel for node in layer.compute_nodes for kernel in by_node.get(node, []))
     actual = _compute_precision(computing if layer.compute_nodes else kernels)
-    weights = _weight_storage(layer, kernels, computing or kernels)
+    weights = _weight_storage(layer, kernels, computing if layer.compute_nodes else kernels)
     if layer.form == "plugin" and any(kernel.is_plugin for kernel in computing):
         actual, weights = layer.compute, layer.weights
     fell_back = layer.requested in QUANTISED and (actual, weights) != (layer.compute, layer.weights)

@@ -249,6 +249,52 @@ def test_every_kernel_of_a_layer_is_listed() -> None:
     assert after.kernels == (*before.kernels, f"{name}_second")
 
 
+FUSED = ("a.input.quantize", "b.input.quantize")
+
+
+@pytest.mark.parametrize(
+    ("name", "constant", "nodes", "weights"),
+    [
+        ("b", "b.weight", FUSED, "FP4"),
+        ("b", "a.weight", FUSED, "FP16"),
+        ("b", "constant7", FUSED, "FP16"),
+        ("b", "constant7", ("b.input.quantize",), "FP4"),
+        ("b", "b2.weight", FUSED, "FP16"),
+        ("b", "ab.weight", FUSED, "FP16"),
+    ],
+    ids=["own name", "other's name", "no name", "serves it alone", "longer name", "name's end"],
+)
+def test_a_kernel_of_two_layers_lends_no_weights(
+    name: str, constant: str, nodes: tuple[str, ...], weights: str
+) -> None:
+    layer = PlannedLayer(
+        name, "Conv2d", "FP16", "plain", "FP16", "FP16", "", 100, (f"{name}.input.quantize", f"{name}.gemm"),
+        (f"{name}.gemm",),
+    )  # fmt: skip
+    x = Tensor("x", (1, 32, 256), "FP16")
+    fused = EngineLayer("fused", "kgen", (x,), (Tensor(constant, (32, 64), "FP4"),), (x,), nodes)
+    own = EngineLayer("own", "gemm", (x,), (Tensor("w", (32, 32), "FP16"),), (x,), ("b.gemm",))
+    (found,) = match_kernels((layer,), (fused, own))
+    assert (found.actual, found.weights, found.kernels) == ("FP16", weights, ("fused", "own"))
+
+
+def test_the_storage_of_weights_is_that_of_the_largest_matrix() -> None:
+    layer = PlannedLayer("b", "Conv2d", "FP16", "plain", "FP16", "FP16", "", 100, ("b.gemm",), ("b.gemm",))
+    x = Tensor("x", (1, 32, 256), "FP16")
+    shapes = {"FP32": (2, 2), "FP16": (32, 32), "FP8": (3, 3), "Int32": (4096,)}
+    constants = tuple(Tensor("c", shape, precision) for precision, shape in shapes.items())
+    (found,) = match_kernels((layer,), (EngineLayer("own", "gemm", (x,), constants, (x,), ("b.gemm",)),))
+    assert found.weights == "FP16"
+
+
+def test_without_the_kernel_that_multiplies_no_weights_are_claimed() -> None:
+    layer = PlannedLayer("b", "Conv2d", "FP4", "gemm", "FP4", "FP4", "", 100, (FUSED[1], "b.gemm"), ("b.gemm",))
+    x = Tensor("x", (1, 32, 256), "FP4")
+    fused = EngineLayer("fused", "kgen", (x,), (Tensor("a.weight", (32, 64), "FP4"),), (x,), FUSED)
+    (found,) = match_kernels((layer,), (fused,))
+    assert (found.actual, found.weights, found.fell_back) == ("unknown", "unknown", True)
+
+
 @pytest.mark.parametrize(("read", "counted"), [("INT8", 1), ("FP16", 0)])
 def test_a_plugin_that_reads_codes_computes_as_planned(read: str, counted: int) -> None:
     node = "conv.plugin"
