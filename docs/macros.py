@@ -11,7 +11,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -904,16 +904,26 @@ def mutants() -> str:
     return markdown(["room", "files", "mutants", "drawn", "killed", "score"], rows, left=2)
 
 
-def engine_forms() -> str:
-    """What each form of convolutions becomes in a TensorRT-RTX engine."""
+FORMS = {"plugin": "TensorRT: SM100 to SM110", "fp16": "FP16 engine"}  # the others: TensorRT-RTX for SM120
+
+
+def engine_forms(*networks: str) -> str:
+    """What each form of an engine multiplies, and how large its plan is, for each network."""
+    found = [row for row in result("engine_forms_sm120")["rows"] if row["network"] in networks]
     rows = []
-    for row in result("engine_forms_cpu")["rows"]:
-        share = row["mac_share"]
-        parts = [f"{100 * share.get(name, 0):.1f}" for name in ("FP4", "FP8", "FP16")]
-        sizes = [f"{row['plan_bytes'] / 1e6:.2f}", f"{row['constant_bytes'] / 1e6:.2f}"]
-        rows.append([f"`--conv {row['conv']}`", *parts, *sizes, str(row["fallbacks"])])
-    head = ("form", "MACs in FP4 %", "FP8 %", "FP16 %", "plan MB", "constants MB", "fallbacks")
-    return markdown(head, rows)
+    for form in dict.fromkeys(row["form"] for row in found if row["form"] != "fp8"):  # as auto, wherever auto has FP8
+        own = {row["network"]: row for row in found if row["form"] == form}
+        half = {row["network"]: row["plan_bytes"] for row in found if row["form"] == "fp16"}
+        cells = [FORMS["fp16"] if form == "fp16" else f"`--conv {form}`"]
+        cells.append(FORMS["plugin"] if form == "plugin" else "TensorRT-RTX: SM120")
+        for name in networks:
+            share = own[name]["shares"]
+            cells.append(" / ".join(f"{100 * share.get(each, 0):.1f}" for each in ("FP4", "FP8", "FP16")))
+            size = own[name].get("plan_bytes")
+            cells.append(f"{size / 1e6:.1f} ({size / half[name]:.2f})" if size else "not built")
+        rows.append(cells)
+    titles = [text for name in networks for text in (f"`{name}`, %", "plan MB (of FP16's)")]
+    return markdown(["form", "library", *titles], rows, 2)
 
 
 def _families(rows: Iterable[dict[str, Any]], *keys: str) -> dict[tuple[str, ...], list[dict[str, Any]]]:
@@ -1160,24 +1170,29 @@ README_ROWS = {
 
 
 def readme_table() -> str:
-    """CamVid in the README, and as of when."""
-    _read.clear()
+    """CamVid in the README."""
     found = result("camvid_sweep_h200")["variants"]
     rows = []
     for label, (name, layers) in README_ROWS.items():
         row = found[name]
         cells = [text for key in ("best", "test") for text in (spread(row[key]), gap(row.get(f"gap_{key}")))]
         rows.append([label, layers, *cells])
-    return markdown(["", "layers in FP4", "validation", "gap", "test", "gap"], rows, 2) + f"\n\n{as_of()}"
+    return markdown(["", "layers in FP4", "validation", "gap", "test", "gap"], rows, 2)
 
 
-def readme_with_table(text: str) -> str:
-    """The README with its table made again between the two marks."""
-    head, begin, rest = text.partition("<!-- table: written by python docs/macros.py -->\n")
-    _, end, tail = rest.partition("<!-- end of table -->")
-    assert begin
-    assert end
-    return f"{head}{begin}{readme_table()}\n{end}{tail}"
+README_TABLES = {"camvid": readme_table, "engine_forms": partial(engine_forms, "unet:1.0", "smp:Segformer/mit_b0")}
+
+
+def readme_with_tables(text: str) -> str:
+    """The README with its tables made again, each between its two marks, and as of when they are."""
+    for name, made in README_TABLES.items():
+        head, begin, rest = text.partition(f"<!-- table {name}: written by python docs/macros.py -->\n")
+        _, end, tail = rest.partition("<!-- end of table -->")
+        assert begin
+        assert end
+        _read.clear()
+        text = f"{head}{begin}{made()}\n\n{as_of()}\n{end}{tail}"
+    return text
 
 
 def table(name: str, *arguments: str) -> str:
@@ -1210,4 +1225,4 @@ def define_env(env: Any) -> None:
 
 if __name__ == "__main__":
     README = ROOT / "README.md"
-    README.write_text(readme_with_table(README.read_text(encoding="utf-8")), encoding="utf-8")
+    README.write_text(readme_with_tables(README.read_text(encoding="utf-8")), encoding="utf-8")

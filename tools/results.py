@@ -67,6 +67,7 @@ MEASURED = {  # by script, or command of fp4deploy: folders of fp4deploy
     "products": ("plugins/gemm",),
     "ptq": ("ptq", "qat"),
     "random_networks": ("models", "qat", "graph", *_ENGINES, *_PACKED),
+    "written_networks": ("models", "qat", "graph", *_ENGINES, *_PACKED),
     "reference_speed": ("formats", "qat/operators"),
     "roofline": ("peaks.py", "graph"),
     "roofline_training": ("peaks.py", "graph", "qat"),

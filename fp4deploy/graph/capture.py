@@ -139,7 +139,7 @@ def _export(
 
 def why_not_captured(model: nn.Module, error: Exception, watched: Callable[[], Specializing] | None = None) -> str:
     """One paragraph: what failed, in which line of the user's code, and what to do; watched: what saw a size fixed."""
-    place = place_of(error)
+    place = place_of(error) or _place_of_node(error)
     kind = type(model).__name__
     message = str(error)
     if (
@@ -158,7 +158,6 @@ def why_not_captured(model: nn.Module, error: Exception, watched: Callable[[], S
     if "translating node return" in message:
         return f"{kind} returns something that is no tensor. Return tensors, or a tuple or dict of them."
     if untranslated := re.search(r"translating node .*target=torch\.ops\.(.+?)\]", message):
-        place = place or _place_of_node(error)
         return f"torch's ONNX exporter does not know {untranslated[1]}, which {kind} calls{place}. Write it otherwise."
     first = next((line.strip() for line in message.splitlines() if line.strip()), type(error).__name__)
     cause = first.partition(" For more information")[0].rstrip(".!")[:300]
@@ -192,7 +191,7 @@ def line_of(frames: Iterable[tuple[str, int]]) -> str:
 
 def _place_of_node(error: Exception) -> str:
     """The line of the user's code that made the node that an exporter was at; "" where it is not known."""
-    found = [frame.f_locals.get("node") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    found = [frame.f_locals.get("node", frame.f_locals.get("n")) for frame, _ in traceback.walk_tb(error.__traceback__)]
     places = [_where(node) for node in found if isinstance(node, fx.Node)]
     return f" ({places[-1]})" if places and places[-1] else ""
 

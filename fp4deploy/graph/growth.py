@@ -57,8 +57,9 @@ class BoundedSizes(TorchFunctionMode):
             expression = size.node.expr
             if expression not in self.known:
                 if expression.count_ops() > MOST_OPERATORS:
-                    self.error = _TooLong()
-                    raise self.error
+                    error = _TooLong()
+                    self.error = self.error or error  # the exporter's next attempt has no line of the network's code
+                    raise error
                 self.known.add(expression)
 
 

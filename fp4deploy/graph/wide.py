@@ -23,6 +23,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
 
@@ -89,6 +90,8 @@ def keep_wide(program: torch.export.ExportedProgram, rest: Rest) -> None:
     outputs = set(program.graph.output_node().all_input_nodes)
     casts, sums = (lambda node, of=of: of(node.target) for of in (casts_operands, is_sum))
     found = wide_steps(calls, lambda node: node.all_input_nodes, seeds, casts, sums, outputs)
+    for node in [each for each in program.graph.nodes if operator_name(each.target) == "_assert_tensor_metadata"]:
+        program.graph.erase_node(node)  # of the types as they were
     widened: dict[fx.Node, fx.Node] = {}  # a value of `rest` -> its cast to FP32, and one in FP32 -> its cast back
     results = set(wide_constants)  # in FP32 by this function
     for node in calls:
@@ -209,7 +212,12 @@ def _compute_wide(node: fx.Node, rest: Rest) -> None:
     if "dtype" not in named and not _reads_floats(node) and _has_type(node, rest.dtype):  # full, zeros, arange
         node.kwargs = {**node.kwargs, "dtype": torch.float32}
         named = {**named, "dtype": torch.float32}
-    with torch.no_grad(), detect_fake_mode([node.meta["val"], arguments, named]) or nullcontext():
+    fake = detect_fake_mode([node.meta["val"], arguments, named]) or nullcontext()
+    with (
+        torch.no_grad(),
+        enable_python_dispatcher(),
+        fake,
+    ):  # operators that compute shapes from open ones are in Python
         node.meta["val"] = cast(Callable[..., Any], node.target)(*arguments, **named)
     node.meta.pop("tensor_meta", None)
 

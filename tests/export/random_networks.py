@@ -33,6 +33,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import fp4deploy as fd
+from benchmarks.peers import origin
 from fp4deploy.errors import InputError
 from fp4deploy.export.to_packed import pack_model
+from fp4deploy.export.verify.outputs import Agreement
 from fp4deploy.export.verify.packed import compare_nodes
 from fp4deploy.export.verify.tensors import leaves
 from fp4deploy.packed import PackedNetwork, packed_file
@@ -321,16 +324,21 @@ def _onnx(model: RandomNetwork, x: tuple[torch.Tensor, ...], seed: int, rest: Re
     found = fd.verify(model, graph, [x])
     if found.passed:
         return None
-    assert found.layerwise is not None, (seed, found.sentence())
+    require_undecided(model, found, x, seed)
+    return "refused by verify: last bits of float32 decide about more elements than it allows"
+
+
+def require_undecided(model: nn.Module, found: Agreement, x: tuple[torch.Tensor, ...], seed: int) -> None:
+    """Fail unless last bits of float32 explain what differs, layer by layer."""
+    assert found.layerwise is not None, (seed, found.sentence(), found.flat)
     own = _sensitivity(model, x)
     wrong = {name: share for name, share in found.layerwise.layers.items() if share > max(4 * own[name], LAYER_ERROR)}
     assert not wrong, (seed, found.sentence(), found.layerwise, own)
     assert found.layerwise.share >= 1 - LOGITS_ERROR, (seed, found.sentence())
-    return "refused by verify: last bits of float32 decide about more elements than it allows"
 
 
 @torch.inference_mode()
-def _sensitivity(model: RandomNetwork, x: tuple[torch.Tensor, ...]) -> dict[str, float]:
+def _sensitivity(model: nn.Module, x: tuple[torch.Tensor, ...]) -> dict[str, float]:
     """Share of a layer's quantised input that changes with the last bits of what it is computed from."""
     layers: Any = quantized_layers(model)
     before: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {name: [] for name in layers}
@@ -354,7 +362,7 @@ def _sensitivity(model: RandomNetwork, x: tuple[torch.Tensor, ...]) -> dict[str,
     for handle in handles:
         handle.remove()
     handles = [layer.register_forward_pre_hook(partial(compare, name)) for name, layer in layers.items()]
-    handles += [each.register_forward_hook(disturb) for each in model.layers]
+    handles += [each.register_forward_hook(disturb) for each in model.modules() if not any(each.children())]
     model(*x)
     for handle in handles:
         handle.remove()
@@ -383,7 +391,7 @@ def _packed(model: RandomNetwork, x: tuple[torch.Tensor, ...], seed: int, folder
     return None
 
 
-def _row(folder: Path, seed: int) -> tuple[int, str]:
+def _row(outcome: Callable[[int, Path], str], folder: Path, seed: int) -> tuple[int, str]:
     """(seed, outcome), of a failure its traceback."""
     try:
         return seed, outcome(seed, folder)
@@ -398,12 +406,16 @@ def _begin() -> None:
 
 def reasons(found: str) -> list[str]:
     """What was refused in an outcome, without the names and sizes of one network."""
+    if found.startswith("failed"):
+        return []
     return [re.sub(r"\b[\w.]*\d[\w.]*\b|'[^']*'", "*", part)[:110] for part in found.split("; ") if "refused" in part]
 
 
-def main() -> None:
+def main(outcome: Callable[[int, Path], str] = outcome, module: str = "random_networks") -> None:
     """Run so many networks, and print what became of them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=sys.modules[outcome.__module__].__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0, help="of the first network")
     parser.add_argument("--jobs", type=int, default=1)
@@ -416,34 +428,39 @@ def main() -> None:
     failed: list[int] = []
     earlier = json.loads(arguments.json.read_text(encoding="utf-8")) if arguments.add else NOTHING
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(arguments.jobs, initializer=_begin) as pool:
-        for seed, found in pool.map(partial(_row, Path(folder)), seeds, chunksize=4):
+        for seed, found in pool.map(partial(_row, outcome, Path(folder)), seeds, chunksize=1):
             table.update(reasons(found))
             totals[found.partition(":")[0]] += 1
             if found.startswith("failed"):
                 failed.append(seed)
                 print(f"seed {seed}: {found}", file=sys.stderr, flush=True)
-            if arguments.json and (seed % 50 == 49 or seed == seeds[-1]):
-                found_so_far = _record(seed + 1 - arguments.seed, arguments.seed, totals, table, failed)
+            if arguments.json and (seed % 10 == 9 or seed == seeds[-1]):
+                found_so_far = _record(module, seed + 1 - arguments.seed, arguments.seed, totals, table, failed)
                 arguments.json.write_text(json.dumps(merged(earlier, found_so_far), indent=1) + "\n", encoding="utf-8")
     for text, count in [*totals.most_common(), *table.most_common()]:
         print(f"{count:6d} {text}")
     sys.exit(1 if failed else 0)
 
 
-def _record(count: int, first: int, totals: Counter[str], table: Counter[str], failed: list[int]) -> dict[str, Any]:
+def _record(
+    module: str, count: int, first: int, totals: Counter[str], table: Counter[str], failed: list[int]
+) -> dict[str, Any]:
     run = {
-        "command": f"python -m tests.export.random_networks {' '.join(sys.argv[1:])}",
+        "command": f"python -m tests.export.{module} {' '.join(sys.argv[1:])}",
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "torch": torch.__version__,
+        "versions": {name: version(name) for name in ("onnx", "onnxruntime", "onnxscript")},
         "seeds": [first, first + count - 1],
     }
     counts = {"outcomes": dict(totals), "reasons": dict(table)}
-    return {"runs": [run], "networks": count, **counts, "failed_seeds": failed}
+    return {**origin(), "runs": [run], "networks": count, **counts, "failed_seeds": failed}
 
 
 def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """The counts of two records of other seeds together."""
-    found: dict[str, Any] = {key: one[key] + other[key] for key in ("runs", "networks")}
+    """The counts of two records of other seeds together, of the second's date."""
+    found: dict[str, Any] = {key: other[key] for key in ("commit", "date")} | {
+        key: one[key] + other[key] for key in ("runs", "networks")
+    }
     for key in ("outcomes", "reasons"):
         found[key] = dict((Counter(one[key]) + Counter(other[key])).most_common())
     return found | {"failed_seeds": one["failed_seeds"] + other["failed_seeds"]}

@@ -57,6 +57,11 @@ class Clamped(Network):
         return x / x.pow(2).sum(1, keepdim=True).clamp(min=1e-9).sqrt()
 
 
+class Added(Network):
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.addcmul(x, x.tanh(), x.relu() / (x.relu().sum(1, keepdim=True) + 1e-8), value=0.5)
+
+
 class Cosine(Network):
     def between(self, x: torch.Tensor) -> torch.Tensor:
         return x * F.cosine_similarity(x, x.flip(1), dim=1)[:, None] * 0.3
@@ -108,7 +113,7 @@ class Held(Network):
         return torch.where(y > 0, y, self.least).softmax(1)
 
 
-NETWORKS = (Normalised, Summed, Clamped, Cosine, Masked, Chosen, Filled, Logarithm, Large, Held)
+NETWORKS = (Normalised, Summed, Clamped, Added, Cosine, Masked, Chosen, Filled, Logarithm, Large, Held)
 
 
 def network(kind: type[Network]) -> tuple[nn.Module, dict[str, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""Division of sizes as Python means it: rounded down.
+"""Operators as Python and torch mean them, where torch's exporter writes others: division of sizes, rounded down.
 
     h // 2          Div(h, 2)                               sizes are not negative
     -(-h // 2)      Neg(Div(Sub(-h, Mod(-h, 2)), 2))        without its remainder the division is exact
@@ -14,6 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 import onnx_ir as ir
+import torch
+
+from fp4deploy.errors import InputError
 
 OF_THE_FIRST = ("Cast", "Gather", "Reshape", "Squeeze", "Unsqueeze")  # whose other inputs are no sizes
 OF_ALL = ("Add", "Div", "Max", "Min", "Mul")  # of values that are not negative: not negative
@@ -28,7 +31,28 @@ def floor_divide(dividend: Any, divisor: Any) -> Any:
     return op.Div(op.Sub(dividend, op.Mod(dividend, divisor)), divisor)
 
 
-TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {operator.floordiv: floor_divide}
+def smoothed(self: Any, output_size: Any, align_corners: bool, scales_h: Any = None, scales_w: Any = None) -> Any:
+    """`interpolate(mode="bilinear", antialias=True)`, for torch's exporter: by the factors that the network gives, if
+    any. They are not the quotients of the sizes, which the exporter takes.
+    """
+    from onnxscript import opset18 as op
+    from onnxscript.function_libs.torch_lib.ops.nn import aten__upsample_bilinear2d_aa
+
+    if align_corners:
+        raise InputError(
+            "interpolate: antialias=True with align_corners=True has no form in ONNX. Leave one of them out."
+        )
+    if scales_h is None or scales_w is None:
+        return aten__upsample_bilinear2d_aa(self, output_size, align_corners)
+    factors: Any = op.Constant(value_floats=[1.0, 1.0, float(scales_h), float(scales_w)])
+    # A window ends where the image does.
+    return op.Resize(self, None, factors, None, antialias=1, exclude_outside=1, mode="linear")
+
+
+TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    operator.floordiv: floor_divide,
+    torch.ops.aten._upsample_bilinear2d_aa.default: smoothed,
+}
 
 
 def _is_count(size: ir.Value | int) -> bool:

@@ -422,12 +422,14 @@ def _marking_forward(
 ) -> Callable[..., torch.Tensor]:
     """The layer's forward with two markers in place of its quantised operands."""
     shape = layer.shape if isinstance(layer, Fp8Constants) else tuple(layer.shape[axis] for axis in layer.order)
+    channels = int(cast(Any, module.in_features if isinstance(module, nn.Linear) else module.in_channels))
 
     def operands(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = x.to(dtype)  # of code that computes in FP32
         padded: tuple[Any, ...] = tuple(x.shape)
         if not isinstance(layer, Fp8Constants):
             axis = layer.channel_axis % x.ndim
+            torch._check(x.shape[axis] == channels)  # as the product that the markers stand for does
             padded = (*x.shape[:axis], layer.channels, *x.shape[axis + 1 :])
         activation = _marker(ACTIVATION_MARKER, [x], name, padded, dtype)
         return activation, _marker(WEIGHT_MARKER, [], name, shape, dtype)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fp4deploy as fd
-from fp4deploy.errors import GateError
+from fp4deploy.errors import GateError, InputError
 from fp4deploy.export.onnx.decomposed import to_portable
 from fp4deploy.export.to_packed import pack_model
 from fp4deploy.export.verify.sizes import other_sizes, packed_differs, require_open_sizes
@@ -55,7 +55,6 @@ def half(x: torch.Tensor, **mode: object) -> torch.Tensor:
 
 REFUSED: dict[str, tuple[Function, str]] = {
     "areas of half the size": (lambda x: half(x, mode="area"), "interpolate"),
-    "smoothed before it is sampled": (lambda x: half(x, mode="bilinear", antialias=True), "interpolate"),
 }
 TAKEN: dict[str, Function] = {
     "pooled to 3 x 3": lambda x: x + F.interpolate(F.adaptive_avg_pool2d(x, 3), x.shape[2:]),
@@ -91,6 +90,14 @@ def test_what_follows_the_size_is_written(name: str, tmp_path: Path) -> None:
         fd.pack(model, tmp_path / "open.fp4", example_inputs=EXAMPLE)
     one_size = any("the example's size alone" in str(each.message) for each in said)
     assert read_packed(tmp_path / "open.fp4").graph.inputs[0].free == ([0] if one_size else [0, 2, 3])
+
+
+def test_smoothing_takes_the_factor_that_it_is_given(tmp_path: Path) -> None:
+    model = Network(lambda x: half(x[..., 1:], mode="bilinear", antialias=True)).eval()
+    assert fd.export_onnx(model, EXAMPLE, tmp_path / "open.onnx", dynamic_size=True).verification.passed
+    model = Network(lambda x: half(x, mode="bilinear", antialias=True, align_corners=True)).eval()
+    with pytest.raises(InputError, match="interpolate: antialias=True with align_corners=True"):
+        fd.export_onnx(model, EXAMPLE, tmp_path / "open.onnx")
 
 
 def opened(graph: onnx.ModelProto) -> onnx.ModelProto:
