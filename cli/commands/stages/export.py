@@ -152,7 +152,9 @@ def _onnx(*arguments: Any, **options: Any) -> ExportResult:
     return export_onnx(*arguments, **options)
 
 
-def _packed(checkpoint: Path, target: Path, data: Path | None, images: int, verify: bool, rest: str | None) -> str:
+def _packed(
+    checkpoint: Path, target: Path, data: Path | None, images: int, verify: bool, rest: str | None = None
+) -> str:
     from fp4deploy.bench.tables import size
     from fp4deploy.export.to_packed import pack
     from fp4deploy.packed import plain_bytes
