@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from fp4deploy.experiments.sweep import variant
+from fp4deploy.models import spec
 
 pytest_plugins = ["tests.fixtures"]
 
@@ -73,6 +74,14 @@ def _no_waiting_for_the_disk() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _models_that_a_test_expects_are_its_own() -> Iterator[None]:
+    """`--model` holds for a process, and a test that gives it runs commands in this one."""
+    before = list(spec._expected)
+    yield
+    spec._expected[:] = before
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -32,7 +32,7 @@ def require_quantizable(x: Any, name: str) -> None:
     if x.dtype not in QUANTIZABLE:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in QUANTIZABLE)
         raise InputError(f"{name} quantises floating-point tensors ({known}), not {x.dtype}.")
-    if x.layout != torch.strided or x.is_nested:
+    if not torch.compiler.is_compiling() and (x.layout != torch.strided or x.is_nested):
         kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
         raise InputError(f"{name} quantises dense tensors, not {kind} ones. Convert it: x.to_dense()")
 

@@ -31,7 +31,7 @@ def test_a_foreign_file_from_audit_to_bench(invoke: Invoke, shapes: Path, tmp_pa
     assert result.exit_code == 0, result.stderr
     if importlib.util.find_spec("tensorrt_rtx") is None:
         pytest.skip("TensorRT-RTX is not installed (pip install tensorrt-rtx)")
-    result = invoke("build", "net.nvfp4.onnx", "--strict")
+    result = invoke("build", "net.nvfp4.onnx", "--strict", "--conv", "gemm")
     assert result.exit_code == 0, result.stderr
     assert Path("net.nvfp4.plan").is_file()
 
@@ -44,7 +44,10 @@ def test_what_the_command_refuses(invoke: Invoke, shapes: Path, tmp_path: Path) 
     for arguments, message in (
         (("open.onnx", "--data", shapes), "leaves the size of its images open"),
         (("open.onnx", "--data", shapes, "--size", "32x32", "--mean", "1,2"), "is not R,G,B"),
-        (("open.onnx", "--data", shapes, "--size", "32x32", "--digits"), "--config and --digits are for checkpoints"),
+        (
+            ("open.onnx", "--data", shapes, "--size", "32x32", "--digits"),
+            "--config, --digits and --rest are for checkpoints",
+        ),
         (("open.onnx", "--data", shapes, "--size", "32x32", "--out", "open.onnx"), "another one than the source"),
         (("open.onnx", "--data", "empty", "--size", "32x32"), "is no dataset and holds no image"),
         (("open.onnx", "--data", "absent", "--size", "32x32"), "There is no folder absent"),

@@ -117,8 +117,8 @@ FAULTS: dict[str, Seeded] = {
         CHECK, "if name in amaxes and not float(tensor) >= SMALLEST_AMAX:", "if False:", CHECK_TESTS
     ),
     "detections are numbered from 0": Seeded(
-        "fp4deploy/instances/scores.py", "for number, result in enumerate(results, start=1)",
-        "for number, result in enumerate(results)",
+        "fp4deploy/instances/scores.py", 'enumerate(content["annotations"], start=1)',
+        'enumerate(content["annotations"])',
         "tests/instances/test_scores.py::test_a_second_detection_of_one_object_is_false",
     ),
     "regions of equal area are drawn in reverse": Seeded(

@@ -29,7 +29,7 @@ class Graph:
 class Network:
     """x + 1 of images of up to 64 pixels, on a "GPU"; remembers what it was run on."""
 
-    device, dtype = torch.device("cuda"), torch.float32
+    device, dtype, input_dtype = torch.device("cuda"), torch.float32, torch.float32
 
     def __init__(self) -> None:
         self.read: list[weakref.ref[torch.Tensor]] = []
@@ -157,7 +157,7 @@ class Compiled:
 def choices(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Choices instead of the cache, and a compiler that is at hand."""
     kept: dict[str, str] = {}
-    monkeypatch.setattr(capture, "compile_program", lambda file, inputs: Compiled())
+    monkeypatch.setattr(capture, "compile_program", lambda *_: Compiled())
     monkeypatch.setattr(capture, "choice_key", lambda file, inputs, graphs: str(inputs[0].shape))
     monkeypatch.setattr(capture, "remembered", kept.get)
     monkeypatch.setattr(capture, "remember", kept.__setitem__)
@@ -224,7 +224,7 @@ def test_what_does_not_fit_into_memory_is_run_by_kernels(
         def __call__(self, x: torch.Tensor) -> list[torch.Tensor]:
             raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(capture, "compile_program", lambda file, inputs: Large())
+    monkeypatch.setattr(capture, "compile_program", lambda *_: Large())
     network: Any = Layered()
     with pytest.warns(UserWarning, match="out of memory"):
         run = CapturedNetwork(network, compiled="auto").prepared(image())

@@ -132,6 +132,13 @@ def test_no_accuracy_no_claim(report: ReportData) -> None:
     assert "mIoU" not in " ".join(summary(with_models(report, nvfp4=None)))
 
 
+def test_the_table_of_artefacts_has_a_cell_for_each_heading(report: ReportData) -> None:
+    table = render_html(report, Pictures("", [], [])).partition("<h2>Artefacts</h2>")[2].partition("</table>")[0]
+    rows = table.split("<tr>")[1:]
+    assert len(rows) == 1 + len(report.artifacts)
+    assert {row.count("<td") for row in rows[1:]} == {rows[0].count("<th")}
+
+
 def test_markdown(report: ReportData) -> None:
     text = render_markdown(report)
     assert "| nvfp4 | export/unet.onnx | test | NVFP4 | 600 B | 80.00 | -1.00 | 2 | 3 | 4 | 500 | ok |" in text

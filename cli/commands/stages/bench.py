@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 MOST_LETTERS = 40  # of the name of a file, before it may be broken over two lines
 ACCURACY, GATE, RUNTIMES, LATENCY = "Accuracy", "Gate", "Runtimes", "Latency"  # headings of the options in --help
 WIDE = 120  # columns of a terminal from which backend and precision have columns of their own
+NOT_NARROW = ("backend", "precision", "p90 ms", "p99 ms")  # columns of wide terminals
 
 
 def bench(
@@ -471,7 +472,8 @@ def print_table(
 ) -> None:
     """The comparison table; reasons of rows that were not run follow it.
 
-    In a narrow terminal backend and precision stand below the name of the file, instead of columns of a few letters.
+    In a narrow terminal backend and precision stand below the name of the file, instead of columns of a few letters,
+    and p90 and p99 are left to --json.
     """
     from rich.table import Table
 
@@ -481,14 +483,17 @@ def print_table(
     wide, paths = console.width >= WIDE, tables.names(entries)
     longest = max(map(len, paths), default=0)
     table = Table(box=None, pad_edge=False)
-    for name in tables.head(entries):
-        if wide or name not in ("backend", "precision"):
+    head = tables.head(entries)
+    for name in head:
+        if wide or name not in NOT_NARROW:
             whole, right = wide and name == "artefact" and longest <= MOST_LETTERS, name in tables.NUMERIC
             table.add_column(name, justify="right" if right else "left", overflow="fold", no_wrap=whole)
     columns = tables.metrics(entries)
     body = tables.rows(entries) if baseline is None else [tables.cells(entry, baseline, columns) for entry in entries]
-    for (model, _, backend, precision, *numbers), path in zip(body, paths, strict=True):
+    for row, path in zip(body, paths, strict=True):
+        model, _, backend, precision, *_ = row
         texts = (path, backend, precision) if wide else (f"{path}\n{backend}\n{precision}",)
+        numbers = [cell for name, cell in zip(head[4:], row[4:], strict=True) if wide or name not in NOT_NARROW]
         table.add_row(model, *texts, *numbers)
     console.print(table)
     for entry in entries:

@@ -26,6 +26,7 @@ from typing import Any, TypeGuard, cast
 import torch
 from torch import nn
 
+from fp4deploy.errors import InputError
 from fp4deploy.qat.fused_unet import FusedUNet
 from fp4deploy.qat.layers import QUANTIZED, QuantConvTranspose2d, QuantizedLayer
 from fp4deploy.qat.recipes import QuantSpec
@@ -177,7 +178,10 @@ class Watcher:
         with _without_autocast(x.device.type):
             if isinstance(layer, QuantizedLayer) and _has_codes(layer.recipe.activation) and not layer.observing:
                 spec, groups = layer.recipe.activation, (layer.gemms().groups,)
-                row = coded_row(encode(x, spec, (axis,), groups, _used_amax(layer), self.limit, self.seed))
+                try:
+                    row = coded_row(encode(x, spec, (axis,), groups, _used_amax(layer), self.limit, self.seed))
+                except InputError:  # not calibrated: there are no codes yet
+                    row = raw_row(sample(x.detach(), (axis,), self.limit))
             else:
                 row = raw_row(sample(x.detach(), (axis,), self.limit))
         self.seen[name, ACTIVATION] = row
