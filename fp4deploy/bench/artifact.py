@@ -130,7 +130,7 @@ def _emulated(
         raise error
     try:
         source = source_of(path, ledger)
-        runtime = open_emulated(path, ledger, timeout)
+        runtime = open_emulated(source, ledger, timeout)
     except (UnavailableError, InputError) as why:
         raise UnavailableError(f"{str(error).rstrip('.')}; {why}") from error
     runtime.name = f"{built_by(ledger)}; its arithmetic emulated by {runtime.name}"

@@ -44,19 +44,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from fp4deploy.rest import RestName
+from fp4deploy.rest import FP16, FP32, RestName
 
 MOST_NODES = 4096
 MOST_FORMS = 64
-MOST_POSITIONS = 2048
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 Count = Annotated[int, Field(ge=1, le=1 << 16)]
 Extent = Annotated[int, Field(ge=0, le=1 << 12)]
 Steps = Annotated[int, Field(ge=1, le=1 << 10)]
 Axis = Annotated[int, Field(ge=0, le=7)]
-FP16_MAX = 65504.0
-FP32_MAX = 3.4028234663852886e38
-Number = Annotated[float, Field(ge=-FP32_MAX, le=FP32_MAX)]
+Number = Annotated[float, Field(ge=-FP32.largest, le=FP32.largest)]
 Epsilon = Annotated[float, Field(gt=1e-12, lt=1)]
 Whole = Annotated[int, Field(ge=-(1 << 31), le=1 << 31)]
 Tokens = Annotated[list[Whole | Name], Field(min_length=1, max_length=64)]
@@ -297,7 +294,7 @@ class CumulativeSum(Step):
 
 
 class ArgMax(Step):
-    """The position of the largest element of an axis, as a number: of at most `MOST_POSITIONS`, which FP16 holds."""
+    """The position of the largest element of an axis, as a number: of at most `rest.POSITIONS`, which FP16 holds."""
 
     op: Literal["argmax"] = "argmax"
     dim: Axis
@@ -493,7 +490,7 @@ class Graph(Strict):
 
 def format_of(node: Node) -> int:
     """The oldest format `packed/N` that has a node of this kind, from 3 on."""
-    if any(abs(number) > FP16_MAX for number in numbers_of(node)):
+    if any(abs(number) > FP16.largest for number in numbers_of(node)):
         return 6
     return 5 if isinstance(node, Aten) else 3 if in_packed_3(node) else 4
 

@@ -15,9 +15,7 @@ import torch.nn.functional as F
 
 from fp4deploy.graph.sizes import evaluate
 from fp4deploy.packed.graph import (
-    FP16_MAX,
     LATER_FUNCTIONS,
-    MOST_POSITIONS,
     Activation,
     AdaptivePool,
     Affine,
@@ -60,6 +58,7 @@ from fp4deploy.packed.graph import (
     Where,
 )
 from fp4deploy.plugins.quantize.window import max_pool
+from fp4deploy.rest import FP16, POSITIONS
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ ATEN = (
     "remainder", "sinh", "sort", "tan", "topk", "tril", "triu", "trunc", "_fft_c2c", "_fft_c2r", "_fft_r2c",
 )  # fmt: skip
 COMPLEX = ("_fft_c2c", "_fft_r2c")  # of these the results
-POSITIONS = ("index",)  # arguments that are positions
+INDICES = ("index",)  # arguments that are positions
 
 
 def aten_function(name: str) -> torch._ops.OpOverload:
@@ -210,7 +209,7 @@ def _norm(node: Norm, inputs: list[torch.Tensor], context: Context) -> torch.Ten
 def _activation(node: Activation, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
     if node.function == "clamp":
         low, high = node.parameters  # FP16's ends are no limits to numbers of a larger range
-        return torch.clamp(inputs[0], low if low > -FP16_MAX else None, high if high < FP16_MAX else None)
+        return torch.clamp(inputs[0], low if low > -FP16.largest else None, high if high < FP16.largest else None)
     return FUNCTIONS[node.function][1](inputs[0], *node.parameters)
 
 
@@ -280,7 +279,7 @@ def _cumulative_sum(node: CumulativeSum, inputs: list[torch.Tensor], _: Context)
 
 def _argmax(node: ArgMax, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
     x = inputs[0]
-    if x.shape[node.dim] > MOST_POSITIONS:
+    if x.shape[node.dim] > POSITIONS:
         raise ValueError(f"an axis of {x.shape[node.dim]} has positions that FP16 does not hold")
     return x.argmax(node.dim, node.keep).to(x.dtype)
 
@@ -375,13 +374,13 @@ def _aten(node: Aten, inputs: list[torch.Tensor], context: Context) -> torch.Ten
         given["index"] = given["index"].clamp(0, given["self"].shape[given["dim"]] - 1)
     results = function(**given)
     y = results[node.result] if isinstance(results, tuple | list) else results
-    if not y.is_complex() and not y.is_floating_point() and max(inputs[0].shape, default=1) > MOST_POSITIONS:
+    if not y.is_complex() and not y.is_floating_point() and max(inputs[0].shape, default=1) > POSITIONS:
         raise ValueError(f"an axis of {max(inputs[0].shape)} has positions that FP16 does not hold")
     return y if y.is_complex() else y.to(context.dtype)
 
 
 def _operand(node: Aten, name: str, x: torch.Tensor) -> torch.Tensor:
-    if name in POSITIONS:
+    if name in INDICES:
         return x.to(torch.int64)
     if node.function.startswith("_fft_c2") and not x.is_complex():
         return x.to(torch.complex64)

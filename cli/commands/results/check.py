@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from fp4deploy.export.lowering.forecast import Forecast
     from fp4deploy.qat import LayerPlan
 
-PRECISIONS = ("FP4", "FP8", "FP16")
-TITLES = {"tensorrt-rtx": "TensorRT-RTX", "tensorrt": "TensorRT"}
-
 
 @dataclass(frozen=True)
 class Subject:
@@ -85,11 +82,9 @@ def check(
 
     check_conv_mode(conv, target)
     subject = _subject(model, recipe, classes, digits, sets, parse_size(size))
-    engine = subject.forecasts(conv, target)
-    forms = {
-        each: subject.shares(found.compute for found in subject.forecasts(each, _library(each, target)))
-        for each in CONV_MODES
-    }
+    forecasts = {each: subject.forecasts(each, _library(each, target)) for each in CONV_MODES}
+    engine = forecasts[conv]
+    forms = {each: subject.shares(layer.compute for layer in found) for each, found in forecasts.items()}
     if as_json:
         layers = [
             {**dataclasses.asdict(plan), "engine": found.compute, "engine_reason": found.reason}
@@ -125,9 +120,7 @@ def _subject(
     raise InputError(f"check does not read {path.suffix or 'such'} files. Valid: unet, unet:0.25, .safetensors, .onnx.")
 
 
-def _of_network(
-    network: nn.Module, plans: list[LayerPlan], size: tuple[int, int], channels: int = 3, named: str = "fp16"
-) -> Subject:
+def _of_network(network: nn.Module, plans: list[LayerPlan], size: tuple[int, int], named: str = "fp16") -> Subject:
     import torch
 
     from fp4deploy.export.lowering.forecast import Forecast, forecast, forecast_fp8
@@ -149,7 +142,7 @@ def _of_network(
     multiplying = {name: layer for name, layer in modules.items() if isinstance(layer, MULTIPLYING)}
     macs, unknown = None, ""
     try:
-        macs = macs_of_calls(network.eval(), multiplying, torch.zeros(1, channels, *size))
+        macs = macs_of_calls(network.eval(), multiplying, torch.zeros(1, 3, *size))
     except Exception as error:  # the network's own code, on a size that nobody gave
         cause = str(error) if isinstance(error, Fp4DeployError) else named_cause(error)
         unknown = f"the network fails on images of {size[0]}x{size[1]} (--size names another): {cause}"
@@ -190,19 +183,20 @@ def _of_onnx(path: Path) -> Subject:
     from fp4deploy.export.onnx.layers import planned_layers
     from fp4deploy.qat import LayerPlan
 
-    layers = planned_layers(read_onnx(path))
+    graph = read_onnx(path)
+    layers = planned_layers(graph)
     if not layers:
         raise InputError(f"{path} has no layer plan in its metadata. Write it with: fp4deploy export")
 
     def forecasts(conv: str, target: str) -> list[Forecast]:
-        lowered = {layer.name: layer for layer in lower(read_onnx(path), conv, target).layers}
+        lowered = {layer.name: layer for layer in lower(graph, conv, target).layers}
         return [Forecast(lowered[name].compute, lowered[name].weights, lowered[name].reason) for name in layers]
 
     plans = [
         LayerPlan(name, layer.get("kind", ""), layer.get("precision", ""), layer.get("reason", ""))
         for name, layer in layers.items()
     ]
-    macs = {layer.name: layer.macs for layer in lower(read_onnx(path), "qdq", "tensorrt").layers}
+    macs = {layer.name: layer.macs for layer in lower(graph, "qdq", "tensorrt").layers}
     return Subject(plans, forecasts, macs)
 
 
@@ -223,27 +217,33 @@ def _print_forms(
     """What was asked for, what an engine gives, and what it would give in every other form."""
     from rich.table import Table
 
+    from fp4deploy.export.engine.backends import BACKENDS
+    from fp4deploy.export.ledger.ledger import BITS, QUANTISED
+
     console = results()
 
     def say(text: str) -> None:
         console.print(text, markup=False, soft_wrap=True)
 
-    asked = Counter(plan.precision for plan in subject.plans if plan.precision != "FP16")
+    asked = Counter(plan.precision for plan in subject.plans if plan.precision in QUANTISED)
     quantised = ", ".join(f"{number} quantised to {name}" for name, number in asked.items()) or "none quantised"
     say(f"\n{model}: {counted(len(subject.plans), 'layer')}, {quantised}.")
     pairs = zip(subject.plans, engine, strict=True)
     got = Counter(found.compute for plan, found in pairs if plan.precision in asked)
     if got:
         made = " and ".join(f"{number} in {name}" for name, number in sorted(got.items()))
-        say(f"Of these, {TITLES[target]} with --conv {conv} multiplies {made}.")
+        say(f"Of these, {BACKENDS[target].title} with --conv {conv} multiplies {made}.")
     if subject.macs is None:
         say(f"Shares of the multiply-accumulates are not known: {subject.unknown}")
         return
     say("Shares of the multiply-accumulates, as the plan is (build says what the compiler made of it):\n")
-    table = Table("form", "library", *PRECISIONS, box=None, pad_edge=False)
     rows = {"requested": ("", subject.shares(plan.precision for plan in subject.plans))}
-    rows |= {f"--conv {each}": (TITLES[_library(each, target)], shares) for each, shares in forms.items()}
+    rows |= {f"--conv {each}": (BACKENDS[_library(each, target)].title, shares) for each, shares in forms.items()}
+    precisions = sorted(
+        {each for _, shares in rows.values() for each in shares}, key=lambda each: (BITS.get(each, 0), each)
+    )
+    table = Table("form", "library", *precisions, box=None, pad_edge=False)
     for name, (library, shares) in rows.items():
-        cells = (f"{100 * shares[each]:.1f} %" if each in shares else "-" for each in PRECISIONS)
+        cells = (f"{100 * shares[each]:.1f} %" if each in shares else "-" for each in precisions)
         table.add_row(name, library, *cells, style="bold" if name == f"--conv {conv}" else None)
     console.print(table)

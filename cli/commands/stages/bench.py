@@ -174,7 +174,7 @@ def bench(
     compiled: CompileOption = True,
     model: NamedModelOption = None,
 ) -> None:
-    """Measure mIoU or AP and latency; a drop below the baseline exits 1, a named engine that cannot run here 3."""
+    """Measure mIoU or AP and latency; a drop below the baseline exits 1, an engine neither run nor emulated here 3."""
     expect(model)
     engine = [*(source or []), *(engine or [])]
     if layers or streams or trace is not None:

@@ -40,21 +40,20 @@ def source_of(plan: Path, ledger: Ledger) -> Path:
     return same
 
 
-def open_emulated(plan: Path, ledger: Ledger, timeout: float | None = None) -> OrtRuntime:
+def open_emulated(source: Path, ledger: Ledger, timeout: float | None = None) -> OrtRuntime:
     """A runtime that answers as the engine would, up to the order of FP32 sums and what its compiler fuses.
 
-    timeout: most seconds that one inference may take (default: 600).
+    source: as of `source_of`. timeout: most seconds that one inference may take (default: 600).
 
     Raises:
         InputError: the source cannot be lowered as the ledger says.
-        UnavailableError: there is no source.
     """
-    model = read_buildable(source_of(plan, ledger))
+    model = read_buildable(source)
     card = ledger.model_card()
     if card is not None and has_open_size(model):
         model = fix_size(model, (card.height, card.width))
     with owned_folder() as folder:
-        path = folder / f"{plan.stem}.emulated.onnx"
+        path = folder / f"{source.stem}.emulated.onnx"
         onnx.save(emulated_engine(model, ledger.conv), path)
         runtime = OrtRuntime(path, timeout or TIMEOUT)
     runtime.precision = f"{of_engine(ledger, ledger.precision)}, emulated"

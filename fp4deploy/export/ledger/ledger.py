@@ -40,7 +40,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp4deploy.errors import GateError, InputError
+from fp4deploy.errors import GateError, InputError, counted
 from fp4deploy.export.ledger.build_log import EngineLayer
 from fp4deploy.export.ledger.shares import in_words, shares_of
 from fp4deploy.models.card import ModelCard
@@ -258,11 +258,11 @@ class Ledger:
         requested, actual = in_words(self.shares("requested")), in_words(self.shares())
         asked = f", requested: {requested}" if actual != requested else ""
         missed = Counter(row.requested for row in self.not_as_requested())
-        texts = [f"{_count(number, 'layer')} requested {name} and got another" for name, number in missed.items()]
-        texts.append(_count(len(self.fallbacks()), "fallback"))
+        texts = [f"{counted(number, 'layer')} requested {name} and got another" for name, number in missed.items()]
+        texts.append(counted(len(self.fallbacks()), "fallback"))
         return (
             f"multiply-accumulates in {actual or UNKNOWN}{asked}; "
-            f"{', '.join(texts)} among {_count(len(self.layers), 'layer')}; {self.statement}."
+            f"{', '.join(texts)} among {counted(len(self.layers), 'layer')}; {self.statement}."
         )
 
     def to_json(self) -> str:
@@ -292,10 +292,6 @@ class Ledger:
         if isinstance(layers, list):
             fields["layers"] = [_with_attribute_names(entry) for entry in layers]
         return validated(cls, fields, source, advice)
-
-
-def _count(number: int, name: str) -> str:
-    return f"{number} {name}" if number == 1 else f"{number} {name}s"
 
 
 def _constant_bytes(engine: Iterable[EngineLayer]) -> int:

@@ -9,7 +9,8 @@ import torch
 from fp4deploy.export.packing.writer import Writer, refuse, role_order, size_value, size_values
 from fp4deploy.graph import ir
 from fp4deploy.packed import graph as packed
-from fp4deploy.packed.graph import FP16_MAX, Form
+from fp4deploy.packed.graph import Form
+from fp4deploy.rest import FP16
 
 
 def write_conv(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
@@ -67,7 +68,7 @@ PARAMETERS: dict[str, tuple[str, ...]] = {  # activation function -> its numbers
     "hardtanh": ("min_val", "max_val"),
     "clamp": ("min", "max"),
 }
-LIMITS = {"min": -FP16_MAX, "max": FP16_MAX}  # which limit nothing
+LIMITS = {"min": -FP16.largest, "max": FP16.largest}  # which limit nothing
 
 
 def write_activation(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:

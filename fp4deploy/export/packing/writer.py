@@ -16,9 +16,9 @@ from fp4deploy.graph import ir
 from fp4deploy.graph.operators import ARITHMETIC
 from fp4deploy.graph.sizes import Size, axes_of
 from fp4deploy.packed import graph as packed
-from fp4deploy.packed.graph import FP32_MAX, Form, Graph, Input, Output
+from fp4deploy.packed.graph import Form, Graph, Input, Output
 from fp4deploy.qat.layers import QuantizedLayer
-from fp4deploy.rest import Rest
+from fp4deploy.rest import FP32, Rest
 
 Tensors = dict[str, torch.Tensor]
 POINTWISE = (*ARITHMETIC, "where")
@@ -310,7 +310,7 @@ class Writer:
             self.plain(name, value)
             return
         value = value.detach().float()
-        limit = self.rest.largest if self.rest.holds_tensor(value) else FP32_MAX  # of an infinite number
+        limit = self.rest.largest if self.rest.holds_tensor(value) else FP32.largest  # of an infinite number
         value = value.clamp(-limit, limit)
         if not torch.isfinite(value).all():
             raise InputError(f"{name} holds NaN. Export an earlier checkpoint.")

@@ -7,14 +7,15 @@ NaN or Inf in either output agrees with nothing, whatever the other has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from fp4deploy.errors import InputError
 from fp4deploy.models.meaning import Meaning, OutputMeanings
+from fp4deploy.rest import FP16, Rest
 
 REQUIRED_AGREEMENT = 0.999  # of the units of each output
 MOST_LOST = 0.5  # of one sample or place
@@ -64,6 +65,44 @@ class OutputAgreement:
             return "there was nothing to compare"
         text = f"{100 * (1 - self.share):.3f} % of {self.count} {self.meaning.unit} by {self.meaning.compared}"
         return f"{text}, {100 * self.lost:.3g} % at one place" if self.lost > MOST_LOST else text
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far an exported network and torch agree on the same inputs.
+
+    images: how many were compared. outputs: the agreement of each output, end to end. flat: how they differ on a black,
+    a white or a constant image (`flat`); "" where they do not. ranges: the largest magnitude of what is computed in
+    `rest`, by place (`qat.ranges`).
+    """
+
+    images: int
+    outputs: tuple[OutputAgreement, ...]
+    flat: str = field(default="", kw_only=True)
+    ranges: Mapping[str, float] = field(default_factory=dict, kw_only=True)
+    rest: Rest = field(default=FP16, kw_only=True)
+
+    @property
+    def pixels(self) -> int:
+        """What was compared, in the units of the outputs: pixels, tokens, values."""
+        return sum(each.count for each in self.outputs)
+
+    @property
+    def share(self) -> float:
+        """Share on which both agree, 0..1, of the output that agrees least; 0 where nothing was compared."""
+        return least_share(self.outputs)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the difference is within the limits of this module, or with reference inputs within theirs."""
+        if self.flat or self.rest.beyond(self.ranges) or not self.outputs or any(each.broken for each in self.outputs):
+            return False
+        return all(each.passed for each in self.outputs) or self.passed_with_references
+
+    @property
+    def passed_with_references(self) -> bool:
+        """Whether layers agree where each is given reference inputs; FP4 alone explains the rest then."""
+        return False
 
 
 def compare_outputs(

@@ -14,8 +14,8 @@ first layer that reads it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -31,11 +31,11 @@ from fp4deploy.export.onnx.canonical import rest_of_file
 from fp4deploy.export.onnx.session import verifying_session
 from fp4deploy.export.verify.agreement import (
     REQUIRED_AGREEMENT,
+    Comparison,
     OutputAgreement,
     compare_outputs,
     described,
     largest_difference,
-    least_share,
 )
 from fp4deploy.export.verify.flat import flat_difference
 from fp4deploy.export.verify.layerwise import LayerwiseAgreement, compare_layerwise
@@ -47,7 +47,6 @@ from fp4deploy.models.checkpoint import read_card, read_signed
 from fp4deploy.models.meaning import UNKNOWN, OutputMeanings
 from fp4deploy.qat import quantized_layers
 from fp4deploy.qat.ranges import Ranges
-from fp4deploy.rest import FP16, Rest
 from fp4deploy.tasks import task_of
 
 NOTHING_WRITTEN = "Nothing was written; to write the file all the same, export with --no-verify."
@@ -55,41 +54,19 @@ ALLOWED_ELEMENTS = 0.001  # of a layer's quantised input, with reference inputs
 
 
 @dataclass(frozen=True)
-class Agreement:
+class Agreement(Comparison):
     """How far ONNX Runtime and torch agree.
 
-    images: how many were compared. outputs: the agreement of each output.
     largest: the largest absolute difference of two values.
     layerwise: the comparison with reference inputs; None where the end-to-end comparison passed.
-    flat: how they differ on a black, a white or a constant image (`flat`); "" where they do not.
-    ranges: the largest magnitude of what the file computes in `rest`, by place (`qat.ranges`).
     """
 
-    images: int
-    outputs: tuple[OutputAgreement, ...]
     largest: float
     layerwise: LayerwiseAgreement | None = None
-    flat: str = ""
-    ranges: Mapping[str, float] = field(default_factory=dict)
-    rest: Rest = FP16
 
     @property
-    def pixels(self) -> int:
-        """What was compared, in the units of the outputs: pixels, tokens, values."""
-        return sum(each.count for each in self.outputs)
-
-    @property
-    def share(self) -> float:
-        """Share on which both agree, 0..1, of the output that agrees least."""
-        return least_share(self.outputs)
-
-    @property
-    def passed(self) -> bool:
-        """Whether the difference is within the limits of this module."""
-        if self.flat or self.rest.beyond(self.ranges) or not self.outputs or any(each.broken for each in self.outputs):
-            return False
-        if all(each.passed for each in self.outputs):
-            return True
+    def passed_with_references(self) -> bool:
+        """Whether nothing but FP4 is left that explains a difference."""
         return self.layerwise is not None and _explain(self.layerwise) is None
 
     def sentence(self) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from fp4deploy.errors import GateError
-from fp4deploy.export.verify.agreement import OutputAgreement, compare_outputs, described, least_share
+from fp4deploy.export.verify.agreement import Comparison, OutputAgreement, compare_outputs, described
 from fp4deploy.export.verify.flat import flat_difference
 from fp4deploy.export.verify.outputs import ALLOWED_ELEMENTS, NOTHING_WRITTEN
 from fp4deploy.export.verify.tensors import leaves
@@ -31,7 +31,7 @@ from fp4deploy.packed.graph import GroupNormReLU, Layer, Node
 from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4
 from fp4deploy.qat import QuantizedLayer, quantized_layers
 from fp4deploy.qat.ranges import Ranges
-from fp4deploy.rest import FP16, Rest, rest_of
+from fp4deploy.rest import rest_of
 
 Activation = torch.Tensor | Nvfp4Tensor
 LAYERS = (
@@ -40,40 +40,19 @@ LAYERS = (
 
 
 @dataclass(frozen=True)
-class PackedAgreement:
+class PackedAgreement(Comparison):
     """How far the packed network and torch agree.
 
-    images: how many were compared. outputs: the agreement of each output, end to end. nodes: the error of each node
-    with reference inputs from torch, by layer, and `referenced` the outputs that follow from these; None where the
-    end-to-end comparison passed. flat: how they differ on a black, a white or a constant image (`flat`); "" where they
-    do not. ranges: the largest magnitude of what a GPU computes in `rest`, by place (`qat.ranges`).
+    nodes: the error of each node with reference inputs from torch, by layer, and `referenced` the outputs that follow
+    from these; None where the end-to-end comparison passed. Ranges are those of a GPU, which computes in `rest`.
     """
 
-    images: int
-    outputs: tuple[OutputAgreement, ...]
     nodes: dict[str, float] | None = None
     referenced: tuple[OutputAgreement, ...] = ()
-    flat: str = ""
-    ranges: Mapping[str, float] = field(default_factory=dict)
-    rest: Rest = FP16
 
     @property
-    def pixels(self) -> int:
-        """What was compared, in the units of the outputs: pixels, tokens, values."""
-        return sum(each.count for each in self.outputs)
-
-    @property
-    def share(self) -> float:
-        """Share on which both agree, 0..1, of the output that agrees least; 0 where nothing was compared."""
-        return least_share(self.outputs)
-
-    @property
-    def passed(self) -> bool:
-        """Whether the difference is within the limits of this module."""
-        if self.flat or self.rest.beyond(self.ranges) or not self.outputs or any(each.broken for each in self.outputs):
-            return False
-        if all(each.passed for each in self.outputs):
-            return True
+    def passed_with_references(self) -> bool:
+        """Whether every node, and every output that follows from its last ones, is within the limits."""
         return bool(self.nodes) and not self.wrong_nodes and all(each.passed for each in self.referenced)
 
     @property
