@@ -107,7 +107,10 @@ class Ranges(TorchDispatchMode):
         results = tree_leaves(result)
         for tensor in results[:1] if casts_operands(func) else results:  # a norm gives its statistics as well
             if isinstance(tensor, torch.Tensor) and _is_floating(tensor) and tensor.numel():
-                self._record(_Result(self._place(func), _largest(tensor), sources, wide), tensor)
+                if _is_uninitialized(func):  # what is written to it counts, not what the memory held
+                    self._made[tensor] = _Result(self._place(func), tensor.new_zeros(()))
+                else:
+                    self._record(_Result(self._place(func), _largest(tensor), sources, wide), tensor)
         return result
 
     def _place(self, func: Any) -> str:
@@ -134,6 +137,11 @@ def _is_view(func: Any) -> bool:
     """Whether an operator gives the numbers of its first operand in another shape or place."""
     alias = any(each.alias_info and not each.alias_info.is_write for each in func._schema.returns)
     return alias or operator_name(func) in ("_unsafe_view", "clone")
+
+
+def _is_uninitialized(func: Any) -> bool:
+    """Whether an operator gives memory as it is: empty, empty_like, new_empty, empty_strided, ..."""
+    return "empty" in operator_name(func)
 
 
 def _hooked(model: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[Any]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 import fp4deploy as fd
 from fp4deploy.errors import GateError, InputError
@@ -157,3 +158,28 @@ def test_weights_and_buffers_beyond_it_are_named(kind: str, tmp_path: Path) -> N
     ):
         with pytest.raises(InputError, match=f"{place} reaches 70000, and FP16's largest number is 65504"):
             action()
+
+
+class Written(nn.Module):
+    """Writes its result in parts to memory that holds the numbers of something freed just before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Conv2d(3, 3, 1)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        x = self.inner(image)
+        with _disable_current_modes():
+            torch.full(x.shape, 1e30)
+        y = torch.empty_like(x)
+        y[:, :1], y[:, 1:] = x[:, :1], x[:, 1:] * 2
+        return y + x
+
+
+def test_memory_that_nobody_wrote_yet_is_no_result() -> None:
+    x = torch.randn(2, 3, 64, 64)
+    with torch.no_grad(), Ranges(Written(), FP16) as ranges:
+        Written()(x)
+    assert not ranges.beyond()
+    assert max(ranges.largest.values()) < 20
+    assert "Written (add)" in ranges.largest
