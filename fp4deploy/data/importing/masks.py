@@ -15,7 +15,6 @@ Masks that are numbered already are linked like the images, not written again.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +32,7 @@ from fp4deploy.data.masks import class_colours
 from fp4deploy.data.sample import ALL_SPLITS, IGNORE, TRAIN, Pixels
 from fp4deploy.errors import InputError, counted
 from fp4deploy.system.files import atomic_write
+from fp4deploy.system.processors import cores
 
 Advance = Callable[[str, int, int | None], None]
 Say = Callable[[str], None]
@@ -106,7 +106,7 @@ def _read_all(pairs: Sequence[Pair], progress: Advance) -> Histogram:
         except ImageError as error:
             return f"{each.image if 'annotation says' in str(error) else each.mask} {error}"
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(cores()) as pool:
         for number, found in enumerate(pool.map(read, pairs)):
             progress("reading masks", number + 1, len(pairs))
             if isinstance(found, str):

@@ -7,7 +7,6 @@ a defect. Nor is an annotation without a segmentation where no annotation has on
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +26,7 @@ from fp4deploy.data.layouts import find_images, has_masks, mask_files, split_ima
 from fp4deploy.data.masks import are_numbers, class_colours, class_values
 from fp4deploy.data.sample import SPLITS, TEST, TRAIN
 from fp4deploy.errors import InputError
+from fp4deploy.system.processors import cores
 
 if TYPE_CHECKING:
     from fp4deploy.system.progress import Phase
@@ -136,7 +136,7 @@ def _check_images(
             return Defect(_relative(root, path), None, _image_kind(path, str(error)), str(error))
         return None
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(cores()) as pool:
         for number, defect in enumerate(pool.map(check, images)):
             advance(number + 1, len(images))
             if defect is not None:
