@@ -4,8 +4,8 @@
 
 A page has them where a code host shows it too, between marks that are comments:
 
-    <!-- table kernels: written by python docs/macros.py -->            a function of TABLES; words after its name are
-    <!-- end of table -->                                               its arguments
+    <!-- table kernels: written by python docs/macros.py -->            a name of TABLES or TEXTS, and arguments
+    <!-- end of table -->
     of <!--= machine("claim_h200") -->NVIDIA H200, torch 2.11<!--/-->   a Jinja expression of FIGURES
 
 Below a table stands as of when its numbers are. Other figures in sentences are written by hand. `tests/docs` compares.
@@ -13,6 +13,9 @@ Below a table stands as of when its numbers are. Other figures in sentences are 
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
 import json
 import re
 import statistics
@@ -24,6 +27,7 @@ from typing import Any
 
 import jinja2
 
+import fp4deploy
 from fp4deploy.experiments.sweep.results import gap_text
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -1153,11 +1157,6 @@ def camvid_readme() -> str:
     return markdown(["", "layers in FP4", "validation", "gap", "test", "gap"], rows, 2)
 
 
-def commands(*names: str) -> str:
-    """What measured some results, to be copied."""
-    return "\n".join(["```", *(_document(name)["command"] for name in names), "```"])
-
-
 TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
@@ -1171,7 +1170,7 @@ TABLES: dict[str, Callable[..., str]] = {
         modelopt_peer, image_input, scaling, fp4_training, estimates, telemetry_cost,
         sensitivity, tiles, projected, digit_recipes, settings, fuzzed, mutants, engine_forms, emulated,
         emulated_architectures, emulated_on_gpu, self_test, native_library, large_images,
-        plain_convolutions, fuzzed_networks, architectures, camvid_models, dsb2018_models, camvid_readme, commands,
+        plain_convolutions, fuzzed_networks, architectures, camvid_models, dsb2018_models, camvid_readme,
     )
 }  # fmt: skip
 
@@ -1194,14 +1193,66 @@ def loading_rates() -> str:
     return f"{rates} images/s with {workers}"
 
 
+def commands(*names: str) -> str:
+    """What measured some results, to be copied."""
+    return "\n".join(["```", *(_document(name)["command"] for name in names), "```"])
+
+
+SECTIONS = {
+    "formats": "Formats",
+    "qat": "Quantisation-aware training",
+    "ptq": "Post-training quantisation",
+    "export": "Export",
+    "bench": "Runtimes",
+    "predict": "Prediction",
+    "plugins": "GEMM and convolution of packed tensors",
+    "errors": "Errors",
+}
+
+
+RETURNED = (  # classes that public functions return
+    *("formats.nvfp4.Nvfp4Tensor", "formats.mxfp4.Mxfp4Tensor", "ptq.quantize.Result"),
+    *("export.to_onnx.ExportResult", "export.verify.outputs.Agreement", "export.to_packed.PackedResult"),
+    *("export.engine.build.BuildResult", "export.ledger.ledger.Ledger", "export.ledger.ledger.LedgerRow"),
+    *("bench.runtimes.open.OpenRuntime", "predict.predictor.Predictor", "predict.prediction.Prediction"),
+)
+
+
+def public_names() -> str:
+    """The API reference: every name of `fp4deploy.__all__` and the classes that functions return, by section."""
+    stub = ast.parse(Path(fp4deploy.__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    homes = {alias.name: f"{node.module}.{alias.name}" for node in imports for alias in node.names}
+    paths = [*(homes[name] for name in sorted(fp4deploy.__all__, key=str.lower)), *RETURNED]
+    parts = []
+    for section, title in SECTIONS.items():
+        own = [path for path in paths if path.startswith(f"{section}.")]
+        rows = [[f"[`{path.rpartition('.')[2]}`](#fp4deploy.{path})", _about(path)] for path in own]
+        parts += [f"## {title}", markdown(["name", "what it is"], rows, 2), *(f"::: fp4deploy.{path}" for path in own)]
+    return "\n\n".join(parts)
+
+
+def _about(path: str) -> str:
+    """The first sentence of a docstring."""
+    module, _, name = path.rpartition(".")
+    value = getattr(importlib.import_module(f"fp4deploy.{module}"), name)
+    if isinstance(value, dict):
+        return f"One of {', '.join(f'`{key}`' for key in value)}, by name."
+    text = str(inspect.getdoc(value))
+    return re.split(r"(?<=[.])\s|\n\n", text)[0].replace("\n", " ").replace("|", "\\|")
+
+
+TEXTS: dict[str, Callable[..., str]] = {"commands": commands, "public_names": public_names}
+
+
 def table(name: str, *arguments: str) -> str:
-    """A table by its name, and as of when its numbers are.
+    """What a mark names: a table and as of when its numbers are, or a text.
 
     Raises:
         KeyError: there is no such table.
     """
     _read.clear()
-    text = TABLES[name](*arguments)
+    text = (TABLES | TEXTS)[name](*arguments)
     return f"{text}\n\n{as_of()}" if _read else text
 
 
