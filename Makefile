@@ -82,7 +82,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed tools/emulator/pyproject.toml
-	$(INSTALL) --editable '.[rtx,dev,docs,examples]' --editable ./tools/emulator
+	$(INSTALL) --editable '.[rtx,dev,docs,examples,medical]' --editable ./tools/emulator
 	touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed
