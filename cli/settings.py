@@ -195,7 +195,7 @@ def parse_size(text: str | None, option: str = "--size") -> tuple[int, int] | No
     """
     if text is None:
         return None
-    from fp4deploy.models.card import MOST_PIXELS
+    from fp4deploy.models.volumes import MOST_PIXELS
 
     numbers = text.lower().split("x")
     if len(numbers) > 2 or not all(re.fullmatch("[0-9]{1,5}", number) and int(number) > 0 for number in numbers):

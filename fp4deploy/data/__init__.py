@@ -1,4 +1,4 @@
-"""Datasets: reading COCO annotations and PNG masks, joint augmentation, generated scenes, checking."""
+"""Datasets: reading COCO annotations, PNG masks and NIfTI volumes, joint augmentation, generated scenes, checking."""
 
 from fp4deploy.data.augmentation.letterbox import BoxTrainTransform, LetterboxTransform, letterbox
 from fp4deploy.data.augmentation.transforms import EvalTransform, NumberedEvalTransform, TrainTransform, expand

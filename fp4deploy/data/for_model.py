@@ -8,6 +8,7 @@ from fp4deploy.data.coco.boxes import BoxDataset
 from fp4deploy.data.coco.dataset import CocoDataset
 from fp4deploy.data.dataset import open_boxes, open_dataset, open_instances
 from fp4deploy.data.sample import VAL, SegmentationDataset
+from fp4deploy.data.volumes.dataset import VolumeDataset
 from fp4deploy.errors import InputError
 from fp4deploy.models.card import ModelCard
 from fp4deploy.models.heads import InstanceHead
@@ -24,12 +25,15 @@ def validation_set(card: ModelCard, data: Path, split: str = VAL) -> Segmentatio
     named = card.class_names[1:] if card.background else card.class_names
     expected = card.class_names
     try:
-        dataset = open_dataset(data, split, classes=named or None)
+        dataset = open_dataset(data, split, named or None, card.volume)
     except InputError:
         if not card.numbered or card.background:
             raise
-        dataset = open_dataset(data, split)
+        dataset = open_dataset(data, split, None, card.volume)
         expected = dataset.class_names if len(dataset.class_names) == len(expected) else expected
+    if isinstance(dataset, VolumeDataset) != (card.volume is not None):
+        own, given = ("images", "volumes") if card.volume is None else ("volumes", "images")
+        raise InputError(f"The model reads {own}, and {data} holds {given}. Give the --data it was trained on.")
     if expected and dataset.class_names != expected:
         raise InputError(
             f"The model knows the classes {_listed(card.class_names)}; {data} gives {_listed(dataset.class_names)}. "

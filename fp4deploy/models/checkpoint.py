@@ -229,7 +229,7 @@ def network_of(path: Path, card: ModelCard, model: str | None = None) -> nn.Modu
             user would run unasked.
         UnavailableError: the network's library is not installed.
     """
-    if card.spec.source == UNET and (card.height % STRIDE or card.width % STRIDE):
+    if card.spec.source == UNET and card.volume is None and any(side % STRIDE for side in card.size):
         raise InputError(
             f"{path}: model card: {card.height} x {card.width} pixels, and a UNet takes multiples of {STRIDE}."
         )

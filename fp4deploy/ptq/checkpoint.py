@@ -17,7 +17,7 @@ from fp4deploy.models.checkpoint import network_of
 from fp4deploy.models.spec import UNET
 from fp4deploy.ptq.forward import deployed_in
 from fp4deploy.ptq.quantize import Result, quantize
-from fp4deploy.qat.prepare import Selection
+from fp4deploy.qat.selection import Selection
 from fp4deploy.rest import rest_of
 from fp4deploy.tasks import images_for, task_of
 

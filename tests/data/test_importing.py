@@ -252,7 +252,7 @@ def test_images_of_nnunet(tmp_path: Path) -> None:
     import_folder(source, None, None, tmp_path / "out", val_share=0.4)
     assert open_dataset(tmp_path / "out", "val").class_names == ("background", "road")
     for about, said in (
-        ({"file_ending": ".nii.gz"}, "volumes. Networks are trained on images"),
+        ({"file_ending": ".nii.gz"}, "of volumes .*read where it is"),
         ({"labels": {"background": 0, "whole": [1, 2]}}, "Read are numbers from 0 without gaps"),
     ):
         with pytest.raises(InputError, match=said):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -43,7 +44,7 @@ def shapes(
 
 @deferred(app, "check")
 def check(
-    folder: Annotated[Path, typer.Argument(help="Dataset folder: COCO, Roboflow, masks or Pascal VOC.")],
+    folder: Annotated[Path, typer.Argument(help="Dataset folder: COCO, Roboflow, masks, Pascal VOC, volumes.")],
     sheet: Annotated[
         Path | None,
         typer.Option("--sheet", help="Draw images with their labels into this PNG.", show_default="not drawn"),
@@ -99,7 +100,10 @@ def check(
 
 def _print(splits: list[SplitSummary]) -> None:
     for split in splits:
-        done(f"{split.split}: {counted(split.images, 'image')}, width x height {_sizes(split.sizes)}")
+        named = "width x height x depth" if split.spacings else "width x height"
+        kind = "volume" if split.spacings else "image"
+        steps = f", voxels of {_sizes(split.spacings)} mm" if split.spacings else ""
+        done(f"{split.split}: {counted(split.images, kind)}, {named} {_sizes(split.sizes)}{steps}")
     _print_counts("annotations of class", {each.split: each.annotations for each in splits})
     _print_counts("masks with class", {each.split: each.in_masks for each in splits})
     for split in splits[:1]:
@@ -109,9 +113,9 @@ def _print(splits: list[SplitSummary]) -> None:
             note(f"No label in {split.split}, so that it cannot be learned: {', '.join(absent[:8])}{more}.")
 
 
-def _sizes(sizes: tuple[tuple[int, int], ...]) -> str:
-    """The smallest, the median and the largest image; one size where they are the same."""
-    shown = [f"{width} x {height}" for width, height in sizes]
+def _sizes(sizes: Sequence[Sequence[float]]) -> str:
+    """The smallest, the median and the largest; one where they are the same."""
+    shown = [" x ".join(f"{side:g}" for side in each) for each in sizes]
     if len(set(shown)) < 2:
         return shown[0] if shown else "unknown"
     return ", ".join(f"{name} {text}" for name, text in zip(("min", "median", "max"), shown, strict=True))

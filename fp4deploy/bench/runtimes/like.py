@@ -26,8 +26,9 @@ from fp4deploy.bench.runtimes.ports import Port
 from fp4deploy.data import IMAGE_MEAN, IMAGE_STD
 from fp4deploy.errors import InputError
 from fp4deploy.models import read_card
-from fp4deploy.models.card import Channel, ModelCard, Pixels, Spread, numbered
+from fp4deploy.models.card import Channel, ModelCard, Spread, numbered
 from fp4deploy.models.heads import MOST_CLASSES
+from fp4deploy.models.volumes import Side
 from fp4deploy.system.schema import Bool, Name, read_yaml, validated
 from fp4deploy.tasks import task_of
 
@@ -43,8 +44,8 @@ class Like:
 
     class_names: Annotated[tuple[Name, ...], Field(min_length=2, max_length=MOST_CLASSES)]
     background: Bool = False
-    height: Pixels | None = None
-    width: Pixels | None = None
+    height: Side | None = None
+    width: Side | None = None
     mean: tuple[Channel, Channel, Channel] = IMAGE_MEAN
     std: tuple[Spread, Spread, Spread] = IMAGE_STD
 
@@ -112,9 +113,11 @@ def read_like(path: Path) -> Like:
             raise InputError(f"{path}: class_names: a name is given twice. {ADVICE}")
         return found
     card = read_card(path) if suffix == ".safetensors" else _onnx_card(path)
+    if card.volume is not None:
+        raise InputError(f"--like {path} is of volumes; networks of other tools are scored on images alone.")
     if task_of(card).counts_objects:
         raise InputError(f"--like {path} is of the {card.task} task; networks of other tools are scored by mIoU alone.")
-    return Like(card.class_names, card.background, card.height, card.width, card.mean, card.std)
+    return Like(card.class_names, card.background, card.height, card.width, card.mean, card.std)  # type: ignore[arg-type]
 
 
 def _onnx_card(path: Path) -> ModelCard:

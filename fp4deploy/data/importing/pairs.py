@@ -199,8 +199,8 @@ def _nnunet(root: Path) -> LabelledImages:
     ending = about.get("file_ending") if isinstance(about, dict) else None
     if ending not in IMAGE_SUFFIXES:
         raise InputError(
-            f"{root} is a raw dataset of nnU-Net with files {briefly(ending)}: volumes. Networks are trained on images "
-            "here: write slices as PNG files, in a folder of images and one of masks, and give these."
+            f"{root} is a raw dataset of nnU-Net of volumes ({briefly(ending)}), which is read where it is. Check it "
+            f"with: fp4deploy data check {root}; train on it with: fp4deploy train --data {root}"
         )
     channels = about.get("channel_names", about.get("modality"))
     files = sorted((root / "imagesTr").glob(f"*{ending}"))
