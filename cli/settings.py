@@ -67,9 +67,19 @@ NamedModelOption = Annotated[
         "--model", help="The checkpoint's network; needed for one in your own code.", show_default="as the file says"
     ),
 ]
+REST_HELP = "Precision of all that is not quantised"
+REST_DEFAULT = "as the checkpoint says, fp16"
 RestOption = Annotated[
     Literal["fp16", "bf16", "fp32"] | None,
-    typer.Option("--rest", help="Precision of all that is not quantised.", show_default="as the checkpoint says, fp16"),
+    typer.Option("--rest", help=f"{REST_HELP}.", show_default=REST_DEFAULT),
+]
+ExportedRestOption = Annotated[
+    Literal["auto", "fp16", "bf16", "fp32"] | None,
+    typer.Option(
+        "--rest",
+        help=f"{REST_HELP}; auto: fp16, with fp32 for modules that leave its range on --data, bf16 where layers do.",
+        show_default=REST_DEFAULT,
+    ),
 ]
 NetworkOption = Annotated[
     str | None,
