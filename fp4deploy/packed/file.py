@@ -66,6 +66,9 @@ class PackedFile:
     version: str
     about: str = ""
 
+    def __repr__(self) -> str:
+        return f"PackedFile({str(self.path)!r}, {len(self.graph.nodes)} nodes, {self.weight_bytes} bytes)"
+
     @property
     def weight_bytes(self) -> int:
         """Bytes of all tensors."""
