@@ -394,10 +394,10 @@ def test_a_narrow_terminal_breaks_no_name(app: Any, monkeypatch: pytest.MonkeyPa
     backend, precision = "ONNX Runtime 1.31.1 (CPU, lowered in memory)", "FP16 (run in FP32)"
     entries = [
         ArtifactEntry(path=f"runs/a/{name}", model="fp16", backend=backend, precision=precision, miou=0.5, status="ok")
-        for name in ("fp16/best.safetensors", "export/unet-fp16.portable.onnx")
+        for name in ("fp16/best.safetensors", "export/unet.fp16.portable.onnx")
     ]
     bench.print_table(entries)
     words = screen.getvalue().split()
-    assert {"fp16/best.safetensors", "export/unet-fp16.portable.onnx", "Runtime", "memory)"} <= set(words)
+    assert {"fp16/best.safetensors", "export/unet.fp16.portable.onnx", "Runtime", "memory)"} <= set(words)
     assert words.count("ok") == len(entries)
     assert not any("runs/a" in word for word in words)

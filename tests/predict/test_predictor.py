@@ -38,7 +38,8 @@ from tests.predict.pointwise import Pointwise, card, classes_of, photo
 
 
 @pytest.mark.parametrize(
-    "name", ["fp16/best.safetensors", "export/unet.onnx", "export/unet.portable.onnx", "export/unet.fp4"]
+    "name",
+    ["fp16/best.safetensors", "export/unet.nvfp4.onnx", "export/unet.nvfp4.portable.onnx", "export/unet.nvfp4.fp4"],
 )
 def test_every_artefact_predicts_what_its_runtime_answers(untrained: Run, name: str) -> None:
     predictor = load(untrained.path / name)

@@ -52,11 +52,11 @@ def row(path: str, model: str, miou: float | None, size: int) -> ArtifactEntry:
 def report(untrained: Run, shapes: Path) -> ReportData:
     rows = [
         row("fp16/best.safetensors", "fp16", 0.81, 4000),
-        row("export/unet-fp16.onnx", "fp16", 0.81, 2000),
-        row("engines/unet-fp16.plan", "fp16", None, 3000),
+        row("export/unet.fp16.onnx", "fp16", 0.81, 2000),
+        row("engines/unet.fp16.sm120.plan", "fp16", None, 3000),
         row("nvfp4/best.safetensors", "nvfp4", 0.80, 4000),
-        row("export/unet.onnx", "nvfp4", 0.80, 600),
-        row("engines/unet.plan", "nvfp4", None, 1200),
+        row("export/unet.nvfp4.onnx", "nvfp4", 0.80, 600),
+        row("engines/unet.nvfp4.sm120.plan", "nvfp4", None, 1200),
     ]
     measurement = Measurement(
         data=str(shapes),
@@ -87,7 +87,7 @@ def test_the_contract(report: ReportData) -> None:
     found = report.to_json()
     assert found.keys() >= {"models", "artifacts", "environment"}
     assert list(found["models"]) == ["fp16", "nvfp4"]
-    assert found["artifacts"][1]["path"] == "export/unet-fp16.onnx"
+    assert found["artifacts"][1]["path"] == "export/unet.fp16.onnx"
     assert found["environment"].keys() >= {"python", "cpu", "cores", "gpus", "packages"}
     assert found["models"]["nvfp4"]["miou"] == 0.80
     assert found["sizes"] == {".safetensors": [4000, 4000], ".onnx": [600, 2000], ".plan": [1200, 3000]}
@@ -95,8 +95,8 @@ def test_the_contract(report: ReportData) -> None:
 
 
 def test_what_quantize_made_beside_a_file_is_not_its_size(report: ReportData) -> None:
-    graph = next(entry for entry in report.artifacts if entry.path == "export/unet-fp16.onnx")
-    beside = graph.model_copy(update={"path": "export/unet-fp16.nvfp4.onnx", "model": "nvfp4", "size_bytes": 1})
+    graph = next(entry for entry in report.artifacts if entry.path == "export/unet.fp16.onnx")
+    beside = graph.model_copy(update={"path": "export/unet.fp16.nvfp4.onnx", "model": "nvfp4", "size_bytes": 1})
     assert size_pairs([beside, *report.artifacts]) == report.sizes
 
 
@@ -141,8 +141,11 @@ def test_the_table_of_artefacts_has_a_cell_for_each_heading(report: ReportData) 
 
 def test_markdown(report: ReportData) -> None:
     text = render_markdown(report)
-    assert "| nvfp4 | export/unet.onnx | test | NVFP4 | 600 B | 80.00 | -1.00 | 2 | 3 | 4 | 500 | ok |" in text
-    assert "| nvfp4 | engines/unet.plan | test | NVFP4 | 1.2 kB | – | – | – | – | – | – | built, not run |" in text
+    assert "| nvfp4 | export/unet.nvfp4.onnx | test | NVFP4 | 600 B | 80.00 | -1.00 | 2 | 3 | 4 | 500 | ok |" in text
+    assert (
+        "| nvfp4 | engines/unet.nvfp4.sm120.plan | test | NVFP4 | 1.2 kB | – | – | – | – | – | – | built, not run |"
+        in text
+    )
     assert "| cat | – | – |" in text
     assert "a <remark>" in text
 
