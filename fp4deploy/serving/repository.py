@@ -170,7 +170,7 @@ output [
 
 def _postprocess(name: str, served: Served) -> Files:
     card = served.card
-    palette = png_palette(colours(served.channels, card.background))
+    palette = png_palette(colours(card.class_names or ("",) * served.channels, card.background))
     config = f"""name: "{name}_postprocess"
 backend: "python"
 max_batch_size: {served.most}

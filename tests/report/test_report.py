@@ -266,14 +266,19 @@ def test_equal_models_do_not_differ(untrained: Run, shapes: Path) -> None:
 
 def test_tint() -> None:
     image = np.full((1, 3, 3), 100, np.uint8)
-    drawn = tinted(image, np.array([[0, 1, 255]], np.uint8), colours(2, background=True))
+    drawn = tinted(image, np.array([[0, 1, 255]], np.uint8), colours(("background", "cat"), background=True))
     assert drawn[0, 0].tolist() == [100, 100, 100], "background stays as photographed"
     assert drawn[0, 1].tolist() == [round(0.4 * 100 + 0.6 * value) for value in COLOURS[0]]
     assert drawn[0, 2].tolist() == [round(0.4 * 100 + 0.6 * value) for value in VOID]
 
 
 def test_every_class_has_a_colour_of_its_own() -> None:
-    found = colours(81, background=True)
+    found = colours([str(number) for number in range(81)], background=True)
     assert found[0] is None
     assert len(set(found)) == 81
-    assert None not in colours(11, background=False)
+    assert None not in colours([str(number) for number in range(11)], background=False)
+
+
+def test_a_class_that_is_named_background_has_no_colour() -> None:
+    """As masks have one, anywhere among the classes."""
+    assert colours(("road", "_Background_", "car"), background=False) == [COLOURS[0], None, COLOURS[1]]

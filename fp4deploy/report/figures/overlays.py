@@ -71,7 +71,7 @@ def draw_overlays(fp16: Path, nvfp4: Path, data: Path) -> list[Overlay]:
     card = models[0].card
     dataset = validation_set(card, data)
     transform = EvalTransform(card.height, card.width, card.mean, card.std)
-    palette = colours(len(card.class_names), card.background)
+    palette = colours(card.class_names, card.background)
     mean, std = (np.array(values, dtype=np.float32)[:, None, None] for values in (card.mean, card.std))
     found: list[_Prediction] = []
     for index in sorted({round(place) for place in np.linspace(0, len(dataset) - 1, CANDIDATES)}):
