@@ -101,16 +101,20 @@ def test_what_quantize_made_beside_a_file_is_not_its_size(report: ReportData) ->
 
 
 def test_a_model_trained_longer_is_said_to_be(report: ReportData) -> None:
-    assert "NVFP4 was trained 3 epochs longer, which alone helps" in " ".join(summary(report))
+    text = " ".join(summary(report))
+    assert "NVFP4, trained 3 epochs longer than FP16, has 80.00 % mIoU, FP16 81.00 %: the difference of -1.00" in text
+    assert "which was trained 3 epochs less" in render_html(report, Pictures())
     text = " ".join(summary(with_models(report, fp16_control=0.82)))
-    assert "against the FP16 control" in text
+    assert "against the FP16 control, trained as long" in text
     assert "longer" not in text
-    assert "longer" not in " ".join(summary(report.model_copy(update={"fine_tuned": False})))
+    scratch = report.model_copy(update={"fine_tuned": False})
+    assert "NVFP4 loses 1.00 points of mIoU against FP16, trained as long (80.00 and 81.00 %)." in summary(scratch)
+    shorter = {**report.models, "nvfp4": report.models["nvfp4"].model_copy(update={"epochs": 2})}
+    assert "trained" not in " ".join(summary(scratch.model_copy(update={"models": shorter})))
 
 
 def test_the_summary_is_made_of_measured_numbers(report: ReportData) -> None:
     text = " ".join(report.summary)
-    assert "NVFP4 loses 1.00 points of mIoU against FP16 (80.00 and 81.00 %)." in text
     assert "Its ONNX file has 600 B, 30 % of FP16's 2 kB." in text
     assert "Its engine has 1.2 kB, 40 % of FP16's 3 kB" in text
     assert "cannot run the engines" in text
@@ -121,7 +125,7 @@ def test_the_summary_is_made_of_measured_numbers(report: ReportData) -> None:
     [
         (0.80, "NVFP4 gains 1.00 points of mIoU against the FP16 control"),
         (0.78, "NVFP4 loses 1.00 points of mIoU against the FP16 control"),
-        (0.790001, "NVFP4 reaches the same mIoU as the FP16 control (79.00 and 79.00 %)."),
+        (0.790001, "NVFP4 reaches the same mIoU as the FP16 control, trained as long (79.00 and 79.00 %)."),
     ],
 )
 def test_the_summary_compares_with_the_control_where_there_is_one(report: ReportData, nvfp4: float, said: str) -> None:
@@ -136,6 +140,8 @@ def test_the_table_of_artefacts_has_a_cell_for_each_heading(report: ReportData) 
     table = render_html(report, Pictures("", [], [])).partition("<h2>Artefacts</h2>")[2].partition("</table>")[0]
     rows = table.split("<tr>")[1:]
     assert len(rows) == 1 + len(report.artifacts)
+    heads = re.findall(r"<th[^>]*>([^<]*)</th>", rows[0])
+    assert all(re.findall(r'<td data-title="([^"]*)"', row) == heads for row in rows[1:]), "titles of a card"
     assert {row.count("<td") for row in rows[1:]} == {rows[0].count("<th")}
 
 
@@ -203,6 +209,16 @@ def test_html_shows_telemetry_where_there_is_some(report: ReportData) -> None:
     assert "codes &lt;that&gt; changed" in page
 
 
+def test_pictures_and_scores_come_before_heatmaps(report: ReportData) -> None:
+    overlay = Overlay("a", {"image": "data:image/png;base64,AAAA"}, 0.5, True)
+    heatmaps = [("codes", "data:image/png;base64,AAAA")]
+    page = render_html(report, Pictures("data:image/svg+xml;base64,AAAA", heatmaps, [overlay]))
+    places = [
+        page.index(f"<h2>{title}") for title in ("Artefacts", "Samples", "IoU per class", "Training", "Telemetry")
+    ]
+    assert places == sorted(places)
+
+
 def test_html_needs_no_network_and_runs_its_own_script_alone(report: ReportData) -> None:
     page = render_html(report, Pictures())
     assert "http://" not in page
@@ -231,6 +247,8 @@ def test_curves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert svg.startswith("<svg")
     assert os.environ["SOURCE_DATE_EPOCH"] == "x"
     assert svg == draw_curves({"fp16": epochs, "nvfp4": epochs[:1]}, fine_tuned=True), "the same picture every time"
+    assert svg.count("legend_") == 2, "each chart names its lines"
+    assert "@media(prefers-color-scheme:dark)" in svg
     assert draw_curves({"fp16": []}, fine_tuned=True) is None
     unscored = [epoch.model_copy(update={"miou": None}) for epoch in epochs[:2]]
     assert draw_curves({"fp16": [*unscored, epochs[2]]}, fine_tuned=False) is not None
