@@ -52,7 +52,7 @@ def test_names_tell_what_runs_where(untrained: Run) -> None:
     canonical = open_runtime(untrained.export_dir / "unet.nvfp4.onnx")
     portable = open_runtime(untrained.export_dir / "unet.fp16.portable.onnx")
     assert torch_runtime.name.startswith("torch ")
-    assert canonical.name.endswith("(CPU, lowered in memory)")
+    assert canonical.name.endswith("(CPU, decomposed in memory)")
     assert portable.name.endswith("(CPU)")
     assert (canonical.precision, portable.precision) == ("NVFP4 (emulated)", "FP16 (run in FP32)")
 
@@ -91,7 +91,7 @@ def test_runtimes_time_themselves(untrained: Run, images: np.ndarray, name: str)
     assert min(times) > 0
 
 
-@pytest.mark.parametrize("name", ["model.pt", "model", "model.fp8", "model.onnx.txt"])
+@pytest.mark.parametrize("name", ["model.h5", "model", "model.fp8", "model.onnx.txt"])
 def test_unknown_suffix_lists_what_bench_takes(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"x")
     with pytest.raises(InputError, match=r"\.onnx .*\.safetensors .*\.fp4 .*\.plan"):

@@ -391,7 +391,7 @@ def test_a_narrow_terminal_breaks_no_name(app: Any, monkeypatch: pytest.MonkeyPa
     bench = import_module(f"{PACKAGE}.commands.stages.bench")
     screen = io.StringIO()
     monkeypatch.setattr(bench, "results", lambda: console(screen, width=width))
-    backend, precision = "ONNX Runtime 1.31.1 (CPU, lowered in memory)", "FP16 (run in FP32)"
+    backend, precision = "ONNX Runtime 1.31.1 (CPU, decomposed in memory)", "FP16 (run in FP32)"
     entries = [
         ArtifactEntry(path=f"runs/a/{name}", model="fp16", backend=backend, precision=precision, miou=0.5, status="ok")
         for name in ("fp16/best.safetensors", "export/unet.fp16.portable.onnx")
