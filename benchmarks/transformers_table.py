@@ -51,7 +51,7 @@ TEXT = {
     "vocab_size": TOKENS, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
     "num_attention_heads": 4, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-GROUPED = {**TEXT, "num_key_value_heads": 2}
+GROUPED = {**TEXT, "num_key_value_heads": 2, "use_cache": False}  # a cache is no tensor that a file gives
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 IMAGE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
          "image_size": 32, "patch_size": 8, "num_labels": 10}  # fmt: skip
@@ -102,7 +102,7 @@ NETWORKS: dict[str, Network] = {
     "gpt2": Network(
         "transformers", "GPT2LMHeadModel", "GPT2Config",
         {"vocab_size": TOKENS, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64,
-         "bos_token_id": 1, "eos_token_id": 2}, ids,
+         "bos_token_id": 1, "eos_token_id": 2, "use_cache": False}, ids,
     ),
     "mixtral": Network(
         "transformers", "MixtralForCausalLM", "MixtralConfig", {**GROUPED, "num_local_experts": 4}, ids

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from inspect import Parameter, signature
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from torch.nn.parameter import is_lazy
 
 from fp4deploy.errors import InputError
 from fp4deploy.formats import MXFP4_BLOCK, NVFP4_BLOCK
+from fp4deploy.graph.own_linear import weight_axis
 from fp4deploy.qat.computed import plain_class, quantized_class, torch_class, why_not_plain
 from fp4deploy.qat.ends import Ends, Inputs, ends_of
 from fp4deploy.qat.fp4_gemms.requirements import PRODUCTS, require_packed
@@ -418,5 +419,7 @@ def _input_channels(layer: nn.Module) -> tuple[int, int]:
     """(input channels of one group, groups)."""
     if isinstance(layer, nn.Linear):
         return layer.in_features, 1
+    if (axis := weight_axis(layer)) is not None:
+        return cast(torch.Tensor, layer.weight).shape[axis], 1
     assert isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose2d)
     return layer.in_channels // layer.groups, layer.groups
