@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from inspect import Parameter, signature
 from typing import Any, cast
 
 import torch
@@ -27,6 +26,7 @@ from torch.nn.parameter import is_lazy
 from fp4deploy.errors import InputError
 from fp4deploy.formats import MXFP4_BLOCK, NVFP4_BLOCK
 from fp4deploy.graph.own_linear import weight_axis
+from fp4deploy.qat.batches import batches_of, run
 from fp4deploy.qat.computed import plain_class, quantized_class, torch_class, why_not_plain
 from fp4deploy.qat.ends import Ends, Inputs, ends_of
 from fp4deploy.qat.fp4_gemms.requirements import PRODUCTS, require_packed
@@ -234,10 +234,9 @@ def calibrate(model: nn.Module, batches: torch.Tensor | Iterable[Any], rest: str
     Warns of what is on the way too large for FP16, or what else the rest will be deployed in (`ranges`).
 
     Args:
-        batches: one batch as a tensor, such as [N, 3, H, W], or an iterable of batches, on the model's device. Of a
-            batch that is a tuple or a list, such as (images, labels) of a DataLoader, the first elements are the
-            inputs: as many as the forward needs. An input that is a dict, or a first element that is a tuple, holds all
-            arguments.
+        batches: one batch as a tensor, such as [N, 3, H, W], or a dict of arguments, or an iterable of batches, on the
+            model's device. Of a batch that is a tuple or a list, such as (images, labels) of a DataLoader, the first
+            elements are the inputs: as many as the forward needs (`batches.arguments_of`).
         rest: "fp16", "bf16" or "fp32" (`fp4deploy.rest`).
 
     Raises:
@@ -259,12 +258,8 @@ def calibrate(model: nn.Module, batches: torch.Tensor | Iterable[Any], rest: str
         for layer in layers:
             layer.observing = True
         with ranges if not _is_compiled(model) else nullcontext():
-            for batch in [batches] if isinstance(batches, torch.Tensor | Mapping) else batches:
-                given = _inputs_of(model, batch)
-                if isinstance(given, Mapping):
-                    model(**given)
-                else:
-                    model(*given)
+            for batch in batches_of(batches):
+                run(model, batch)
     finally:
         for layer in layers:
             layer.observing = False
@@ -276,25 +271,6 @@ def calibrate(model: nn.Module, batches: torch.Tensor | Iterable[Any], rest: str
 def _is_compiled(model: nn.Module) -> bool:
     """Whether torch.compile runs a part of the model, of which no operator is seen."""
     return any(hasattr(module, "_orig_mod") for module in model.modules())
-
-
-def _inputs_of(model: nn.Module, batch: Any) -> tuple[Any, ...] | list[Any] | Mapping[str, Any]:
-    """The arguments of the forward among the elements of a batch."""
-    if isinstance(batch, Mapping):
-        return batch
-    if not isinstance(batch, tuple | list):
-        batch = (batch,)
-    elif batch and isinstance(batch[0], tuple | list | Mapping):
-        return batch[0]
-    positional = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    inner = getattr(model, "_orig_mod", getattr(model, "module", model))  # of torch.compile, of DataParallel
-    arguments = signature(inner.forward).parameters.values()
-    needed = [each.name for each in arguments if each.kind in positional and each.default is Parameter.empty]
-    if len(batch) < max(1, len(needed)):
-        raise InputError(
-            f"The forward of {type(inner).__name__} needs {', '.join(needed)}; elements of the batch: {len(batch)}."
-        )
-    return batch[: max(1, len(needed))]
 
 
 def _layers_with_weights(model: nn.Module) -> list[tuple[str, nn.Module]]:
