@@ -32,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 from fp4deploy.graph.copied import copied
 from fp4deploy.graph.own_linear import weight_axis
 from fp4deploy.models.checkpoint import QUANTIZER_BUFFERS
+from fp4deploy.qat.experts import QuantExperts
 from fp4deploy.qat.layers import QUANTIZED, QuantizedLayer
 from fp4deploy.rest import Rest
 
@@ -98,6 +99,8 @@ def masters(model: nn.Module) -> set[str]:
         if isinstance(layer, QuantizedLayer):
             own = [key for key in layer.state_dict(keep_vars=True) if key != "bias"]
             found |= {f"{name}.{key}" for key in own if isinstance(layer, ComputedWeight) or key == "weight"}
+        elif isinstance(layer, QuantExperts):
+            found |= {f"{name}.{key}" for key in layer.names}
     return found
 
 

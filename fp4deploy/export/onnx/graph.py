@@ -67,6 +67,7 @@ from fp4deploy.graph.specialized import Specializing, specializing, watched
 from fp4deploy.graph.unpooling import Unpooling
 from fp4deploy.models.card import CARD_KEY, ModelCard
 from fp4deploy.qat.computed import rest_tensors, torch_class
+from fp4deploy.qat.experts import refuse_experts
 from fp4deploy.qat.layers import QuantConvTranspose2d, QuantLinear
 from fp4deploy.qat.prepare import layer_plan, quantized_layers, restore
 from fp4deploy.rest import BF16, FP16, FP32, Rest, rest_of
@@ -112,6 +113,7 @@ def export_graph(
     >>> [node.op_type for node in graph.graph.node]
     ['Conv', 'Relu']
     """
+    refuse_experts(model)
     constants, refused = _constants(model)
     precision = rest_of(rest or card)
     # The multi-term FP4 encoding reads FP16.
