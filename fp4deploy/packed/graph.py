@@ -498,7 +498,7 @@ def format_of(node: Node) -> int:
     """The oldest format `packed/N` that has a node of this kind, from 3 on."""
     if isinstance(node, Norm | GroupNormReLU) and node.eps <= LEAST_EPSILON:
         return 8
-    if isinstance(node, Aten) and node.function.partition(".")[0] in ("embedding", "index"):
+    if isinstance(node, Aten) and node.function.partition(".")[0] in ("embedding", "index", "index_select"):
         return 8
     if any(abs(number) > FP16.largest for number in numbers_of(node)):
         return 6

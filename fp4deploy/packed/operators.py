@@ -94,8 +94,9 @@ def positions_of(graph: Graph, device: torch.device) -> dict[tuple[int, ...], to
 # sizes. One more is one name here, in every way of running a network.
 ATEN = (
     "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cosh", "cumprod", "embedding", "erfc", "exp2", "fmod",
-    "frac", "gather", "grid_sampler_2d", "grid_sampler_3d", "hypot", "index", "lgamma", "log10", "log2", "logaddexp",
-    "prod", "remainder", "sinh", "sort", "tan", "topk", "tril", "triu", "trunc", "_fft_c2c", "_fft_c2r", "_fft_r2c",
+    "frac", "gather", "grid_sampler_2d", "grid_sampler_3d", "hypot", "index", "index_select", "lgamma", "log10", "log2",
+    "logaddexp", "prod", "remainder", "sinh", "sort", "tan", "topk", "tril", "triu", "trunc", "_fft_c2c", "_fft_c2r",
+    "_fft_r2c",
 )  # fmt: skip
 COMPLEX = ("_fft_c2c", "_fft_r2c")  # of these the results
 INDICES = ("index", "indices")  # arguments that are positions
@@ -377,7 +378,7 @@ def _aten(node: Aten, inputs: list[torch.Tensor], context: Context) -> torch.Ten
             given.setdefault(name, []).append(_operand(node, name, x))
         else:
             given[name] = _operand(node, name, x)
-    if node.function.startswith("gather"):  # a GPU would end the process
+    if node.function.startswith(("gather", "index_select")):  # a GPU would end the process
         given["index"] = given["index"].clamp(0, given["self"].shape[given["dim"]] - 1)
     elif node.function.startswith("embedding"):
         given["indices"] = given["indices"].clamp(0, given["weight"].shape[0] - 1)

@@ -142,6 +142,6 @@ def refuse_experts(model: nn.Module) -> None:
         name, layer = next(iter(found.items()))
         raise InputError(
             f"{name} ({layer.plain.__name__}) holds experts, {', '.join(layer.names)} [E, N, K]. Their FP4 weights are "
-            "for training and evaluation in torch; a file would need a grouped GEMM, and none has one. To export, leave "
-            f"them in high precision: prepare(model, exclude=['{name.rpartition('.')[2]}'])."
+            "for training and evaluation in torch; a file would need a grouped GEMM, and none has one. To export, "
+            f"leave them in high precision: prepare(model, exclude=['{name.rpartition('.')[2]}'])."
         )

@@ -45,7 +45,7 @@ from fp4deploy.export.onnx.canonical import CANONICAL, FORM_KEY, IR_VERSION, LAY
 from fp4deploy.export.onnx.exporter import short_export
 from fp4deploy.export.onnx.floor import TRANSLATIONS
 from fp4deploy.export.onnx.layer_constants import CONVOLUTIONS, Fp8Constants, LayerConstants, layer_constants
-from fp4deploy.export.onnx.mixed_types import MixedTypes
+from fp4deploy.export.onnx.mixed_types import MixedTypes, one_type_of_norms
 from fp4deploy.export.onnx.naming import ForgetTracing, NameAfterModules
 from fp4deploy.export.onnx.pooling import Divisors
 from fp4deploy.export.onnx.qdq import ACTIVATION_MARKER, MARKER_DOMAIN, WEIGHT_MARKER, LowerMarkers, marked_layers
@@ -127,6 +127,7 @@ def export_graph(
     for each in (NameAfterModules(leaves), ForgetTracing(), LowerMarkers(constants, precision), *wide, NameFixPass()):
         each(traced)
     _trim_less(traced.graph)
+    one_type_of_norms(traced.graph)
     if dynamic_size:
         _name_axes(traced.graph)
     traced.ir_version = IR_VERSION

@@ -155,11 +155,13 @@ def write_repeat(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Nod
 
 
 def write_take(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
-    """Positions of an axis, which the module's code fixes."""
-    if "index" not in node.parameters:
-        raise refuse(node, "positions that depend on values")
+    """Positions of an axis, which the module's code fixes or other nodes compute."""
     axis = node.attributes["dim"]
-    size = writer.captured.values[node.inputs["input"]].shape[axis]
+    if "index" not in node.parameters:
+        given = writer.reads(node, ("input", "index"))
+        chosen: dict[str, Any] = {"function": "index_select.default", "roles": ["self", "index"]}
+        return packed.Aten(**chosen, arguments={"dim": axis}, inputs=given, outputs=forms)
+    size = writer.shape(node, "input")[axis]
     positions = [int(each) for each in writer.state[node.parameters["index"]].flatten().tolist()]
     if any(each < 0 for each in positions):
         if not isinstance(size, int):
