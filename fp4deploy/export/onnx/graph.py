@@ -134,7 +134,7 @@ def export_graph(
     traced.producer_name, traced.producer_version = PRODUCER, None
     traced.graph.name = card.architecture if card else type(model).__name__.lower()
     traced.metadata_props[FORM_KEY] = CANONICAL
-    traced.metadata_props[LAYERS_KEY] = json.dumps(_layers(model, reached, precision, operators.widened))
+    traced.metadata_props[LAYERS_KEY] = json.dumps(_layers(model, reached, precision, operators.widened, examples))
     if precision is not FP16:
         traced.metadata_props[REST_KEY] = precision.name
     if card:
@@ -196,14 +196,18 @@ def _constants(model: nn.Module) -> tuple[dict[str, LayerConstants | Fp8Constant
     return found, refused
 
 
-def _layers(model: nn.Module, reached: set[str], rest: Rest, widened: list[str]) -> dict[str, dict[str, str]]:
+def _layers(
+    model: nn.Module, reached: set[str], rest: Rest, widened: list[str], examples: Examples
+) -> dict[str, dict[str, str]]:
     """What each layer is in; a quantised one that the network never calls is not in the file.
 
     widened: nodes that ONNX does not define in the rest.
     """
     quantized = quantized_layers(model)
     recipes = [layer.recipe for layer in quantized.values()]
-    plans = layer_plan(model, recipes[0] if recipes else None)  # of a prepared model: as it is
+    positional, named = examples
+    given = named or positional
+    plans = layer_plan(model, recipes[0] if recipes else None, example_inputs=given)  # of a prepared model: as it is
     found = {}
     for plan in plans:
         if plan.name not in reached and plan.name in quantized:
