@@ -88,6 +88,7 @@ def test_segmentations_are_nnunets_of_the_quantised_network(
     command = ["predict", str(raw), "--nnunet", str(bed / "nvfp4"), "--out", str(tmp_path / "ours"), *given]
     said = CliRunner().invoke(app, [*command, "--processes", "0"], prog_name="fp4deploy")
     assert said.exit_code == 0, said.stderr
+    assert said.stdout.startswith("3 segmentations in ")  # what nnU-Net prints is on stderr
     theirs = nnUNetPredictor(device=torch.device("cpu"), allow_tqdm=False)
     theirs.initialize_from_trained_model_folder(str(bed / "nvfp4"), folds)
     assert tuple(quantized_layers(theirs.network)) == LAYERS

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fp4deploy.errors import InputError
+from fp4deploy.system.terminal import is_quiet
 
 from ...console import done, note, shown, typed
 
@@ -27,6 +32,13 @@ def is_folder(path: Path) -> bool:
     from fp4deploy.models import nnunet  # imports torch
 
     return nnunet.is_folder(path)
+
+
+@contextmanager
+def nnunet_on_stderr() -> Iterator[None]:
+    """What nnU-Net prints is no result: it goes to stderr, or nowhere with --quiet."""
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere if is_quiet() else sys.stderr):
+        yield
 
 
 def open_folder(named: Path, fold: list[str] | None) -> tuple[ResultsFolder, tuple[str, ...] | None]:
@@ -107,14 +119,16 @@ def export(
         note(f"Segment with them: fp4deploy predict IMAGES --nnunet {typed(folder.path)}")
 
 
-def predict(named: Path, fold: list[str] | None, images: list[str], out: Path, processes: int, tta: bool) -> None:
+def predict(named: Path, fold: list[str] | None, images: list[str], out: Path, processes: int, mirror: bool) -> None:
     """`fp4deploy predict IMAGES --nnunet FOLDER --out OUT`."""
     from fp4deploy.interop.nnunet import predict_folder
 
     folder, folds = open_folder(named, fold)
     if len(images) != 1:
         raise InputError("With --nnunet give one folder of images NAME_0000, as nnU-Net names them.")
-    written = predict_folder(folder, Path(images[0]), out, folds, processes, use_mirroring=tta)
+    bars = sys.stderr.isatty() and not is_quiet()
+    with nnunet_on_stderr():
+        written = predict_folder(folder, Path(images[0]), out, folds, processes, use_mirroring=mirror, allow_tqdm=bars)
     used = ", ".join(f"fold_{each}" for each in folder.chosen(folds))
     done(f"{len(written)} segmentations in {shown(out)} ({used})", segmentations=[str(path) for path in written])
 
