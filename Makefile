@@ -6,6 +6,7 @@
 # make nightly   compilers and package indexes rather than the code: pins, macros, machine code, engines, torch.compile
 # make fuzz   every reader of files on tens of thousands of mutated files, and a table of the outcomes
 # make mutants   faults in the code that decides bytes and verdicts: does a test notice? half an hour of CPU
+# make release   what a release publishes, built twice and installed, with SBOM, in dist/; make rehearsal: of any commit
 # make docs   the documentation site, in site/
 # Each makes its own virtual environment in .venv from nothing.
 
@@ -14,7 +15,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test check pytest emulate libraries gpu-log nightly fuzz mutants docs install install-dev install-docs clean
+.PHONY: demo test check pytest emulate libraries gpu-log nightly fuzz mutants release rehearsal docs \
+	install install-dev install-docs clean
 
 demo: install
 	$(BIN)/fp4deploy run --demo
@@ -60,6 +62,10 @@ mutants: install-dev
 	$(BIN)/python -m tests.mutation.seeded --jobs 2
 	$(BIN)/python -m tests.mutation.sampled --jobs 2
 
+release rehearsal: install-dev
+	$(INSTALL) --editable '.[release]'
+	$(BIN)/python tools/release.py $(if $(filter rehearsal,$@),--rehearse)
+
 docs: install-docs
 	$(BIN)/mkdocs build --strict
 
@@ -76,7 +82,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed tools/emulator/pyproject.toml
-	$(INSTALL) --editable '.[rtx,dev,docs,examples]' --editable ./tools/emulator
+	$(INSTALL) --editable '.[rtx,dev,docs,examples,medical]' --editable ./tools/emulator
 	touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed

@@ -1,4 +1,4 @@
-"""Datasets: reading COCO annotations and PNG masks, joint augmentation, generated scenes, checking."""
+"""Datasets: reading COCO annotations, PNG masks and NIfTI volumes, joint augmentation, generated scenes, checking."""
 
 from fp4deploy.data.augmentation.letterbox import BoxTrainTransform, LetterboxTransform, letterbox
 from fp4deploy.data.augmentation.transforms import EvalTransform, NumberedEvalTransform, TrainTransform, expand
@@ -16,6 +16,7 @@ from fp4deploy.data.inspection.labels import require_labels
 from fp4deploy.data.inspection.summary import parse_splits, summarise
 from fp4deploy.data.loader import EpochLoader, end_workers, eval_loader, train_loader
 from fp4deploy.data.part import repeated
+from fp4deploy.data.photos import PhotoDataset, are_photos, usual_size
 from fp4deploy.data.sample import (
     IGNORE,
     IMAGE_MEAN,
@@ -46,9 +47,11 @@ __all__ = [
     "EvalTransform",
     "LetterboxTransform",
     "NumberedEvalTransform",
+    "PhotoDataset",
     "Sample",
     "SegmentationDataset",
     "TrainTransform",
+    "are_photos",
     "box_set",
     "cache_dataset",
     "cached_counts",
@@ -71,5 +74,6 @@ __all__ = [
     "require_labels",
     "summarise",
     "train_loader",
+    "usual_size",
     "validation_set",
 ]

@@ -43,6 +43,7 @@ class Sample:
     `instances` int32 [H, W]: 0 where there is no object, else its number, 1, 2, ...; None for semantic training.
     `boxes` float32 [M, 5] of a detection dataset, whose mask is empty.
     `others`: the images that augmentation joins to this one.
+    Of a volume `image` is float32 [C, D, H, W], normalised already, and `mask` uint8 [D, H, W].
     """
 
     image: Pixels
@@ -56,7 +57,7 @@ class Sample:
 class SegmentationDataset(Protocol):
     """A labelled set of images that can be read in any order, and from several processes at once.
 
-    `background` says that class 0 is everything unlabelled; `layout` is "coco" or "masks".
+    `background` says that class 0 is everything unlabelled; `layout` is "coco", "masks" or "volumes".
     """
 
     @property

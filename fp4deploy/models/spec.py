@@ -5,7 +5,7 @@
 | `unet`, `unet:0.5` | this project's UNet, of that scale | known |
 | `smp:Unet/resnet34` | segmentation-models-pytorch: architecture / encoder | known |
 | `torchvision:deeplabv3_resnet50` | torchvision's segmentation models; FCOS and RetinaNet for boxes | known |
-| `monai:BasicUNet` | MONAI's networks, two spatial dimensions | known |
+| `monai:BasicUNet` | MONAI's networks, with the spatial axes of the data | known |
 | `timm:resnet18` | a timm backbone under the decoder of `models.pyramid` | known |
 | `FILE.py:factory` | what a function (or class) of a file returns | user's code |
 | `package.module:factory` | what a function (or class) of an importable module returns | user's code |

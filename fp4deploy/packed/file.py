@@ -143,8 +143,9 @@ def _graph(path: Path, metadata: Mapping[str, str]) -> Graph:
     try:
         if metadata["format"] in FORMATS:
             graph = Graph.model_validate_json(metadata["graph"])
-            if graph.rest != "fp16" and metadata["format"] != FORMATS[0]:
-                raise InputError(f"{path}: {metadata['format']} has no rest in {graph.rest}. {AGAIN}")
+            if (graph.rest != "fp16" or graph.wide) and metadata["format"] != FORMATS[0]:
+                said = "modules in FP32" if graph.wide else f"rest in {graph.rest}"
+                raise InputError(f"{path}: {metadata['format']} has no {said}. {AGAIN}")
             later = [node for node in graph.nodes if f"packed/{format_of(node)}" > metadata["format"]]
             if later:
                 raise InputError(

@@ -29,7 +29,8 @@ from fp4deploy.ptq.matrix import WeightMatrix, blocks, fp4_layers, has_hessian, 
 from fp4deploy.ptq.methods import LEARNED, Method, find_method
 from fp4deploy.ptq.reconstruct import align, reconstruct, units_of
 from fp4deploy.qat.layers import QuantizedLayer
-from fp4deploy.qat.prepare import Selection, prepare
+from fp4deploy.qat.prepare import prepare
+from fp4deploy.qat.selection import Selection
 from fp4deploy.system.progress import progress as shown
 
 if TYPE_CHECKING:

@@ -1,7 +1,8 @@
 """Decide layer by layer what runs in FP4 or FP8, say why, and turn the chosen layers into quantised ones in place.
 
 Kept in high precision by default: the layers that read the image (of which FP4 leaves 3 bits where
-`models.input_encoding` has not encoded it as 13 channels), those that give the outputs (their error goes straight into
+`models.input_encoding` has not encoded it as 13 channels; of token ids an embedding reads, and the layers after it are
+not the first), those that give the outputs (their error goes straight into
 the logits, with no normalisation after it), both found by what the forward calls (`qat.ends`), layers of at most four
 input channels (as one that reads a second image), and everything that is not a GEMM (normalisation, pooling, activation
 functions). A subclass with a forward of its own is quantised where that is still one product (`computed`).
@@ -13,10 +14,9 @@ Of the layers that are quantised, those that `fp8` names are FP8; by default the
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from inspect import Parameter, signature
 from typing import Any
 
@@ -33,9 +33,8 @@ from fp4deploy.qat.layers import QUANTIZED, QuantizedLayer
 from fp4deploy.qat.placement import is_single_gemm
 from fp4deploy.qat.ranges import Ranges
 from fp4deploy.qat.recipes import Recipe, find_recipe
+from fp4deploy.qat.selection import Predicate, Selection, predicate_of, require_possible
 from fp4deploy.rest import rest_of
-
-Selection = Sequence[str] | Callable[[str, nn.Module], bool] | None
 
 NORMS = (nn.GroupNorm, nn.LayerNorm, nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
@@ -64,7 +63,8 @@ def layer_plan(
 
     Args:
         recipe: None plans a model that stays in FP16.
-        include: glob pattern, several, or predicate(name, module); given, exactly these layers are quantised.
+        include: name, glob or keyword, several, or predicate(name, module) (`qat.selection`); given, exactly these
+            layers are quantised.
         exclude: likewise; these stay in high precision.
         fp8: likewise; of the quantised layers these are FP8. None leaves the choice to the recipe.
         example_inputs: what the forward takes, for a network whose first and output layers are found neither by
@@ -80,7 +80,6 @@ def layer_plan(
     1 FP4 blocks of 16 along 16 input channels
     2 FP16 output layer: its error goes straight into the logits
     """
-    include, exclude, fp8 = ([chosen] if isinstance(chosen, str) else chosen for chosen in (include, exclude, fp8))
     layers = _layers_with_weights(model)
     lazy = next((name for name, layer in layers if any(map(is_lazy, layer.parameters(recurse=False)))), None)
     if lazy is not None:
@@ -91,29 +90,28 @@ def layer_plan(
     if recipe is None:
         return [LayerPlan(name, _kind(layer), "FP16", "FP16 model") for name, layer in layers]
     chosen = find_recipe(recipe)
+    included, excluded, eight = (predicate_of(each, dict(layers)) for each in (include, exclude, fp8))
     impossible = {name: _reason_impossible(layer) for name, layer in layers}  # once: it tries a subclass's forward
     ends = ends_of(model, _is_gemm, example_inputs) if include is None else Ends((), ())  # it traces a copy
     of_groups = {
-        name: crossed_groups(layer, recipe_of(chosen, name, layer, fp8))
+        name: crossed_groups(layer, recipe_of(chosen, name, layer, eight))
         for name, layer in layers
         if not impossible[name]
     }
-    _check_include(include, impossible | of_groups)
-    for selection in (exclude, fp8):
-        _check_patterns(selection, [name for name, _ in layers])
+    require_possible(include, impossible | of_groups)
     as_it_is = include is None and exclude is None and fp8 is None
     prepared = as_it_is and any(isinstance(layer, QuantizedLayer) for _, layer in layers)
     hidden = _hidden_children(model)
     plans = []
     for name, layer in layers:
         kept = hidden.get(name) or impossible[name]
-        kept = kept or _reason_to_keep(name, layer, ends, include, exclude)
+        kept = kept or _reason_to_keep(name, layer, ends, included, excluded)
         kept = kept or of_groups[name]
         if prepared and isinstance(layer, QuantizedLayer):
             kept = None
         elif prepared and kept is None:
             kept = "excluded when the model was prepared"
-        own = layer.recipe if prepared and isinstance(layer, QuantizedLayer) else recipe_of(chosen, name, layer, fp8)
+        own = layer.recipe if prepared and isinstance(layer, QuantizedLayer) else recipe_of(chosen, name, layer, eight)
         precision = "FP16" if kept else "FP8" if is_fp8(own) else "FP4"
         plans.append(LayerPlan(name, _kind(layer), precision, kept or _quantized_reason(layer, own)))
     return plans
@@ -125,16 +123,15 @@ def is_fp8(recipe: Recipe) -> bool:
     return spec is not None and spec.format == "fp8"
 
 
-def recipe_of(recipe: Recipe, name: str, layer: nn.Module, fp8: Selection = None) -> Recipe:
+def recipe_of(recipe: Recipe, name: str, layer: nn.Module, fp8: Predicate | None = None) -> Recipe:
     """What one quantised layer gets of a recipe: the recipe, or its FP8 form.
+
+    fp8: which layers are FP8; None leaves it to the recipe.
 
     Raises:
         InputError: it is to be FP8, and the recipe has no such form.
     """
-    if fp8 is None:
-        eight = recipe.fp8 == "convolutions" and not is_single_gemm(layer)
-    else:
-        eight = _selected([fp8] if isinstance(fp8, str) else fp8, name, layer)
+    eight = fp8(name, layer) if fp8 else recipe.fp8 == "convolutions" and not is_single_gemm(layer)
     return recipe.in_fp8() if eight and not is_fp8(recipe) else recipe
 
 
@@ -156,14 +153,15 @@ def prepare(
         InputError: unknown recipe, a pattern that matches nothing, or a model with no layer to quantise.
 
     >>> model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10))
-    >>> prepare(model, "nvfp4_qat")[2]
-    QuantLinear(in_features=32, out_features=32, bias=True, nvfp4_qat: X RN static, W^T RN, G -, W -, G^T -, X (dW) -)
-    >>> prepare(nn.Linear(64, 32))
-    QuantLinear(in_features=64, out_features=32, bias=True, nvfp4_qat: X RN static, W^T RN, G -, W -, G^T -, X (dW) -)
+    >>> [type(layer).__name__ for layer in prepare(model, "nvfp4_qat")]
+    ['Linear', 'ReLU', 'QuantLinear', 'ReLU', 'Linear']
+    >>> print(str(prepare(nn.Linear(64, 32))).partition("nvfp4_qat: ")[2])
+    X NVFP4 RN static along C, W^T NVFP4 RN along C, G -, W -, G^T -, X (dW) -, straight-through)
     """
     chosen = find_recipe(recipe)
     plans = {plan.name: plan for plan in layer_plan(model, chosen, include, exclude, fp8, example_inputs)}
     names = [name for name, plan in plans.items() if plan.precision != "FP16"]
+    eight = predicate_of(fp8, plans)
     if not names:
         raise InputError(_nothing_to_quantize(model, plans))
     calibrated = {name: layer.input_amax for name, layer in quantized_layers(model).items()}
@@ -171,7 +169,7 @@ def prepare(
     for name in names:
         layer = model.get_submodule(name)
         layer.__class__ = quantized_class(layer)
-        layer.attach(recipe_of(chosen, name, layer, fp8), calibrated.get(name), name)  # type: ignore[operator]
+        layer.attach(recipe_of(chosen, name, layer, eight), calibrated.get(name), name)  # type: ignore[operator]
     return model
 
 
@@ -314,11 +312,13 @@ def _kind(layer: nn.Module) -> str:
     return type(layer).__name__.removeprefix("Quant")
 
 
-def _reason_to_keep(name: str, layer: nn.Module, ends: Ends, include: Selection, exclude: Selection) -> str | None:
-    if _selected(exclude, name, layer):
+def _reason_to_keep(
+    name: str, layer: nn.Module, ends: Ends, include: Predicate | None, exclude: Predicate | None
+) -> str | None:
+    if exclude is not None and exclude(name, layer):
         return "excluded by name"
     if include is not None:
-        return None if _selected(include, name, layer) else "not in the layers to include"
+        return None if include(name, layer) else "not in the layers to include"
     channels, groups = _input_channels(layer)
     if channels == 1 and groups > 1:
         return f"depthwise: {groups} groups of one input channel, nothing for a block of {NVFP4_BLOCK} to share"
@@ -367,6 +367,8 @@ def _reason_impossible(layer: nn.Module) -> str | None:
         return reason and f"a subclass of {parent.__name__}: {reason}"
     if isinstance(layer, NORMS) or "norm" in type(layer).__name__.lower():
         return "normalisation: sums over many values and few parameters, kept in high precision"
+    if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+        return "embedding: rows are looked up, and nothing is multiplied"
     if isinstance(layer, nn.MultiheadAttention):
         return "multiplies its weights itself; write its projections as Linear layers to quantise them"
     return f"{type(layer).__name__} is none of {', '.join(kind.__name__ for kind in QUANTIZED)}"
@@ -418,30 +420,3 @@ def _input_channels(layer: nn.Module) -> tuple[int, int]:
         return layer.in_features, 1
     assert isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose2d)
     return layer.in_channels // layer.groups, layer.groups
-
-
-def _selected(selection: Selection, name: str, layer: nn.Module) -> bool:
-    if selection is None:
-        return False
-    if callable(selection):
-        return selection(name, layer)
-    return any(fnmatchcase(name, pattern) for pattern in selection)
-
-
-def _check_include(include: Selection, impossible: Mapping[str, str | None]) -> None:
-    _check_patterns(include, list(impossible))
-    if include is None or callable(include):
-        return
-    for pattern in include:
-        reasons = {name: reason for name, reason in impossible.items() if fnmatchcase(name, pattern)}
-        if all(reasons.values()):
-            name, reason = next(iter(reasons.items()))
-            raise InputError(f"'{pattern}' includes nothing that can be quantised. {name}: {reason}.")
-
-
-def _check_patterns(selection: Selection, names: list[str]) -> None:
-    if selection is None or callable(selection):
-        return
-    idle = [pattern for pattern in selection if not any(fnmatchcase(name, pattern) for name in names)]
-    if idle:
-        raise InputError(f"No layer matches {', '.join(map(repr, idle))}. Layers: {', '.join(names)}.")

@@ -52,6 +52,15 @@ def test_a_fixed_number_of_images_is_fed_in_parts(shapes: Path, tmp_path: Path) 
     assert (entry.batch, entry.precision) == (2, "FP32")
 
 
+def test_classes_that_nobody_named_are_those_of_the_data(shapes: Path, tmp_path: Path) -> None:
+    """As in the card of a file that was quantised on photos."""
+    path = saved(tmp_path / "net.onnx", size=("N", 3, 32, 32))
+    found, expected = (bench_artifact(path, shapes, iterations=1, like=like) for like in (Like(()), WHOLE))
+    assert found.miou == expected.miou
+    with pytest.raises(InputError, match=r"knows the classes class_0, class_1, class_2; .* gives background, circle"):
+        bench_artifact(saved(tmp_path / "few.onnx", 3, size=("N", 3, 32, 32)), shapes, iterations=1, like=Like(()))
+
+
 @pytest.mark.parametrize(
     ("like", "options", "message"),
     [

@@ -99,8 +99,10 @@ command.main()
 def test_short_flags_are_settings_and_set_wins() -> None:
     config = resolve(None, ["train.epochs=7"], epochs=3, batch_size=5, size="64x32")
     assert (config.train.epochs, config.train.batch_size, config.data.height, config.data.width) == (7, 5, 64, 32)
-    with pytest.raises(InputError, match="--size takes HEIGHTxWIDTH"):
-        resolve(None, None, size="64")
+    assert (resolve(None, None, size="64").data.height, resolve(None, None, size="64").data.width) == (64, 64)
+    for text in ("64x", "64x32x3", "0", "wide"):
+        with pytest.raises(InputError, match="--size takes HEIGHTxWIDTH"):
+            resolve(None, None, size=text)
 
 
 def test_every_setting_is_listed_with_its_meaning(invoke: Invoke) -> None:

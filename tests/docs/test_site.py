@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import importlib.util
 import os
 import re
@@ -11,20 +12,41 @@ from pathlib import Path
 
 import pytest
 
+import fp4deploy
+
 ROOT = Path(__file__).resolve().parents[2]
 OUTSIDE = sorted(ROOT.glob("*.md"))  # what the site does not contain
 
 
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Strict: a broken link or anchor, a page outside of the navigation or an unknown name is an error."""
     if importlib.util.find_spec("mkdocs") is None:
         pytest.skip("mkdocs is not installed: pip install -e '.[docs]'")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    folder = tmp_path_factory.mktemp("docs") / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "site" / "index.html").is_file()
+    return folder
+
+
+def test_the_site_has_its_pages(site: Path) -> None:
+    assert (site / "index.html").is_file()
+    marks = [path for path in site.rglob("*.html") if "&lt;!--" in path.read_text(encoding="utf-8")]
+    assert marks == [], "comments that a reader sees"
+
+
+def test_the_api_reference_is_complete_and_can_be_read(site: Path) -> None:
+    text = (site / "api" / "index.html").read_text(encoding="utf-8")
+    shown = {path.rpartition(".")[2] for path in re.findall(r'<h3 id="(fp4deploy[\w.]+)"', text)}
+    assert set(fp4deploy.__all__) <= shown
+    signatures = re.findall(r'<div class="doc-signature.*?</div>', text, re.DOTALL)
+    lines = [line for each in signatures for line in html.unescape(re.sub("<[^>]+>", "", each)).splitlines()]
+    assert max(map(len, lines)) <= 90
+    assert "<blockquote>" not in text, "an example that is no code"
+    assert text.count("&gt;&gt;&gt; </span>") > 40
 
 
 @pytest.mark.parametrize("page", OUTSIDE, ids=lambda page: page.name)

@@ -210,7 +210,7 @@ def test_a_spec_names_the_network_of_a_folder(made: Path, tmp_path: Path) -> Non
     assert all(value.isfinite().all() for value in network.state_dict().values())
     with pytest.raises(InputError, match="Start from a fold's with: --init"):
         build_model(parse_spec(f"nnunet:{path}:0"), 5)
-    with pytest.raises(InputError, match="3-D images of 1 channels, and this reads 2-D images of 3"):
+    with pytest.raises(InputError, match="3-D images of 1 channels, and these are 2-D images of 3"):
         build_model(parse_spec(f"nnunet:{made}"), 5)
     with pytest.raises(UnnamedCodeError, match="a file never says which folder is read"):
         require_named(spec, "best.safetensors")

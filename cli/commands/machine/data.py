@@ -43,7 +43,7 @@ def shapes(
 
 @deferred(app, "check")
 def check(
-    folder: Annotated[Path, typer.Argument(help="Dataset folder: COCO, Roboflow, masks or Pascal VOC.")],
+    folder: Annotated[Path, typer.Argument(help="Dataset folder: COCO, Roboflow, masks, Pascal VOC, volumes.")],
     sheet: Annotated[
         Path | None,
         typer.Option("--sheet", help="Draw images with their labels into this PNG.", show_default="not drawn"),
@@ -99,8 +99,14 @@ def check(
 
 def _print(splits: list[SplitSummary]) -> None:
     for split in splits:
-        sizes = ", ".join(f"{width} x {height}" for width, height in dict.fromkeys(split.sizes))
-        done(f"{split.split}: {counted(split.images, 'image')}, width x height {sizes or 'unknown'}")
+        sizes, steps = (
+            ", ".join(" x ".join(f"{side:g}" for side in each) for each in dict.fromkeys(found))
+            for found in (split.sizes, split.spacings)
+        )
+        named = "width x height x depth" if split.spacings else "width x height"
+        kind = "volume" if split.spacings else "image"
+        spacing = f", voxels of {steps} mm" if steps else ""
+        done(f"{split.split}: {counted(split.images, kind)}, {named} {sizes or 'unknown'}{spacing}")
     _print_counts("annotations of class", {each.split: each.annotations for each in splits})
     _print_counts("masks with class", {each.split: each.in_masks for each in splits})
 

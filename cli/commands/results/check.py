@@ -124,7 +124,10 @@ def _subject(
         return _of_onnx(path)
     if path.suffix == ".safetensors":
         return _of_checkpoint(path, recipe, size)
-    raise InputError(f"check does not read {path.suffix or 'such'} files. Valid: unet, unet:0.25, .safetensors, .onnx.")
+    raise InputError(
+        f"check does not read {path.suffix or 'such'} files. Valid: unet, unet:0.25, net.py:make (the network of a "
+        "state dict), .safetensors, .onnx."
+    )
 
 
 def _image(size: tuple[int, int]) -> Tensor:

@@ -12,7 +12,7 @@ from fp4deploy.runs import Run, latest_run, open_run
 
 from ... import completion
 from ...console import done, note, shown, typed
-from ...settings import NamedModelOption, RestOption, expect, parse_size
+from ...settings import ExportedRestOption, NamedModelOption, expect, parse_size
 from . import nnunet
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def export(
     dynamic_size: Annotated[
         bool, typer.Option("--dynamic-size", help="Leave height and width of the ONNX graph open.")
     ] = False,
-    rest: RestOption = None,
+    rest: ExportedRestOption = None,
     max_batch: Annotated[
         int, typer.Option("--max-batch", min=1, help="Largest batch of the server (--format triton).")
     ] = 8,

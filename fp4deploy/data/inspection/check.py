@@ -22,10 +22,12 @@ from fp4deploy.data.coco.regions import MIN_COORDINATES, RegionError, encode, pi
 from fp4deploy.data.dataset import has_split
 from fp4deploy.data.images import ImageError, check_size, read_class_ids, read_image
 from fp4deploy.data.inspection.labels import Histogram, crowd_defect, mask_defects
-from fp4deploy.data.inspection.summary import parse_splits, shared_images
+from fp4deploy.data.inspection.summary import Shared, parse_splits, shared_images
 from fp4deploy.data.layouts import find_images, has_masks, mask_files, split_images
 from fp4deploy.data.masks import are_numbers, class_colours, class_values
 from fp4deploy.data.sample import SPLITS, TEST, TRAIN
+from fp4deploy.data.volumes.check import check_volumes
+from fp4deploy.data.volumes.layout import is_volumes
 from fp4deploy.errors import InputError
 
 if TYPE_CHECKING:
@@ -56,6 +58,9 @@ def check_dataset(
     """
     root = Path(root)
     files = parse_splits(root) if parsed is None else parsed
+    if is_volumes(root):
+        shared = shared_images(root, files)
+        return check_volumes(root, progress) + [_shared(pair) for pair in shared]
     defects: list[Defect] = []
     masks = has_masks(root) and not boxes
     counts: dict[str, Histogram] = {}
@@ -75,8 +80,7 @@ def check_dataset(
         if file.categories != listed[0].categories:
             file.report("different-categories", f"lists other categories than {listed[0].path.name}.")
             defects.append(file.defects[-1])
-    for pair in shared_images(root, files):
-        defects.append(Defect(pair.second, None, "shared-image", f"is the same image as {pair.first}: scores mislead."))
+    defects += [_shared(pair) for pair in shared_images(root, files)]
     if masks:
         try:
             values = class_values(root)
@@ -84,6 +88,10 @@ def check_dataset(
         except InputError as error:
             defects.append(Defect("masks", None, "no-classes", str(error)))
     return defects
+
+
+def _shared(pair: Shared) -> Defect:
+    return Defect(pair.second, None, "shared-image", f"is the same image as {pair.first}: scores mislead.")
 
 
 def has_boxes_alone(files: Mapping[str, CocoFile]) -> bool:

@@ -27,7 +27,7 @@ from fp4deploy.models.nnunet.folder import DATASET, FINAL, PLANS, Fold, ResultsF
 from fp4deploy.ptq.methods import find_method
 from fp4deploy.ptq.quantize import Result, Say, quantize
 from fp4deploy.qat.load import round_to_deployed
-from fp4deploy.qat.prepare import Selection
+from fp4deploy.qat.selection import Selection
 from fp4deploy.rest import rest_of
 from fp4deploy.system.files import replace_folder, require_own_folder
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from fp4deploy.errors import InputError, named_cause
 from fp4deploy.models.nnunet.folder import PLANS, SPEC, Fold, ResultsFolder, named_folder, read_folder
+from fp4deploy.models.volumes import IMAGES, NetworkInput
 from fp4deploy.requirements import NNUNET
 
 NETWORKS = ("PlainConvUNet", "ResidualEncoderUNet", "ResidualUNet")
@@ -70,11 +71,14 @@ def build_network(folder: ResultsFolder, channels: int | None = None) -> nn.Modu
     return built
 
 
-def untrained_network(named: str, channels: int) -> nn.Module:
-    """The network of "FOLDER", of a model spec, with random weights, as nnU-Net initialises it: RGB images to logits.
+def untrained_network(named: str, channels: int, inputs: NetworkInput = IMAGES) -> nn.Module:
+    """The network of "FOLDER", of a model spec, with random weights, as nnU-Net initialises it.
+
+    Args:
+        channels: of the logits. inputs: what it has to read.
 
     Raises:
-        InputError: it reads no RGB images; a fold is named; or as of `read_folder` and `build_network`.
+        InputError: it reads other axes or channels; a fold is named; or as of `read_folder` and `build_network`.
     """
     path, folds = named_folder(f"{SPEC}{named}")
     if folds:
@@ -83,11 +87,12 @@ def untrained_network(named: str, channels: int) -> nn.Module:
             f"{path}/fold_{folds[0]}/checkpoint_final.pth"
         )
     folder = read_folder(path)
-    if folder.input_channels != 3 or len(folder.patch_size) != 2:
-        axes, inputs = len(folder.patch_size), folder.input_channels
+    axes, read = len(folder.patch_size), folder.input_channels
+    if (axes, read) != (inputs.axes, inputs.channels):
         raise InputError(
-            f"{path} is for {axes}-D images of {inputs} channels, and this reads 2-D images of 3. Quantise, export and "
-            "predict with the folder itself; train it with nnUNetv2_train -tr nnUNetTrainerNVFP4."
+            f"{path} is for {axes}-D images of {read} channels, and these are {inputs.axes}-D images of "
+            f"{inputs.channels}. Quantise, export and predict with the folder itself; train it with nnUNetv2_train -tr "
+            "nnUNetTrainerNVFP4."
         )
     network = build_network(folder, channels).to_empty(device="cpu").train()
     for module in network.modules():
