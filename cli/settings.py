@@ -57,7 +57,8 @@ ModelOption = Annotated[
     str | None,
     typer.Option(
         "--model",
-        help="Network: unet:0.5, smp:Unet/resnet34, torchvision:NAME, monai:NAME, timm:NAME, net.py:factory.",
+        help="Network: unet:0.5, smp:Unet/resnet34, torchvision:NAME, monai:NAME, timm:NAME, nnunet:FOLDER, "
+        "net.py:factory.",
         show_default="unet",
     ),
 ]
