@@ -1042,6 +1042,16 @@ def large_images() -> str:
     return markdown(["image", "tiles", "CPU, s", "peak memory, GiB", "logits of all pixels, GiB"], rows, 1)
 
 
+def first_hour() -> str:
+    """The commands of docs/first-hour.md by name: seconds by the clock and of the processor."""
+    rows = []
+    for row in result("first_hour_cpu")["rows"]:
+        words = row["command"].split()
+        name = " ".join(words[: 3 if words[1] == "data" else 2])
+        rows.append([f"`{name}`", f"{row['seconds']:.0f}", f"{row['cpu_seconds']:.0f}"])
+    return markdown(["command", "seconds", "of a processor"], rows, 1)
+
+
 def plain_convolutions() -> str:
     """FP16 convolutions by this package and by cuDNN: elements that differ from the reference, microseconds."""
     rows = []
@@ -1171,7 +1181,7 @@ TABLES: dict[str, Callable[..., str]] = {
         coco_samples, ptq_camvid, claim,
         modelopt_peer, image_input, scaling, fp4_training, estimates, telemetry_cost,
         sensitivity, tiles, projected, digit_recipes, settings, fuzzed, mutants, engine_forms, emulated,
-        emulated_architectures, emulated_on_gpu, self_test, native_library, large_images,
+        emulated_architectures, emulated_on_gpu, self_test, native_library, large_images, first_hour,
         plain_convolutions, fuzzed_networks, architectures, camvid_models, dsb2018_models, camvid_readme,
     )
 }  # fmt: skip
