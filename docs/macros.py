@@ -417,7 +417,8 @@ def cpu_latency() -> str:
         ratios = [f"{forms[form]['ratio']:.2f}" if _settled(forms.get(form)) else "–" for form in CPU_FORMS]
         eager = f"{forms['torch eager']['ms']:.1f}"
         rows.append([label, f"{batch} x {size}", str(threads), eager, *ratios])
-    return markdown(["network", "images", "threads", "torch eager FP32, ms", *CPU_FORMS], rows, 2)
+    titles = (form.replace("portable", "decomposed") for form in CPU_FORMS)
+    return markdown(["network", "images", "threads", "torch eager FP32, ms", *titles], rows, 2)
 
 
 def _network_and_size(case: str) -> tuple[str, str]:
@@ -436,8 +437,9 @@ def cpu_slowest() -> str:
         row for row in result("cpu_latency_cpu")["rows"] if row["form"] == CPU_FORMS[0] and place.items() <= row.items()
     )
     label, size = _network_and_size(slowest["case"])
+    form = slowest["form"].replace("portable", "decomposed")
     return (
-        f"the largest ratio of an artefact is the {slowest['ratio']:.2f} of {slowest['form']} ({label}, "
+        f"the largest ratio of an artefact is the {slowest['ratio']:.2f} of {form} ({label}, "
         f"{slowest['batch']} x {size}, {slowest['threads']} thread{'s' * (slowest['threads'] > 1)}), which is "
         f"{slowest['ms'] / peer['ms']:.2f} times torch eager in channels_last"
     )
@@ -1099,8 +1101,8 @@ def architectures() -> str:
         ])  # fmt: skip
     head = [
         "model", "layers in FP4", "QAT loss, first and last step", "canonical ONNX: gate, argmax",
-        "portable ONNX: distance of logits, classes", "SM120 engine: FP4 MACs, fallbacks", "packed",
-        "MB: FP16, ONNX, portable, plan, packed",
+        "decomposed ONNX: distance of logits, classes", "SM120 engine: FP4 MACs, fallbacks", "packed",
+        "MB: FP16, canonical, decomposed, plan, packed",
     ]  # fmt: skip
     return markdown(head, rows)
 

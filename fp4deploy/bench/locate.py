@@ -6,6 +6,7 @@ from pathlib import Path
 
 from fp4deploy.bench.runtimes.open import RUNTIMES
 from fp4deploy.errors import InputError, suggest
+from fp4deploy.naming import model_stem
 from fp4deploy.runs import RUNS, Run, latest_run, run_of
 
 
@@ -18,7 +19,9 @@ def run_artifacts(run: Run) -> dict[str, Path]:
 
 
 def find_artifact(name: Path, root: Path = RUNS) -> Path:
-    """Return `name` where it is a file, else the latest run's artefact of that name ("unet.plan", "fp16").
+    """Return `name` where it is a file, else the latest run's artefact of that name, with or without its network's.
+
+    "my_net.nvfp4.onnx" and "nvfp4.onnx" are the same file of a run of my_net, "fp16" is the checkpoint of a model.
 
     Raises:
         InputError: neither exists; the message lists what the latest run has.
@@ -44,7 +47,9 @@ def or_of_latest_run(name: Path, root: Path = RUNS) -> Path:
 
 def _of_latest_run(name: str, root: Path) -> Path | None:
     try:
-        return run_artifacts(latest_run(root)).get(name)
+        run = latest_run(root)
+        artifacts = run_artifacts(run)
+        return artifacts.get(name) or artifacts.get(f"{run.network()}.{name}")
     except InputError:
         return None
 
@@ -90,9 +95,9 @@ def model_of(path: Path, run: Run | None) -> str | None:
     if run is None:
         return None
     path = Path(path).resolve()
-    stem = path.stem.removesuffix(".portable")  # not "unet-fp16.nvfp4.onnx", which `quantize` made of unet-fp16.onnx
+    stem = model_stem(path)  # not "my_net.fp16.nvfp4", which `quantize` made of my_net.fp16.onnx
     for model in run.models():
-        if path == run.checkpoint(model).resolve() or stem == run.stem(model):
+        if path == run.checkpoint(model).resolve() or stem in run.stems(model):
             return model
     return None
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MOST_LETTERS = 40  # of the name of a file, before it may be broken over two lines
 ACCURACY, GATE, RUNTIMES, LATENCY = "Accuracy", "Gate", "Runtimes", "Latency"  # headings of the options in --help
 WIDE = 120  # columns of a terminal from which backend and precision have columns of their own
-NOT_NARROW = ("backend", "precision", "p90 ms", "p99 ms")  # columns of wide terminals
+NOT_NARROW = ("backend", "precision", "p90 ms", "p99 ms")  # columns of wide terminals, lines of others in narrow ones
 
 
 def bench(
@@ -480,7 +480,7 @@ def print_table(
     """The comparison table; reasons of rows that were not run follow it.
 
     In a narrow terminal backend and precision stand below the name of the file, instead of columns of a few letters,
-    and p90 and p99 are left to --json.
+    and p90 and p99 below p50.
     """
     from rich.table import Table
 
@@ -494,14 +494,17 @@ def print_table(
     for name in head:
         if wide or name not in NOT_NARROW:
             whole, right = wide and name == "artefact" and longest <= MOST_LETTERS, name in tables.NUMERIC
-            table.add_column(name, justify="right" if right else "left", overflow="fold", no_wrap=whole)
+            title = name if wide or name != "p50 ms" else "ms: p50\np90\np99"
+            table.add_column(title, justify="right" if right else "left", overflow="fold", no_wrap=whole)
     columns = tables.metrics(entries)
     body = tables.rows(entries) if baseline is None else [tables.cells(entry, baseline, columns) for entry in entries]
-    for row, path in zip(body, paths, strict=True):
+    for entry, row, path in zip(entries, body, paths, strict=True):
         model, _, backend, precision, *_ = row
         texts = (path, backend, precision) if wide else (f"{path}\n{backend}\n{precision}",)
-        numbers = [cell for name, cell in zip(head[4:], row[4:], strict=True) if wide or name not in NOT_NARROW]
-        table.add_row(model, *texts, *numbers)
+        found = dict(zip(head[4:], row[4:], strict=True))
+        if not wide and entry.latency_ms is not None:
+            found["p50 ms"] = "\n".join(found[name] for name in ("p50 ms", "p90 ms", "p99 ms"))
+        table.add_row(model, *texts, *(cell for name, cell in found.items() if wide or name not in NOT_NARROW))
     console.print(table)
     for entry in entries:
         if reasons and entry.memory:

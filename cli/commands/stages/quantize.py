@@ -14,6 +14,7 @@ from fp4deploy.runs import latest_run
 from ...artifacts import next_commands
 from ...console import done, note, shown, typed
 from ...settings import NamedModelOption, RestOption, expect, parse_size
+from . import nnunet
 
 if TYPE_CHECKING:
     from fp4deploy.bench.change import Change
@@ -25,7 +26,7 @@ def quantize(
     checkpoint: Annotated[
         Path | None,
         typer.Argument(
-            help="FP16 checkpoint, FP16 or FP32 .onnx file, or with --model a state dict of PyTorch (.pth).",
+            help="FP16 checkpoint, .onnx file, results folder of nnU-Net, or with --model a state dict of PyTorch.",
             show_default="fp16 of the latest run",
         ),
     ] = None,
@@ -33,7 +34,7 @@ def quantize(
         Path | None,
         typer.Option(
             "--data",
-            help="Dataset, or a folder of images without labels.",
+            help="Dataset, a folder of images without labels, or nnU-Net's raw data set.",
             show_default="what the run was trained on",
         ),
     ] = None,
@@ -84,7 +85,7 @@ def quantize(
         Path | None,
         typer.Option(
             "--out",
-            help="File to write.",
+            help="File to write; of nnU-Net the folder.",
             show_default="nvfp4-METHOD.safetensors beside the source; of NAME.onnx NAME.nvfp4.onnx",
         ),
     ] = None,
@@ -121,11 +122,23 @@ def quantize(
             show_default="classes and values",
         ),
     ] = None,
+    fold: nnunet.FoldOption = None,
     model: NamedModelOption = None,
 ) -> None:
     """Write an NVFP4 checkpoint that export, bench and predict take like a trained one; of ONNX the canonical file."""
     expect(model)
     settings = {"correction": correction, "activations": activations, "iterations": iterations, "seed": seed}
+    if checkpoint is not None and nnunet.is_folder(checkpoint):
+        if config is not None or digits or any(each is not None for each in (size, mean, std, outputs)):
+            raise InputError(
+                "--config, --digits, --size, --mean, --std and --outputs are not for a folder of nnU-Net, which says "
+                "what its networks read; it takes --include, --exclude, --fp8 and --fold."
+            )
+        given = {"include": include, "exclude": exclude, "fp8": fp8, "rest": rest, "batch": batch, **settings}
+        nnunet.quantize(checkpoint, fold, data, out, method=method, patches=images, **given)
+        return
+    if fold:
+        raise InputError("--fold is for a results folder of nnU-Net.")
     if checkpoint is not None and checkpoint.suffix == ".onnx":
         if config is not None or digits or rest is not None:
             raise InputError(

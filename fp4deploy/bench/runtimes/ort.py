@@ -58,7 +58,7 @@ class OrtRuntime:
             if like is not None:
                 first = self._session.get_outputs()[0]
                 self._card = like.card(self.inputs, (first.name, first.shape), fp4, path)
-        form = "CPU, lowered in memory" if lowered else "CPU"
+        form = "CPU, decomposed in memory" if lowered else "CPU"
         self.name = f"ONNX Runtime {ort.__version__} ({form})"
         self.device = cpu_name()
 

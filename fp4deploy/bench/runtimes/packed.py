@@ -124,7 +124,7 @@ def _port(each: Input) -> Port:
     """Free axes but the batch are left to the network, which says what sizes would fit."""
     free = {axis: "N" if axis == 0 else None for axis in each.free}
     extents = tuple(free.get(axis, size) for axis, size in enumerate(each.shape))
-    return Port(each.name, np.dtype(np.float32), extents)
+    return Port(each.name, np.dtype(each.dtype), extents)
 
 
 def first_output(outputs: Result) -> torch.Tensor:
