@@ -65,7 +65,7 @@ def _missing(name: Path, root: Path) -> InputError:
     artifacts = run_artifacts(run)
     if not artifacts:
         return InputError(f"There is no file {name}.{near} {suffixes}, and {run.path} has no artefacts yet.")
-    near = near or suggest(name.name, artifacts)
+    near = near or suggest(name.name, [*artifacts, *(Path(each).stem for each in artifacts)])
     return InputError(
         f"There is no file {name}.{near} {run.path} has: {', '.join(artifacts)}. {_next_command(name, run)}"
     )
@@ -82,7 +82,7 @@ def _next_command(name: Path, run: Run) -> str:
     """What would make an artefact of this name from what the run has."""
     if name.suffix == ".fp4":
         return "Pack the models with: fp4deploy export --format packed"
-    if name.suffix == ".safetensors":
+    if name.suffix == ".safetensors" or name.suffix not in RUNTIMES:
         return "Name one of these, or the path of a file."
     if name.suffix != ".onnx" and any(run.export_dir.glob("*.onnx")):
         return "Make an engine with: fp4deploy build"

@@ -81,6 +81,7 @@ def test_a_misspelled_name_is_answered_with_the_nearest(root: Path) -> None:
         ("other.onnx", "Export the models with: fp4deploy export"),
         ("other.plan", "Export the models with: fp4deploy export, then build an engine with: fp4deploy build"),
         ("other.fp4", "Pack the models with: fp4deploy export --format packed"),
+        ("nvpf4", "Name one of these, or the path of a file."),
         ("other.safetensors", "Name one of these, or the path of a file."),
     ],
 )
@@ -89,6 +90,7 @@ def test_without_exports_the_next_command_is_export(root: Path, name: str, advic
     with pytest.raises(InputError) as error:
         find_artifact(Path(name))
     assert str(error.value).endswith(advice)
+    assert name != "nvpf4" or "Did you mean 'nvfp4'?" in str(error.value)
 
 
 def test_a_folder_is_refused(root: Path) -> None:
