@@ -88,7 +88,7 @@ def pack(
     checkpoint, data = Path(checkpoint), None if data is None else Path(data)
     check_request(checkpoint, out, SUFFIX, data, images, verify)
     model, card = load_model(checkpoint, rest=rest)
-    example = torch.zeros(1, 3, card.height, card.width)
+    example = torch.zeros(1, *card.input_shape)
     origin = json.dumps(about(card, file_digest(checkpoint)))
     packed = pack_model(model, example, dynamic_size=card.architecture != "unet", rest=rest_of(card))
     file = packed_file(out, card, *packed, about=origin)

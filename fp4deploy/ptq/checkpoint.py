@@ -33,7 +33,7 @@ def calibration_images(checkpoint: Path, data: Path, count: int, batch: int = 4)
     card = read_card(checkpoint)
     task = task_of(card)
     dataset = task.for_card(card, data, TRAIN)
-    transform = task.transform(card.height, card.width, card.mean, card.std)
+    transform = task.transform(card.size, card.mean, card.std)
     count = min(count, len(dataset))
     places = [at * len(dataset) // count for at in range(count)]
     for start in range(0, count, batch):

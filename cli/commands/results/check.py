@@ -16,12 +16,13 @@ from fp4deploy.export.ledger.shares import shares_of
 
 from ... import completion
 from ...console import print_json, results
-from ...settings import NamedModelOption, expect, parse_size
+from ...settings import NamedModelOption, expect, parse_axes
 
 if TYPE_CHECKING:
     from torch import nn
 
     from fp4deploy.export.lowering.forecast import Forecast
+    from fp4deploy.models.volumes import NetworkInput
     from fp4deploy.qat import LayerPlan
 
 
@@ -71,7 +72,7 @@ def check(
     ] = "auto",
     size: Annotated[
         str | None,
-        typer.Option("--size", help="HxW that shares are counted for.", show_default="the checkpoint's, or 256x256"),
+        typer.Option("--size", help="HxW or DxHxW that shares are of.", show_default="the checkpoint's, or 256x256"),
     ] = None,
     factory: NamedModelOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of the table.")] = False,
@@ -81,7 +82,7 @@ def check(
     from fp4deploy.export.lowering.lower import CONV_MODES, check_conv_mode
 
     check_conv_mode(conv, target)
-    subject = _subject(model, recipe, classes, digits, sets, parse_size(size))
+    subject = _subject(model, recipe, classes, digits, sets, parse_axes(size))
     forecasts = {each: subject.forecasts(each, _library(each, target)) for each in CONV_MODES}
     engine = forecasts[conv]
     forms = {each: subject.shares(layer.compute for layer in found) for each, found in forecasts.items()}
@@ -104,7 +105,7 @@ def _library(conv: str, target: str) -> str:
 
 
 def _subject(
-    model: str, recipe: str, classes: int, digits: bool, sets: list[str] | None, size: tuple[int, int] | None
+    model: str, recipe: str, classes: int, digits: bool, sets: list[str] | None, size: tuple[int, ...] | None
 ) -> Subject:
     path = Path(model)
     if not path.is_file() and path.suffix not in (".onnx", ".safetensors"):
@@ -120,7 +121,7 @@ def _subject(
     raise InputError(f"check does not read {path.suffix or 'such'} files. Valid: unet, unet:0.25, .safetensors, .onnx.")
 
 
-def _of_network(network: nn.Module, plans: list[LayerPlan], size: tuple[int, int], named: str = "fp16") -> Subject:
+def _of_network(network: nn.Module, plans: list[LayerPlan], inputs: NetworkInput, named: str = "fp16") -> Subject:
     import torch
 
     from fp4deploy.export.lowering.forecast import Forecast, forecast, forecast_fp8
@@ -142,27 +143,31 @@ def _of_network(network: nn.Module, plans: list[LayerPlan], size: tuple[int, int
     multiplying = {name: layer for name, layer in modules.items() if isinstance(layer, MULTIPLYING)}
     macs, unknown = None, ""
     try:
-        macs = macs_of_calls(network.eval(), multiplying, torch.zeros(1, 3, *size))
+        macs = macs_of_calls(network.eval(), multiplying, torch.zeros(1, inputs.channels, *inputs.size))
     except Exception as error:  # the network's own code, on a size that nobody gave
         cause = str(error) if isinstance(error, Fp4DeployError) else named_cause(error)
-        unknown = f"the network fails on images of {size[0]}x{size[1]} (--size names another): {cause}"
+        size = "x".join(map(str, inputs.size))
+        unknown = f"the network fails on inputs of {size} (--size names another): {cause}"
     return Subject(plans, lambda conv, _: [of(plan, conv) for plan in plans], macs, unknown)
 
 
 def _of_spec(
-    model: str, recipe: str, classes: int, digits: bool, sets: list[str] | None, size: tuple[int, int] | None
+    model: str, recipe: str, classes: int, digits: bool, sets: list[str] | None, size: tuple[int, ...] | None
 ) -> Subject:
     from fp4deploy.models.build import build_model
     from fp4deploy.models.spec import parse_spec
+    from fp4deploy.models.volumes import VOLUME, NetworkInput
     from fp4deploy.qat import layer_plan
     from fp4deploy.train import load_config
 
     chosen = load_config(None, sets or []).model
-    network = build_model(parse_spec(model, chosen.args, chosen.output), classes, digits=digits)
-    return _of_network(network, layer_plan(network, recipe), size or (256, 256))
+    axes = size or (256, 256)
+    inputs = NetworkInput(size=axes, spacing=(1.0,) * VOLUME if len(axes) == VOLUME else None)
+    network = build_model(parse_spec(model, chosen.args, chosen.output), classes, digits=digits, inputs=inputs)
+    return _of_network(network, layer_plan(network, recipe), inputs)
 
 
-def _of_checkpoint(path: Path, recipe: str, size: tuple[int, int] | None) -> Subject:
+def _of_checkpoint(path: Path, recipe: str, size: tuple[int, ...] | None) -> Subject:
     from fp4deploy.models import load_weights, read_card
     from fp4deploy.models.checkpoint import network_of
     from fp4deploy.qat import layer_plan, prepare_as
@@ -173,7 +178,7 @@ def _of_checkpoint(path: Path, recipe: str, size: tuple[int, int] | None) -> Sub
         prepare_as(model, card)
     load_weights(model, path)
     plans = layer_plan(model, card.recipe or recipe)
-    return _of_network(model, plans, size or (card.height, card.width), named=card.rest)
+    return _of_network(model, plans, (card.resized(size) if size else card).inputs, named=card.rest)
 
 
 def _of_onnx(path: Path) -> Subject:

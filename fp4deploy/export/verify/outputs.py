@@ -226,16 +226,16 @@ def check_request(checkpoint: Path, out: Path, suffix: str, data: Path | None, i
 
 
 def validation_images(data: Path, card: ModelCard, count: int) -> Iterator[torch.Tensor]:
-    """`count` validation images, spread evenly over the set, each float32 [1, 3, H, W], prepared as the card says.
+    """`count` validation images, spread evenly over the set, each float32 [1, *input_shape], prepared as the card says.
 
     Raises:
         InputError: there is no usable validation set at `data`.
     """
     task = task_of(card)
-    dataset = task.open(data, VAL, labelled=False)
+    dataset = task.for_card(card, data) if card.volume is not None else task.open(data, VAL, labelled=False)
     if not len(dataset):
         raise InputError(f"{data} has no validation images to verify the export on. Give another --data.")
-    transform = task.transform(card.height, card.width, card.mean, card.std)
+    transform = task.transform(card.size, card.mean, card.std)
     indices = np.unique(np.linspace(0, len(dataset) - 1, min(count, len(dataset))).round().astype(int))
     for index in indices:
         yield transform(dataset.load(int(index)))[0][None]
