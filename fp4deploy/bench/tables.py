@@ -22,6 +22,7 @@ NUMERIC = frozenset({"size", "change", *(title for title, _ in (*SEMANTIC, *VOLU
 NONE = "–"  # a cell without a number
 BASELINES = ("fp16_control", "fp16")
 MOST_CONFUSIONS = 12  # rows of the table
+UNSTEADY = 1.5  # p90 over p50 above which a row says that its times are no property of the artefact
 
 
 def metrics(artifacts: Sequence[ArtifactEntry]) -> tuple[tuple[str, str], ...]:
@@ -59,13 +60,19 @@ def cells(entry: ArtifactEntry, baseline: float | None, shown: Sequence[tuple[st
         change(entry.accuracy, baseline),
         *(milliseconds(getattr(entry.latency_ms, name, None)) for name in ("p50", "p90", "p99")),
         rate(entry.images_per_s),
-        entry.status,
+        f"{entry.status}, unsteady" if is_unsteady(entry) else entry.status,
     )
 
 
 def _figure(key: str, value: float | None) -> str:
     """A share of 1 in %, a distance in mm as it is."""
     return points(value) if not key.endswith("_mm") or value is None else f"{value:.2f}"
+
+
+def is_unsteady(entry: ArtifactEntry) -> bool:
+    """One run of ten took longer than `UNSTEADY` times the median: something else ran on the machine meanwhile."""
+    times = entry.latency_ms
+    return times is not None and times.p90 > UNSTEADY * times.p50
 
 
 def rows(artifacts: Sequence[ArtifactEntry]) -> list[tuple[str, ...]]:
@@ -139,15 +146,21 @@ def names(artifacts: Sequence[ArtifactEntry]) -> list[str]:
 
 
 def details(artifacts: Sequence[ArtifactEntry]) -> list[str]:
-    """Sentences about boundaries, objects by size and classes never predicted; equal artefacts share one."""
+    """Sentences about unsteady times, boundaries, objects by size and classes never predicted; equal ones are one."""
     found: dict[str, list[str]] = {}
     for entry, name in zip(artifacts, names(artifacts), strict=True):
+        if entry.latency_ms is not None and is_unsteady(entry):
+            times = entry.latency_ms
+            unsteady = f"p90 is {times.p90 / times.p50:.1f} times p50. Measure again when nothing else runs here."
+            found.setdefault(f"unsteady, {unsteady}", []).append(name)
         if entry.boundary_f1 is not None:
             sizes = ", ".join(f"{kind} {percent(value)}" for kind, value in entry.recall_by_size.items())
             figures = f"boundary F1 {percent(entry.boundary_f1)}; recall by object size: {sizes}."
             if entry.never_predicted:
                 absent = entry.never_predicted
-                figures += f" {len(absent)} of {len(entry.per_class)} classes are never predicted: {', '.join(absent)}."
+                verb = "is" if len(absent) == 1 else "are"
+                count = f"{len(absent)} of {len(entry.per_class)} classes"
+                figures += f" {count} {verb} never predicted: {', '.join(absent)}."
             found.setdefault(figures, []).append(name)
         if entry.dice_per_class:
             each = ", ".join(

@@ -34,6 +34,15 @@ Precision = Literal["fp16", "nvfp4", "unknown"]  # unknown: of an engine without
 Patterns = Annotated[tuple[Name, ...], Field(max_length=1000)]
 
 
+def numbered(count: int) -> tuple[str, ...]:
+    """Names of classes that nobody has named.
+
+    >>> numbered(2)
+    ('class_0', 'class_1')
+    """
+    return tuple(f"class_{number}" for number in range(count))
+
+
 @dataclass(frozen=True)
 class ModelCard:
     """Architecture, precision and input contract of one model.
@@ -108,6 +117,11 @@ class ModelCard:
             InputError: `architecture` is none.
         """
         return parse_spec(self.architecture, self.arguments, self.output)
+
+    @property
+    def numbered(self) -> bool:
+        """Whether its classes are called by their numbers, for want of names (`numbered`)."""
+        return self.class_names == numbered(len(self.class_names))
 
     @property
     def channels(self) -> int:

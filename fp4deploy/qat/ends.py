@@ -5,7 +5,9 @@
     a = head(x); return a if not self.training else (a, aux(x))        "aux" is not called: neither
 
 A layer counts by its calls. A call is first if the input reaches it without another GEMM layer, and none of these calls
-comes before it: parallel stems are all first, a layer that reads the image again further down is not. Likewise a call
+comes before it: parallel stems are all first, a layer that reads the image again further down is not. Whole numbers,
+such as token ids and masks, are no image, nor are the rows of an embedding that they choose: a network of tokens has no
+first layer. Likewise a call
 gives an output if it reaches the output without another one, and none of these calls reads its result: of a residual
 stream it is the last branch, of a sum of heads all of them.
 
@@ -90,11 +92,20 @@ def ends_of(model: nn.Module, is_gemm: IsGemm, example_inputs: Inputs | None = N
     given = getattr(model, "output_layers", None)
     named = None if given is None or isinstance(given, nn.Module) else tuple(given)
     with torch.random.fork_rng({each.device for each in model.parameters() if each.is_cuda}):
-        found = _traced(model, is_gemm) or _executed(model, is_gemm, example_inputs)
+        ways = [lambda: _traced(model, is_gemm), lambda: _executed(model, is_gemm, example_inputs)]
+        if _reads_tokens(model, example_inputs):  # a trace does not know which inputs are whole numbers
+            ways.reverse()
+        found = ways[0]() or ways[1]()
     if found is None and named is None:
         _say_assumed(type(model).__name__, gemms[0], gemms[-1])
     ends = found or Ends((gemms[0],), (gemms[-1],))
     return Ends(ends.first, named or ends.outputs)
+
+
+def _reads_tokens(model: nn.Module, example_inputs: Inputs | None) -> bool:
+    if example_inputs is None:
+        return any(isinstance(layer, nn.Embedding) for layer in model.modules())
+    return not all(each.is_floating_point() for each in _tensors(example_inputs))
 
 
 @lru_cache  # once of each: the filters' own memory is lost by `catch_warnings`
@@ -162,6 +173,8 @@ def _traced(model: nn.Module, is_gemm: IsGemm) -> Ends | None:
             continue
         read = _union(origins.get(each, _Origin()) for each in node.all_input_nodes)
         layer = modules.get(str(node.target)) if node.op == "call_module" else None
+        if isinstance(layer, nn.Embedding) or node.target is nn.functional.embedding:
+            read = _Origin()
         if layer is not None and _is_product(layer, is_gemm):
             read = calls.add(str(node.target), read)
         elif layer is not None and _is_opaque(layer, is_gemm):
@@ -237,7 +250,7 @@ def _run(model: nn.Module, is_gemm: IsGemm, inputs: Inputs, meta: bool) -> Ends:
                 with_kwargs=True,
             )
     moved: Any = _like_parameters(inputs, copy)
-    origins.set(moved, _Origin(INPUT_CALL))
+    origins.set([each for each in _tensors(moved) if each.is_floating_point()], _Origin(INPUT_CALL))
     with origins:
         if isinstance(moved, Mapping):
             result = copy(**moved)
@@ -318,6 +331,8 @@ def _assumed(model: nn.Module) -> Iterator[tuple[torch.Tensor, ...]]:
     arguments = inspect.signature(model.forward).parameters.values()
     positional = [each for each in arguments if each.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
     count = max(1, sum(each.default is kinds.empty for each in positional))
+    if any(isinstance(layer, nn.Embedding) for layer in model.modules()):
+        yield (torch.zeros((2, 8), dtype=torch.int64),) * count  # token ids
     for size in SIZES:
         for shapes in itertools.product(_shapes(model, size), repeat=count):
             yield tuple(torch.zeros(shape) for shape in shapes)

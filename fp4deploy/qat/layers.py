@@ -80,8 +80,12 @@ class QuantizedLayer(nn.Module):
             self.input_amax = nn.Parameter(start) if recipe.amax_learned else start
 
     def extra_repr(self) -> str:
-        """The layer's own arguments, its recipe and the six quantisers, as in the table of recipes."""
-        return f"{super().extra_repr()}, {self.recipe.name}: {self.recipe.quantizers()}"
+        """The layer's own arguments, its recipe and the six quantisers: format, scale rule, rounding and axis of each.
+
+        C and O are input and output channels; the weight gradient contracts tokens or pixels.
+        """
+        contracted = ("C", "O", self.gemms().summed)
+        return f"{super().extra_repr()}, {self.recipe.name}: {self.recipe.quantizers(contracted)}"
 
     def detach(self) -> None:
         """Take the quantiser state off again, before the class is changed back."""

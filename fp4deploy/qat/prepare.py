@@ -1,7 +1,8 @@
 """Decide layer by layer what runs in FP4 or FP8, say why, and turn the chosen layers into quantised ones in place.
 
 Kept in high precision by default: the layers that read the image (of which FP4 leaves 3 bits where
-`models.input_encoding` has not encoded it as 13 channels), those that give the outputs (their error goes straight into
+`models.input_encoding` has not encoded it as 13 channels; of token ids an embedding reads, and the layers after it are
+not the first), those that give the outputs (their error goes straight into
 the logits, with no normalisation after it), both found by what the forward calls (`qat.ends`), layers of at most four
 input channels (as one that reads a second image), and everything that is not a GEMM (normalisation, pooling, activation
 functions). A subclass with a forward of its own is quantised where that is still one product (`computed`).
@@ -13,12 +14,10 @@ Of the layers that are quantised, those that `fp8` names are FP8; by default the
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from inspect import Parameter, signature
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -26,23 +25,29 @@ from torch.nn.parameter import is_lazy
 
 from fp4deploy.errors import InputError
 from fp4deploy.formats import MXFP4_BLOCK, NVFP4_BLOCK
+from fp4deploy.graph.own_linear import weight_axis
+from fp4deploy.qat.batches import batches_of, run
 from fp4deploy.qat.computed import plain_class, quantized_class, torch_class, why_not_plain
 from fp4deploy.qat.ends import Ends, Inputs, ends_of
+from fp4deploy.qat.experts import PRECISION as EXPERTS
+from fp4deploy.qat.experts import QuantExperts, attach, described, detach, expert_weights, experts_of, why_not_experts
 from fp4deploy.qat.fp4_gemms.requirements import PRODUCTS, require_packed
 from fp4deploy.qat.layers import QUANTIZED, QuantizedLayer
 from fp4deploy.qat.placement import is_single_gemm
 from fp4deploy.qat.ranges import Ranges
 from fp4deploy.qat.recipes import Recipe, find_recipe
+from fp4deploy.qat.selection import Predicate, Selection, predicate_of, require_possible
 from fp4deploy.rest import rest_of
-
-Selection = Sequence[str] | Callable[[str, nn.Module], bool] | None
 
 NORMS = (nn.GroupNorm, nn.LayerNorm, nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What one layer computes in, and why. `precision` is "FP4", "FP8" or "FP16"; `kind` the torch class name."""
+    """What one layer computes in, and why.
+
+    `precision` is "FP4", "FP8", "FP16", or of experts (`qat.experts`) "FP4 weights"; `kind` the torch class name.
+    """
 
     name: str
     kind: str
@@ -64,7 +69,8 @@ def layer_plan(
 
     Args:
         recipe: None plans a model that stays in FP16.
-        include: glob pattern, several, or predicate(name, module); given, exactly these layers are quantised.
+        include: name, glob or keyword, several, or predicate(name, module) (`qat.selection`); given, exactly these
+            layers are quantised.
         exclude: likewise; these stay in high precision.
         fp8: likewise; of the quantised layers these are FP8. None leaves the choice to the recipe.
         example_inputs: what the forward takes, for a network whose first and output layers are found neither by
@@ -80,7 +86,6 @@ def layer_plan(
     1 FP4 blocks of 16 along 16 input channels
     2 FP16 output layer: its error goes straight into the logits
     """
-    include, exclude, fp8 = ([chosen] if isinstance(chosen, str) else chosen for chosen in (include, exclude, fp8))
     layers = _layers_with_weights(model)
     lazy = next((name for name, layer in layers if any(map(is_lazy, layer.parameters(recurse=False)))), None)
     if lazy is not None:
@@ -91,29 +96,32 @@ def layer_plan(
     if recipe is None:
         return [LayerPlan(name, _kind(layer), "FP16", "FP16 model") for name, layer in layers]
     chosen = find_recipe(recipe)
-    impossible = {name: _reason_impossible(layer) for name, layer in layers}  # once: it tries a subclass's forward
+    included, excluded, eight = (predicate_of(each, dict(layers)) for each in (include, exclude, fp8))
+    # Once: it tries a subclass's forward.
+    impossible = {name: _reason_impossible(layer, chosen) for name, layer in layers}
     ends = ends_of(model, _is_gemm, example_inputs) if include is None else Ends((), ())  # it traces a copy
     of_groups = {
-        name: crossed_groups(layer, recipe_of(chosen, name, layer, fp8))
+        name: crossed_groups(layer, recipe_of(chosen, name, layer, eight))
         for name, layer in layers
-        if not impossible[name]
+        if not impossible[name] and not expert_weights(layer)
     }
-    _check_include(include, impossible | of_groups)
-    for selection in (exclude, fp8):
-        _check_patterns(selection, [name for name, _ in layers])
+    require_possible(include, impossible | of_groups)
     as_it_is = include is None and exclude is None and fp8 is None
-    prepared = as_it_is and any(isinstance(layer, QuantizedLayer) for _, layer in layers)
+    prepared = as_it_is and any(isinstance(layer, QuantizedLayer | QuantExperts) for _, layer in layers)
     hidden = _hidden_children(model)
     plans = []
     for name, layer in layers:
         kept = hidden.get(name) or impossible[name]
-        kept = kept or _reason_to_keep(name, layer, ends, include, exclude)
-        kept = kept or of_groups[name]
-        if prepared and isinstance(layer, QuantizedLayer):
+        kept = kept or _reason_to_keep(name, layer, ends, included, excluded)
+        kept = kept or of_groups.get(name)
+        if prepared and isinstance(layer, QuantizedLayer | QuantExperts):
             kept = None
         elif prepared and kept is None:
             kept = "excluded when the model was prepared"
-        own = layer.recipe if prepared and isinstance(layer, QuantizedLayer) else recipe_of(chosen, name, layer, fp8)
+        if expert_weights(layer):
+            plans.append(LayerPlan(name, _kind(layer), "FP16" if kept else EXPERTS, kept or described(layer)))
+            continue
+        own = layer.recipe if prepared and isinstance(layer, QuantizedLayer) else recipe_of(chosen, name, layer, eight)
         precision = "FP16" if kept else "FP8" if is_fp8(own) else "FP4"
         plans.append(LayerPlan(name, _kind(layer), precision, kept or _quantized_reason(layer, own)))
     return plans
@@ -125,16 +133,15 @@ def is_fp8(recipe: Recipe) -> bool:
     return spec is not None and spec.format == "fp8"
 
 
-def recipe_of(recipe: Recipe, name: str, layer: nn.Module, fp8: Selection = None) -> Recipe:
+def recipe_of(recipe: Recipe, name: str, layer: nn.Module, fp8: Predicate | None = None) -> Recipe:
     """What one quantised layer gets of a recipe: the recipe, or its FP8 form.
+
+    fp8: which layers are FP8; None leaves it to the recipe.
 
     Raises:
         InputError: it is to be FP8, and the recipe has no such form.
     """
-    if fp8 is None:
-        eight = recipe.fp8 == "convolutions" and not is_single_gemm(layer)
-    else:
-        eight = _selected([fp8] if isinstance(fp8, str) else fp8, name, layer)
+    eight = fp8(name, layer) if fp8 else recipe.fp8 == "convolutions" and not is_single_gemm(layer)
     return recipe.in_fp8() if eight and not is_fp8(recipe) else recipe
 
 
@@ -156,22 +163,26 @@ def prepare(
         InputError: unknown recipe, a pattern that matches nothing, or a model with no layer to quantise.
 
     >>> model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10))
-    >>> prepare(model, "nvfp4_qat")[2]
-    QuantLinear(in_features=32, out_features=32, bias=True, nvfp4_qat: X RN static, W^T RN, G -, W -, G^T -, X (dW) -)
-    >>> prepare(nn.Linear(64, 32))
-    QuantLinear(in_features=64, out_features=32, bias=True, nvfp4_qat: X RN static, W^T RN, G -, W -, G^T -, X (dW) -)
+    >>> [type(layer).__name__ for layer in prepare(model, "nvfp4_qat")]
+    ['Linear', 'ReLU', 'QuantLinear', 'ReLU', 'Linear']
+    >>> print(str(prepare(nn.Linear(64, 32))).partition("nvfp4_qat: ")[2])
+    X NVFP4 RN static along C, W^T NVFP4 RN along C, G -, W -, G^T -, X (dW) -, straight-through)
     """
     chosen = find_recipe(recipe)
     plans = {plan.name: plan for plan in layer_plan(model, chosen, include, exclude, fp8, example_inputs)}
     names = [name for name, plan in plans.items() if plan.precision != "FP16"]
+    eight = predicate_of(fp8, plans)
     if not names:
         raise InputError(_nothing_to_quantize(model, plans))
     calibrated = {name: layer.input_amax for name, layer in quantized_layers(model).items()}
     restore(model)
     for name in names:
         layer = model.get_submodule(name)
+        if plans[name].precision == EXPERTS:
+            attach(layer, chosen)
+            continue
         layer.__class__ = quantized_class(layer)
-        layer.attach(recipe_of(chosen, name, layer, fp8), calibrated.get(name), name)  # type: ignore[operator]
+        layer.attach(recipe_of(chosen, name, layer, eight), calibrated.get(name), name)  # type: ignore[operator]
     return model
 
 
@@ -220,6 +231,8 @@ def restore(model: nn.Module) -> nn.Module:
     for layer in quantized_layers(model).values():
         layer.detach()
         layer.__class__ = plain_class(layer)  # type: ignore[assignment]
+    for experts in experts_of(model).values():
+        detach(experts)
     return model
 
 
@@ -235,10 +248,9 @@ def calibrate(model: nn.Module, batches: torch.Tensor | Iterable[Any], rest: str
     Warns of what is on the way too large for FP16, or what else the rest will be deployed in (`ranges`).
 
     Args:
-        batches: one batch as a tensor, such as [N, 3, H, W], or an iterable of batches, on the model's device. Of a
-            batch that is a tuple or a list, such as (images, labels) of a DataLoader, the first elements are the
-            inputs: as many as the forward needs. An input that is a dict, or a first element that is a tuple, holds all
-            arguments.
+        batches: one batch as a tensor, such as [N, 3, H, W], or a dict of arguments, or an iterable of batches, on the
+            model's device. Of a batch that is a tuple or a list, such as (images, labels) of a DataLoader, the first
+            elements are the inputs: as many as the forward needs (`batches.arguments_of`).
         rest: "fp16", "bf16" or "fp32" (`fp4deploy.rest`).
 
     Raises:
@@ -259,16 +271,16 @@ def calibrate(model: nn.Module, batches: torch.Tensor | Iterable[Any], rest: str
     try:
         for layer in layers:
             layer.observing = True
+        for experts in experts_of(model).values():
+            experts.quantizing = False
         with ranges if not _is_compiled(model) else nullcontext():
-            for batch in [batches] if isinstance(batches, torch.Tensor | Mapping) else batches:
-                given = _inputs_of(model, batch)
-                if isinstance(given, Mapping):
-                    model(**given)
-                else:
-                    model(*given)
+            for batch in batches_of(batches):
+                run(model, batch)
     finally:
         for layer in layers:
             layer.observing = False
+        for experts in experts_of(model).values():
+            experts.quantizing = True
         model.train(was_training)
     if beyond := ranges.beyond():
         warnings.warn(beyond, stacklevel=3)
@@ -277,25 +289,6 @@ def calibrate(model: nn.Module, batches: torch.Tensor | Iterable[Any], rest: str
 def _is_compiled(model: nn.Module) -> bool:
     """Whether torch.compile runs a part of the model, of which no operator is seen."""
     return any(hasattr(module, "_orig_mod") for module in model.modules())
-
-
-def _inputs_of(model: nn.Module, batch: Any) -> tuple[Any, ...] | list[Any] | Mapping[str, Any]:
-    """The arguments of the forward among the elements of a batch."""
-    if isinstance(batch, Mapping):
-        return batch
-    if not isinstance(batch, tuple | list):
-        batch = (batch,)
-    elif batch and isinstance(batch[0], tuple | list | Mapping):
-        return batch[0]
-    positional = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    inner = getattr(model, "_orig_mod", getattr(model, "module", model))  # of torch.compile, of DataParallel
-    arguments = signature(inner.forward).parameters.values()
-    needed = [each.name for each in arguments if each.kind in positional and each.default is Parameter.empty]
-    if len(batch) < max(1, len(needed)):
-        raise InputError(
-            f"The forward of {type(inner).__name__} needs {', '.join(needed)}; elements of the batch: {len(batch)}."
-        )
-    return batch[: max(1, len(needed))]
 
 
 def _layers_with_weights(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -314,11 +307,15 @@ def _kind(layer: nn.Module) -> str:
     return type(layer).__name__.removeprefix("Quant")
 
 
-def _reason_to_keep(name: str, layer: nn.Module, ends: Ends, include: Selection, exclude: Selection) -> str | None:
-    if _selected(exclude, name, layer):
+def _reason_to_keep(
+    name: str, layer: nn.Module, ends: Ends, include: Predicate | None, exclude: Predicate | None
+) -> str | None:
+    if exclude is not None and exclude(name, layer):
         return "excluded by name"
     if include is not None:
-        return None if _selected(include, name, layer) else "not in the layers to include"
+        return None if include(name, layer) else "not in the layers to include"
+    if expert_weights(layer):
+        return None
     channels, groups = _input_channels(layer)
     if channels == 1 and groups > 1:
         return f"depthwise: {groups} groups of one input channel, nothing for a block of {NVFP4_BLOCK} to share"
@@ -357,8 +354,10 @@ def crossed_groups(layer: nn.Module, recipe: Recipe) -> str | None:
     return None
 
 
-def _reason_impossible(layer: nn.Module) -> str | None:
-    """Why no recipe can quantise this layer; None where one can."""
+def _reason_impossible(layer: nn.Module, recipe: Recipe) -> str | None:
+    """Why a recipe cannot quantise this layer; None where it can."""
+    if expert_weights(layer):
+        return why_not_experts(layer, recipe)
     parent = torch_class(layer)
     if parent is not None and (hooked := _hooked(layer)):
         return hooked
@@ -367,6 +366,8 @@ def _reason_impossible(layer: nn.Module) -> str | None:
         return reason and f"a subclass of {parent.__name__}: {reason}"
     if isinstance(layer, NORMS) or "norm" in type(layer).__name__.lower():
         return "normalisation: sums over many values and few parameters, kept in high precision"
+    if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+        return "embedding: rows are looked up, and nothing is multiplied"
     if isinstance(layer, nn.MultiheadAttention):
         return "multiplies its weights itself; write its projections as Linear layers to quantise them"
     return f"{type(layer).__name__} is none of {', '.join(kind.__name__ for kind in QUANTIZED)}"
@@ -416,32 +417,7 @@ def _input_channels(layer: nn.Module) -> tuple[int, int]:
     """(input channels of one group, groups)."""
     if isinstance(layer, nn.Linear):
         return layer.in_features, 1
+    if (axis := weight_axis(layer)) is not None:
+        return cast(torch.Tensor, layer.weight).shape[axis], 1
     assert isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose2d)
     return layer.in_channels // layer.groups, layer.groups
-
-
-def _selected(selection: Selection, name: str, layer: nn.Module) -> bool:
-    if selection is None:
-        return False
-    if callable(selection):
-        return selection(name, layer)
-    return any(fnmatchcase(name, pattern) for pattern in selection)
-
-
-def _check_include(include: Selection, impossible: Mapping[str, str | None]) -> None:
-    _check_patterns(include, list(impossible))
-    if include is None or callable(include):
-        return
-    for pattern in include:
-        reasons = {name: reason for name, reason in impossible.items() if fnmatchcase(name, pattern)}
-        if all(reasons.values()):
-            name, reason = next(iter(reasons.items()))
-            raise InputError(f"'{pattern}' includes nothing that can be quantised. {name}: {reason}.")
-
-
-def _check_patterns(selection: Selection, names: list[str]) -> None:
-    if selection is None or callable(selection):
-        return
-    idle = [pattern for pattern in selection if not any(fnmatchcase(name, pattern) for name in names)]
-    if idle:
-        raise InputError(f"No layer matches {', '.join(map(repr, idle))}. Layers: {', '.join(names)}.")

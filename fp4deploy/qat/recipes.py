@@ -77,6 +77,15 @@ class QuantSpec:
         """The rule of an MXFP4 block scale; None for the other formats."""
         return self.scale_rule if self.format == "mxfp4" else None
 
+    @property
+    def named(self) -> str:
+        """Format and, where a format leaves one to choose, the rule of its block scales: "NVFP4", "MXFP4 floor"."""
+        return f"MXFP4 {self.scale_rule}" if self.format == "mxfp4" else self.format.upper()
+
+    def along(self, axis: str) -> str:
+        """Where blocks run; FP8 has none."""
+        return "" if self.format == "fp8" else f" along {axis}"
+
     def __post_init__(self) -> None:
         wrong = [
             f"{name} '{getattr(self, name)}' is not one of {', '.join(values)}"
@@ -270,13 +279,22 @@ class Recipe:
         """The six specs by name, in the table's order."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name in _HEADINGS}
 
-    def quantizers(self) -> str:
-        """The six quantisers on one line, "-" where an operand has none.
+    def quantizers(self, contracted: tuple[str, str, str] = ("C", "O", "tokens")) -> str:
+        """The six quantisers on one line: format, scale rule, rounding, axis; "-" where an operand has none.
 
-        >>> RECIPES["fp4_all_the_way"].quantizers()
-        'X RN, W^T RN, G SR, W RN, G^T SR, X (dW) SR'
+        contracted: the axes that the three GEMMs contract, along which blocks of their operands run.
+
+        >>> RECIPES["nvfp4_qat"].quantizers()
+        'X NVFP4 RN static along C, W^T NVFP4 RN along C, G -, W -, G^T -, X (dW) -, straight-through'
         """
-        return ", ".join(f"{_HEADINGS[name]} {text}" for name, text in self._texts().items())
+        specs, texts = self.operands().values(), self._texts().items()
+        axes = [axis for axis in contracted for _ in range(2)]
+        parts = [
+            f"{_HEADINGS[name]} {text}" if spec is None else f"{_HEADINGS[name]} {spec.named} {text}{spec.along(axis)}"
+            for (name, text), spec, axis in zip(texts, specs, axes, strict=True)
+        ]
+        backward = {"straight-through": "straight-through", "yes": "double quantization"}.get(self._backward())
+        return ", ".join([*parts, *filter(None, [backward])])
 
     def _texts(self) -> dict[str, str]:
         texts = {name: "-" if spec is None else str(spec) for name, spec in self.operands().items()}
@@ -294,16 +312,16 @@ class Recipe:
     def __str__(self) -> str:
         cells = {"recipe": self.name, "format": self._format()}
         cells |= {_HEADINGS[name]: text for name, text in self._texts().items()}
-        cells["double quant"] = (
-            "straight-through" if self.straight_through else "yes" if self.double_quantization else "no"
-        )
+        cells["double quant"] = self._backward()
         widths = [max(len(heading), len(cell)) for heading, cell in cells.items()]
         rows = (cells, ["-" * width for width in widths], cells.values())
         return "\n".join("  ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
+    def _backward(self) -> str:
+        return "straight-through" if self.straight_through else "yes" if self.double_quantization else "no"
+
     def _format(self) -> str:
-        specs = [spec for spec in self.operands().values() if spec]
-        names = {f"MXFP4 {spec.scale_rule}" if spec.format == "mxfp4" else spec.format.upper() for spec in specs}
+        names = {spec.named for spec in self.operands().values() if spec}
         return ", ".join(sorted(names | ({"FP8"} if self.fp8 != "none" else set()), reverse=self.fp8 != "none")) or "-"
 
 

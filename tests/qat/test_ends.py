@@ -262,3 +262,31 @@ def test_of_a_compiled_module_the_names_are_those_of_the_wrapper() -> None:
         compiled: Any = torch.compile(Network("sum", True))
     found = ends_of(compiled, lambda layer: isinstance(layer, nn.Conv2d))
     assert found == Ends(("_orig_mod.stem",), ("_orig_mod.low", "_orig_mod.head"))
+
+
+class Tokens(nn.Module):
+    """Token ids and a mask of them -> logits; the rows of an embedding are no image."""
+
+    def __init__(self, functional: bool = False) -> None:
+        super().__init__()
+        self.functional = functional
+        self.embed, self.query, self.out = nn.Embedding(32, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+        self.head = nn.Linear(64, 32)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        x = nn.functional.embedding(ids, self.embed.weight) if self.functional else self.embed(ids)
+        x = self.query(x)
+        if mask is not None:
+            x = x * mask[..., None]
+        y: torch.Tensor = self.head(torch.relu(self.out(x)))
+        return y
+
+
+@pytest.mark.parametrize("functional", [False, True])
+@pytest.mark.parametrize("given", [None, {"ids": torch.ones(2, 5, dtype=torch.int64), "mask": torch.ones(2, 5).long()}])
+def test_a_network_of_tokens_has_no_first_layer(functional: bool, given: Any) -> None:
+    model = Tokens(functional)
+    assert [plan.name for plan in layer_plan(model, example_inputs=given) if plan.precision == "FP4"] == [
+        "query",
+        "out",
+    ]

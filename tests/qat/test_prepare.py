@@ -199,6 +199,8 @@ SELECTIONS: list[tuple[Any, Any, set[str]]] = [
     (lambda name, layer: isinstance(layer, nn.Linear), None, {"fc1", "fc2", "head"}),
     (None, lambda name, layer: name.startswith("fc"), {"body.conv", "body.up"}),
     (["fc*"], lambda name, layer: getattr(layer, "in_features", 0) == 48, {"fc1"}),
+    (["ody"], None, {"body.conv", "body.up"}),  # a keyword: no layer has that name
+    (["fc", "head"], ["1"], {"fc2", "head"}),
 ]
 
 
@@ -229,7 +231,7 @@ def test_layers_that_cannot_be_quantised_say_why() -> None:
     assert reasons["volume"] == f"ConvTranspose3d is none of {', '.join(kind.__name__ for kind in QUANTIZED)}"
     assert "ConvTranspose1d is none of" in reasons["line"]
     assert "projections" in reasons["attention"]
-    assert "Embedding" in reasons["embedding"]
+    assert reasons["embedding"].startswith("embedding: rows")
     assert "normalisation" in reasons["norm"]
     assert "weight_norm" not in reasons
     for name in ("own", "volume", "attention", "embedding", "norm"):
@@ -287,6 +289,8 @@ def test_mistakes_in_a_selection_are_named() -> None:
         prepare(net(), include=lambda name, layer: False)
     with pytest.raises(InputError, match="Unknown recipe"):
         prepare(net(), "nvfp5")
+    with pytest.raises(InputError, match=r"No layer matches 'qkv'.*keywords such as 'proj'"):
+        prepare(net(), fp8=["qkv"])
     assert not quantized_layers(net())
 
 
@@ -356,8 +360,18 @@ def test_recipes_refuse_what_means_nothing() -> None:
 def test_one_layer_is_quantised_without_being_named(layer: nn.Module) -> None:
     assert prepare(layer) is layer
     assert type(layer).__name__ in ("QuantLinear", "QuantConv2d")
-    assert "nvfp4_qat: X RN static, W^T RN, G -, W -, G^T -, X (dW) -" in repr(layer)
+    assert "nvfp4_qat: X NVFP4 RN static along C, W^T NVFP4 RN along C, G -, W -, G^T -, X (dW) -" in repr(layer)
     assert [plan.precision for plan in layer_plan(layer)] == ["FP4"]
+
+
+def test_a_printed_layer_says_format_scale_rule_rounding_axis_and_double_quantisation() -> None:
+    printed = repr(prepare(nn.Sequential(nn.Conv2d(32, 8, 3), nn.Linear(64, 32)), "tetrajet", include="*"))
+    for summed in ("pixels", "tokens"):
+        assert (
+            f"X MXFP4 ceil RN along C, W^T MXFP4 ceil RN along C, G MXFP4 ceil SR along O, W MXFP4 ceil SR along O, "
+            f"G^T MXFP4 ceil SR along {summed}, X (dW) MXFP4 ceil SR along {summed}, double quantization"
+        ) in printed
+    assert "X FP8 RN static, W^T FP8 RN rows, G -" in repr(prepare(nn.Linear(64, 32), "fp8_qat"))
 
 
 def test_nothing_to_quantise_says_why() -> None:

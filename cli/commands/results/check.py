@@ -17,9 +17,10 @@ from fp4deploy.export.ledger.shares import shares_of
 from ... import completion
 from ...console import print_json, results
 from ...settings import NamedModelOption, expect, parse_axes
+from ..stages import nnunet
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from fp4deploy.export.lowering.forecast import Forecast
     from fp4deploy.models.volumes import NetworkInput
@@ -47,7 +48,10 @@ class Subject:
 def check(
     model: Annotated[
         str,
-        typer.Argument(help="A model (unet:0.25, smp:Unet/resnet34, net.py:factory), a checkpoint, or an .onnx file."),
+        typer.Argument(
+            help="A model (unet:0.25, smp:Unet/resnet34, net.py:factory), a checkpoint, an .onnx file, or a results "
+            "folder of nnU-Net."
+        ),
     ],
     recipe: Annotated[
         str,
@@ -108,6 +112,9 @@ def _subject(
     model: str, recipe: str, classes: int, digits: bool, sets: list[str] | None, size: tuple[int, ...] | None
 ) -> Subject:
     path = Path(model)
+    if nnunet.is_folder(path):
+        network, plans, patch, rest = nnunet.subject(path, recipe)
+        return _of_network(network, plans, patch, named=rest)
     if not path.is_file() and path.suffix not in (".onnx", ".safetensors"):
         return _of_spec(model, recipe, classes, digits, sets, size)
     if not path.is_file():
@@ -118,12 +125,19 @@ def _subject(
         return _of_onnx(path)
     if path.suffix == ".safetensors":
         return _of_checkpoint(path, recipe, size)
-    raise InputError(f"check does not read {path.suffix or 'such'} files. Valid: unet, unet:0.25, .safetensors, .onnx.")
+    raise InputError(
+        f"check does not read {path.suffix or 'such'} files. Valid: unet, unet:0.25, net.py:make (the network of a "
+        "state dict), .safetensors, .onnx."
+    )
 
 
-def _of_network(network: nn.Module, plans: list[LayerPlan], inputs: NetworkInput, named: str = "fp16") -> Subject:
+def _example(shape: tuple[int, ...]) -> Tensor:
     import torch
 
+    return torch.zeros(1, *shape)
+
+
+def _of_network(network: nn.Module, plans: list[LayerPlan], example: Tensor, named: str = "fp16") -> Subject:
     from fp4deploy.export.lowering.forecast import Forecast, forecast, forecast_fp8
     from fp4deploy.graph.costs import MULTIPLYING, macs_of_calls
     from fp4deploy.rest import FP16, rest_of
@@ -143,12 +157,20 @@ def _of_network(network: nn.Module, plans: list[LayerPlan], inputs: NetworkInput
     multiplying = {name: layer for name, layer in modules.items() if isinstance(layer, MULTIPLYING)}
     macs, unknown = None, ""
     try:
-        macs = macs_of_calls(network.eval(), multiplying, torch.zeros(1, inputs.channels, *inputs.size))
+        macs = macs_of_calls(network.eval(), multiplying, example)
     except Exception as error:  # the network's own code, on a size that nobody gave
         cause = str(error) if isinstance(error, Fp4DeployError) else named_cause(error)
-        size = "x".join(map(str, inputs.size))
-        unknown = f"the network fails on inputs of {size} (--size names another): {cause}"
+        unknown = (
+            f"the network fails on images of {'x'.join(map(str, example.shape[2:]))} (--size names another): {cause}"
+        )
     return Subject(plans, lambda conv, _: [of(plan, conv) for plan in plans], macs, unknown)
+
+
+def _inputs(size: tuple[int, ...]) -> NetworkInput:
+    """What a network that is named by its spec reads: RGB images, or volumes of cubes."""
+    from fp4deploy.models.volumes import VOLUME, NetworkInput
+
+    return NetworkInput(size=size, spacing=(1.0,) * VOLUME if len(size) == VOLUME else None)
 
 
 def _of_spec(
@@ -156,15 +178,13 @@ def _of_spec(
 ) -> Subject:
     from fp4deploy.models.build import build_model
     from fp4deploy.models.spec import parse_spec
-    from fp4deploy.models.volumes import VOLUME, NetworkInput
     from fp4deploy.qat import layer_plan
     from fp4deploy.train import load_config
 
     chosen = load_config(None, sets or []).model
-    axes = size or (256, 256)
-    inputs = NetworkInput(size=axes, spacing=(1.0,) * VOLUME if len(axes) == VOLUME else None)
+    inputs = _inputs(size or (256, 256))
     network = build_model(parse_spec(model, chosen.args, chosen.output), classes, digits=digits, inputs=inputs)
-    return _of_network(network, layer_plan(network, recipe), inputs)
+    return _of_network(network, layer_plan(network, recipe), _example((inputs.channels, *inputs.size)))
 
 
 def _of_checkpoint(path: Path, recipe: str, size: tuple[int, ...] | None) -> Subject:
@@ -178,7 +198,8 @@ def _of_checkpoint(path: Path, recipe: str, size: tuple[int, ...] | None) -> Sub
         prepare_as(model, card)
     load_weights(model, path)
     plans = layer_plan(model, card.recipe or recipe)
-    return _of_network(model, plans, (card.resized(size) if size else card).inputs, named=card.rest)
+    shape = (card.resized(size) if size else card).input_shape
+    return _of_network(model, plans, _example(shape), named=card.rest)
 
 
 def _of_onnx(path: Path) -> Subject:

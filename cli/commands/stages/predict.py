@@ -15,6 +15,7 @@ from ... import completion
 from ...console import done, note, print_json, results, shown
 from ...numbers import finite
 from ...settings import CompileOption, NetworkOption, expect
+from . import nnunet
 
 if TYPE_CHECKING:
     from fp4deploy.predict.predictor import Predictor
@@ -59,10 +60,6 @@ def predict(
             "--min-score", min=0.0, max=1.0, callback=finite, help="Least score of an object (instance models)."
         ),
     ] = 0.0,
-    mirror: Annotated[
-        bool,
-        typer.Option("--mirror", help="Average each window of a volume over its mirror images: eight times the work."),
-    ] = False,
     overlays: Annotated[
         bool, typer.Option("--overlays/--no-overlays", help="Also draw classes or objects over each image.")
     ] = True,
@@ -72,6 +69,27 @@ def predict(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print predictions.json on stdout instead of a table.")
     ] = False,
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--nnunet",
+            help="Results folder of nnU-Net with packed networks: IMAGES is a folder of NAME_0000 files.",
+            show_default="none",
+        ),
+    ] = None,
+    fold: nnunet.FoldOption = None,
+    processes: Annotated[
+        int,
+        typer.Option("--processes", min=0, help="With --nnunet: processes that preprocess, and that write; 0: none."),
+    ] = 3,
+    mirror: Annotated[
+        bool | None,
+        typer.Option(
+            "--mirror/--no-mirror",
+            help="Of volumes: average each window over its mirror images.",
+            show_default="with --nnunet yes, else no",
+        ),
+    ] = None,
     compiled: CompileOption = True,
     network: NetworkOption = None,
 ) -> None:
@@ -80,10 +98,15 @@ def predict(
     from fp4deploy.predict.volumes import holds_volumes
 
     expect(network)
-    if holds_volumes(images):
-        _volumes(images, model, out, mirror, batch, as_json, images_alone=tile or overlap is not None or times)
+    if folder is not None:
+        nnunet.predict(folder, fold, images, out, processes, mirror is not False)
         return
-    if mirror:
+    if fold:
+        raise InputError("--fold goes with --nnunet FOLDER.")
+    if holds_volumes(images):
+        _volumes(images, model, out, bool(mirror), batch, as_json, images_alone=tile or overlap is not None or times)
+        return
+    if mirror is not None:
         raise InputError("--mirror is of volumes (.nii, .nii.gz); leave it out.")
     piped = images == [STDIN]
     live = len(images) == 1 and images[0].startswith(CAMERA)

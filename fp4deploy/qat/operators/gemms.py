@@ -29,7 +29,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +54,7 @@ class LinearGemms:
     weight_axes: Pair = (0, 1)
     weight_groups: Pair = (1, 1)
     wgrad_axis: int = 0
+    summed: ClassVar[str] = "tokens"  # what the wgrad contracts, for messages
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Y [..., O]."""
@@ -113,6 +114,7 @@ class ConvGemms:
     transposed: bool = False
     output_padding: Sizes = (0, 0)
     wgrad_axis: int = -1
+    summed: ClassVar[str] = "pixels"
 
     @property
     def input_axis(self) -> int:
