@@ -1,4 +1,5 @@
-# make demo   train, export, build and measure an FP16 and an NVFP4 UNet on generated data, and print the table
+# make demo   train, export, build and measure an FP16 and an NVFP4 UNet on generated data, and print the table;
+#             a smaller one: make demo DEMO="--epochs 2 --size 64"
 # make test   formatting, lint, types, layers, sizes (make check) and, beside them, tests: of long lists of kernels a sample
 # make emulate   the whole lists: kernels in the PTX emulator, with planted faults, and compiled for every architecture
 # make libraries   tests that skip where the libraries of networks, ModelOpt, Ray or a tracker are missing; here they fail
@@ -19,7 +20,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 	install install-dev install-docs clean
 
 demo: install
-	$(BIN)/fp4deploy run --demo
+	$(BIN)/fp4deploy run --demo $(DEMO)
 
 test: install-dev
 	$(MAKE) --jobs 2 check pytest

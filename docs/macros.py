@@ -417,7 +417,8 @@ def cpu_latency() -> str:
         ratios = [f"{forms[form]['ratio']:.2f}" if _settled(forms.get(form)) else "–" for form in CPU_FORMS]
         eager = f"{forms['torch eager']['ms']:.1f}"
         rows.append([label, f"{batch} x {size}", str(threads), eager, *ratios])
-    return markdown(["network", "images", "threads", "torch eager FP32, ms", *CPU_FORMS], rows, 2)
+    titles = (form.replace("portable", "decomposed") for form in CPU_FORMS)
+    return markdown(["network", "images", "threads", "torch eager FP32, ms", *titles], rows, 2)
 
 
 def _network_and_size(case: str) -> tuple[str, str]:
@@ -436,8 +437,9 @@ def cpu_slowest() -> str:
         row for row in result("cpu_latency_cpu")["rows"] if row["form"] == CPU_FORMS[0] and place.items() <= row.items()
     )
     label, size = _network_and_size(slowest["case"])
+    form = slowest["form"].replace("portable", "decomposed")
     return (
-        f"the largest ratio of an artefact is the {slowest['ratio']:.2f} of {slowest['form']} ({label}, "
+        f"the largest ratio of an artefact is the {slowest['ratio']:.2f} of {form} ({label}, "
         f"{slowest['batch']} x {size}, {slowest['threads']} thread{'s' * (slowest['threads'] > 1)}), which is "
         f"{slowest['ms'] / peer['ms']:.2f} times torch eager in channels_last"
     )
@@ -1040,6 +1042,16 @@ def large_images() -> str:
     return markdown(["image", "tiles", "CPU, s", "peak memory, GiB", "logits of all pixels, GiB"], rows, 1)
 
 
+def first_hour() -> str:
+    """The commands of docs/first-hour.md by name: seconds by the clock and of the processor."""
+    rows = []
+    for row in result("first_hour_cpu")["rows"]:
+        words = row["command"].split()
+        name = " ".join(words[: 3 if words[1] == "data" else 2])
+        rows.append([f"`{name}`", f"{row['seconds']:.0f}", f"{row['cpu_seconds']:.0f}"])
+    return markdown(["command", "seconds", "of a processor"], rows, 1)
+
+
 def plain_convolutions() -> str:
     """FP16 convolutions by this package and by cuDNN: elements that differ from the reference, microseconds."""
     rows = []
@@ -1057,6 +1069,26 @@ def fuzzed_networks() -> str:
     rows = [[name, f"{count:,}"] for name, count in counts]
     rows += [[reason, f"{count:,}"] for reason, count in found["reasons"].items()]
     return markdown(["outcome", "networks"], [*rows, ["all", f"{found['networks']:,}"]])
+
+
+def transformers_table() -> str:
+    """What became of networks of transformers and diffusers, from `prepare` to a packed network and an engine."""
+    head = ["network", "layers in FP4", "of the parameters", "export", "ONNX Runtime", "packed", "FP4 GEMMs, fallbacks"]
+    rows = []
+    for row in result("transformers_cpu")["rows"]:
+        planned, exported, packed = row.get("prepare", {}), row.get("export", {}), row.get("packed", {})
+        runtime, engine = row.get("runtime", {}), row.get("engine", {"error": "not measured"})
+        built = f"{engine['fp4_gemms']}, {engine['fallbacks']}" if "fallbacks" in engine else refusal(engine)
+        layers = f"{planned['fp4_layers']} of {planned['layers']}" if "layers" in planned else refusal(planned)
+        rows.append([
+            f"`{row['class']}`" + (" \\*" if "files" in row else ""),
+            layers,
+            f"{100 * planned.get('fp4_share', 0):.0f} %",
+            "agrees" if exported.get("passed") else refusal(exported),
+            *(f"{each['distance']:.0e}" if "distance" in each else refusal(each) for each in (runtime, packed)),
+            built,
+        ])  # fmt: skip
+    return markdown(head, rows)
 
 
 def architectures() -> str:
@@ -1089,8 +1121,8 @@ def architectures() -> str:
         ])  # fmt: skip
     head = [
         "model", "layers in FP4", "QAT loss, first and last step", "canonical ONNX: gate, argmax",
-        "portable ONNX: distance of logits, classes", "SM120 engine: FP4 MACs, fallbacks", "packed",
-        "MB: FP16, ONNX, portable, plan, packed",
+        "decomposed ONNX: distance of logits, classes", "SM120 engine: FP4 MACs, fallbacks", "packed",
+        "MB: FP16, canonical, decomposed, plan, packed",
     ]  # fmt: skip
     return markdown(head, rows)
 
@@ -1169,8 +1201,9 @@ TABLES: dict[str, Callable[..., str]] = {
         coco_samples, ptq_camvid, claim,
         modelopt_peer, image_input, scaling, fp4_training, estimates, telemetry_cost,
         sensitivity, tiles, projected, digit_recipes, settings, fuzzed, mutants, engine_forms, emulated,
-        emulated_architectures, emulated_on_gpu, self_test, native_library, large_images,
-        plain_convolutions, fuzzed_networks, architectures, camvid_models, dsb2018_models, camvid_readme,
+        emulated_architectures, emulated_on_gpu, self_test, native_library, large_images, first_hour,
+        plain_convolutions, fuzzed_networks, architectures, transformers_table, camvid_models, dsb2018_models,
+        camvid_readme,
     )
 }  # fmt: skip
 

@@ -72,6 +72,19 @@ class SegmentationDataset(Protocol):
         ...
 
 
+def background_class(names: Sequence[str], background: bool = False) -> int | None:
+    """The class that stands for no object: the first one where a dataset says so, else one that is named background.
+
+    Masks name every class, and nothing else tells the surroundings from what was labelled.
+
+    >>> background_class(["road", "Background"]), background_class(["road", "car"])
+    (1, None)
+    """
+    if background:
+        return 0
+    return next((number for number, name in enumerate(names) if name.strip("_ ").lower() == "background"), None)
+
+
 def class_type(classes: int) -> type[np.unsignedinteger]:
     """The type of a map of so many classes: uint8 where they and `IGNORE` fit.
 

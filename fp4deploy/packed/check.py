@@ -32,7 +32,6 @@ from fp4deploy.packed.graph import (
     Aten,
     Attention,
     Compare,
-    Constant,
     Conv2d,
     ConvTranspose2d,
     Form,
@@ -49,6 +48,7 @@ from fp4deploy.packed.graph import (
     Resize,
     Roll,
     axes_of,
+    constants_of,
     named,
     tensors_of,
     weight_names,
@@ -111,7 +111,7 @@ def check_values(tensors: Mapping[str, torch.Tensor], graph: Graph) -> None:
     """
     amaxes = {form.amax for form in graph.forms().values() if form.amax}
     rest = rest_of(graph)
-    constants = {node.tensor for node in graph.nodes if isinstance(node, Constant)}
+    constants = constants_of(graph)
     for name, tensor in tensors.items():
         if tensor.dtype == torch.uint8:
             continue
@@ -135,8 +135,11 @@ def _check_inputs(graph: Graph) -> None:
     if len(set(names)) != len(names):
         raise InputError(f"Two inputs of the graph have one name. {AGAIN}")
     for each in graph.inputs:
-        if 0 not in each.free or 1 in each.free or each.shape[0] != 1 or max(each.free) >= len(each.shape):
+        channels = 1 in each.free and len(each.shape) > 3
+        if 0 not in each.free or channels or each.shape[0] != 1 or max(each.free) >= len(each.shape):
             raise InputError(f"The input '{each.name}' needs a free batch of 1 as its first axis, and fixed channels.")
+        if each.dtype == "int64" and any(form.amax or form.pooled for form in each.outputs):
+            raise InputError(f"The input '{each.name}' holds whole numbers, which are never packed. {AGAIN}")
     if graph.digits and (len(graph.inputs) != 1 or len(graph.inputs[0].shape) != 4 or graph.inputs[0].shape[1] != 3):
         raise InputError(f"Only an RGB image is encoded as multi-term FP4. {AGAIN}")
 

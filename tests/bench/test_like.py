@@ -28,7 +28,7 @@ def saved(path: Path, classes: int = 7, **options: Any) -> Path:
 
 
 def test_a_file_without_its_card_scores_as_with_it(untrained: Run, shapes: Path, tmp_path: Path) -> None:
-    ours = untrained.export_dir / "unet-fp16.portable.onnx"
+    ours = untrained.export_dir / "unet.fp16.portable.onnx"
     bare = onnx.load(ours)
     bare.ClearField("metadata_props")
     onnx.save(bare, tmp_path / "bare.onnx")

@@ -61,11 +61,11 @@ def test_runs_and_artifacts_complete(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     assert completion.runs(Context(), "") == []
     run = tmp_path / "runs" / "one"
-    for name in ("fp16/best.safetensors", "export/unet.onnx", "engines/unet.plan", "config.yaml"):
+    for name in ("fp16/best.safetensors", "export/unet.nvfp4.onnx", "engines/unet.nvfp4.sm120.plan", "config.yaml"):
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_text("")
     assert completion.runs(Context(), "runs/o") == ["runs/one"]
-    assert completion.artifacts(Context(), "")[:3] == ["fp16", "unet.onnx", "unet.plan"]
+    assert completion.artifacts(Context(), "")[:3] == ["fp16", "unet.nvfp4.onnx", "unet.nvfp4.sm120.plan"]
 
 
 def test_unreadable_data_completes_to_nothing(tmp_path: Path) -> None:

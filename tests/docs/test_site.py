@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 import fp4deploy
 
@@ -47,6 +48,39 @@ def test_the_api_reference_is_complete_and_can_be_read(site: Path) -> None:
     assert max(map(len, lines)) <= 90
     assert "<blockquote>" not in text, "an example that is no code"
     assert text.count("&gt;&gt;&gt; </span>") > 40
+
+
+def shelves() -> dict[str, list[str]]:
+    """Shelf -> its pages, of the navigation."""
+    return {
+        title: [page for entry in pages for page in entry.values()]
+        for shelf in yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("nav:\n")[1])
+        for title, pages in shelf.items()
+    }
+
+
+def test_what_a_user_reads_is_short() -> None:
+    """Eight pages of 12,000 words, tables and commands counted."""
+    pages = shelves()["Use"]
+    assert len(pages) == 8
+    assert sum(len((ROOT / "docs" / page).read_text(encoding="utf-8").split()) for page in pages) <= 12_000
+
+
+def test_the_first_page_links_every_other() -> None:
+    """A code host shows no navigation."""
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    pages = {page for each in shelves().values() for page in each}
+    assert {f"{page.stem}.md" for page in (ROOT / "docs").glob("*.md")} == pages
+    assert {page for page in pages if f"]({page})" not in text} == {"index.md"}
+
+
+def test_one_word_for_one_thing() -> None:
+    """The glossary has at most eight words; what is named after an option is written as code, or by its own word."""
+    words = (ROOT / "docs" / "index.md").read_text(encoding="utf-8").partition("## Words")[2].partition("\n## ")[0]
+    assert 1 < len(re.findall(r"^\| \*\*", words, re.MULTILINE)) <= 8
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        prose = re.sub(r"```.*?```|<!--.*?-->|`[^`]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        assert not re.search(r"\bportable (file|graph|onnx|model)", prose, re.IGNORECASE), page
 
 
 @pytest.mark.parametrize("page", OUTSIDE, ids=lambda page: page.name)

@@ -102,7 +102,7 @@ def test_export_verifies_writes_and_is_deterministic(checkpoint: Path, data: Pat
     assert (result.verification.images, result.verification.pixels) == (3, 3 * 32 * 32)
     assert "argmax over axis 1 equal to torch on" in result.verification.sentence()
     assert read_packed(tmp_path / "unet.fp4").graph == result.file.graph
-    palette = colours(len(result.file.card.class_names), True) if result.file.card else []
+    palette = colours(result.file.card.class_names, True) if result.file.card else []
     assert json.loads(read_packed(tmp_path / "unet.fp4").about) == {
         "version": __version__,
         "checkpoint_sha256": file_digest(checkpoint),

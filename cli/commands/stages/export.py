@@ -210,7 +210,7 @@ def _targets(source: Path | None, out: Path | None, suffix: str) -> list[tuple[P
 def _in_folder(run: Run, model: str, out: Path | None, suffix: str) -> Path:
     if out is not None and out.suffix == suffix:
         return out
-    return (out or run.export_dir) / f"{run.stem(model)}{suffix}"
+    return (out or run.export_dir) / run.exported(model, suffix).name
 
 
 def _target(checkpoint: Path, out: Path | None, suffix: str) -> Path:

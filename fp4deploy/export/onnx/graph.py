@@ -45,7 +45,7 @@ from fp4deploy.export.onnx.canonical import CANONICAL, FORM_KEY, IR_VERSION, LAY
 from fp4deploy.export.onnx.exporter import short_export
 from fp4deploy.export.onnx.floor import TRANSLATIONS
 from fp4deploy.export.onnx.layer_constants import CONVOLUTIONS, Fp8Constants, LayerConstants, layer_constants
-from fp4deploy.export.onnx.mixed_types import MixedTypes
+from fp4deploy.export.onnx.mixed_types import MixedTypes, one_type_of_norms
 from fp4deploy.export.onnx.naming import ForgetTracing, NameAfterModules, aliases_of
 from fp4deploy.export.onnx.pooling import Divisors
 from fp4deploy.export.onnx.qdq import ACTIVATION_MARKER, MARKER_DOMAIN, WEIGHT_MARKER, LowerMarkers, marked_layers
@@ -67,6 +67,7 @@ from fp4deploy.graph.specialized import Specializing, specializing, watched
 from fp4deploy.graph.unpooling import Unpooling
 from fp4deploy.models.card import CARD_KEY, ModelCard
 from fp4deploy.qat.computed import rest_tensors, torch_class
+from fp4deploy.qat.experts import refuse_experts
 from fp4deploy.qat.layers import QuantConvTranspose2d, QuantLinear
 from fp4deploy.qat.prepare import layer_plan, quantized_layers, restore
 from fp4deploy.rest import BF16, FP16, FP32, Rest, rest_of
@@ -113,6 +114,7 @@ def export_graph(
     >>> [node.op_type for node in graph.graph.node]
     ['Conv', 'Relu']
     """
+    refuse_experts(model)
     constants, refused = _constants(model)
     precision = rest_of(rest or card)
     # The multi-term FP4 encoding reads FP16.
@@ -132,13 +134,14 @@ def export_graph(
     ):
         each(traced)
     _trim_less(traced.graph)
+    one_type_of_norms(traced.graph)
     if dynamic_size:
         _name_axes(traced.graph)
     traced.ir_version = IR_VERSION
     traced.producer_name, traced.producer_version = PRODUCER, None
     traced.graph.name = card.architecture if card else type(model).__name__.lower()
     traced.metadata_props[FORM_KEY] = CANONICAL
-    traced.metadata_props[LAYERS_KEY] = json.dumps(_layers(model, reached, precision, operators.widened))
+    traced.metadata_props[LAYERS_KEY] = json.dumps(_layers(model, reached, precision, operators.widened, examples))
     if precision.name != FP16.name:
         traced.metadata_props[REST_KEY] = precision.name
     if precision.wide:
@@ -202,14 +205,18 @@ def _constants(model: nn.Module) -> tuple[dict[str, LayerConstants | Fp8Constant
     return found, refused
 
 
-def _layers(model: nn.Module, reached: set[str], rest: Rest, widened: list[str]) -> dict[str, dict[str, str]]:
+def _layers(
+    model: nn.Module, reached: set[str], rest: Rest, widened: list[str], examples: Examples
+) -> dict[str, dict[str, str]]:
     """What each layer is in; a quantised one that the network never calls is not in the file.
 
     widened: nodes that ONNX does not define in the rest.
     """
     quantized = quantized_layers(model)
     recipes = [layer.recipe for layer in quantized.values()]
-    plans = layer_plan(model, recipes[0] if recipes else None)  # of a prepared model: as it is
+    positional, named = examples
+    given = named or positional
+    plans = layer_plan(model, recipes[0] if recipes else None, example_inputs=given)  # of a prepared model: as it is
     found = {}
     for plan in plans:
         if plan.name not in reached and plan.name in quantized:

@@ -219,7 +219,9 @@ class Writer:
         if self.digits:
             sizes[1] = 3
         self._amaxes(forms)
-        return Input(name=name, shape=sizes, free=free, outputs=forms)
+        held = self.captured.values[name].dtype
+        dtype = "float32" if held.is_floating_point else "bool" if held == torch.bool else "int64"
+        return Input(name=name, shape=sizes, free=free, dtype=cast(Any, dtype), outputs=forms)
 
     def _holds_sizes(self, node: ir.Node) -> bool:
         """A node that stands for one size of the input only, where the graph was captured with fixed sizes."""
@@ -307,6 +309,18 @@ class Writer:
         self._amaxes([form])
         self.nodes.append(packed.Constant(outputs=[form], tensor=name))
         return form.name
+
+    def step(self, kind: Any, read: str, label: str, **fields: Any) -> str:
+        """A node that stands for no node of the captured graph; the plain activation that it writes."""
+        form = Form(name=self._name(label))
+        self.nodes.append(kind(inputs=[read], outputs=[form], **fields))
+        return form.name
+
+    def shape(self, node: ir.Node, role: str) -> tuple[Size, ...]:
+        """Of what a node reads: an activation, or a tensor of the file."""
+        if role in node.inputs:
+            return self.captured.values[node.inputs[role]].shape
+        return tuple(self.state[node.parameters[role]].shape)
 
     def keep(self, name: str, value: torch.Tensor) -> None:
         """Add a tensor that the module's code reads or computes: a parameter in the rest, anything computed in FP32."""
