@@ -1,4 +1,5 @@
-# make demo   train, export, build and measure an FP16 and an NVFP4 UNet on generated data, and print the table
+# make demo   train, export, build and measure an FP16 and an NVFP4 UNet on generated data, and print the table;
+#             a smaller one: make demo DEMO="--epochs 2 --size 64"
 # make test   formatting, lint, types, layers, sizes (make check) and, beside them, tests: of long lists of kernels a sample
 # make emulate   the whole lists: kernels in the PTX emulator, with planted faults, and compiled for every architecture
 # make libraries   tests that skip where the libraries of networks, ModelOpt, Ray or a tracker are missing; here they fail
@@ -6,6 +7,7 @@
 # make nightly   compilers and package indexes rather than the code: pins, macros, machine code, engines, torch.compile
 # make fuzz   every reader of files on tens of thousands of mutated files, and a table of the outcomes
 # make mutants   faults in the code that decides bytes and verdicts: does a test notice? half an hour of CPU
+# make release   what a release publishes, built twice and installed, with SBOM, in dist/; make rehearsal: of any commit
 # make docs   the documentation site, in site/
 # Each makes its own virtual environment in .venv from nothing.
 
@@ -14,10 +16,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test check pytest emulate libraries gpu-log nightly fuzz mutants docs install install-dev install-docs clean
+.PHONY: demo test check pytest emulate libraries gpu-log nightly fuzz mutants release rehearsal docs \
+	install install-dev install-docs clean
 
 demo: install
-	$(BIN)/fp4deploy run --demo
+	$(BIN)/fp4deploy run --demo $(DEMO)
 
 test: install-dev
 	$(MAKE) --jobs 2 check pytest
@@ -36,10 +39,10 @@ emulate: install-dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "emulate or variants"
 
 LIBRARY_TESTS := tests/models tests/cli/test_quantize_networks.py tests/benchmarks/test_architectures.py \
-	tests/interop/test_modelopt.py tests/experiments/test_sweep_cluster.py tests/train/test_trackers.py
+	tests/interop/test_modelopt.py tests/interop/test_nnunet*.py tests/experiments/test_sweep_cluster.py tests/train/test_trackers.py
 
 libraries: install-dev
-	$(INSTALL) --editable '.[zoo,modelopt,distributed,tensorboard,wandb,mlflow]'
+	$(INSTALL) --editable '.[zoo,nnunet,modelopt,distributed,tensorboard,wandb,mlflow]'
 	FP4DEPLOY_NEED_LIBRARIES=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile $(LIBRARY_TESTS)
 
 GPU_LOG = benchmarks/logs/gpu-tests-$$($(BIN)/fp4deploy --version | cut -d ' ' -f 2).log
@@ -60,6 +63,10 @@ mutants: install-dev
 	$(BIN)/python -m tests.mutation.seeded --jobs 2
 	$(BIN)/python -m tests.mutation.sampled --jobs 2
 
+release rehearsal: install-dev
+	$(INSTALL) --editable '.[release]'
+	$(BIN)/python tools/release.py $(if $(filter rehearsal,$@),--rehearse)
+
 docs: install-docs
 	$(BIN)/mkdocs build --strict
 
@@ -76,7 +83,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed tools/emulator/pyproject.toml
-	$(INSTALL) --editable '.[rtx,dev,docs,examples]' --editable ./tools/emulator
+	$(INSTALL) --editable '.[rtx,dev,docs,examples,medical]' --editable ./tools/emulator
 	touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed

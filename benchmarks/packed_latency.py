@@ -9,7 +9,7 @@ in a process and on a GPU of its own, as many at a time; with --jobs too, so man
 untimed, since compiling takes minutes where timing takes seconds:
 
 * `fp16, FORM`: torch's FP16 model, in all forms of `peers`, with and without a CUDA graph;
-* `packed fp16`: the same FP16 weights in a packed file (`unet-fp16.fp4`): our executor and norm kernels, convolutions
+* `packed fp16`: the same FP16 weights in a packed file (`unet.fp16.fp4`): our executor and norm kernels, convolutions
   of cuDNN. What it gains over torch is the runtime's, not FP4's;
 * `packed nvfp4`: the packed file, first and last layer in FP16 and the others in NVFP4, by kernels of this package;
 * `packed nvfp4, compiled`: the same compiled by Inductor (`fp4deploy/packed/program.py`), where single operators of

@@ -37,6 +37,7 @@ from fp4deploy.packed import activation_bytes, read_packed
 from fp4deploy.packed.network import PackedNetwork
 from fp4deploy.qat import load_model
 from fp4deploy.qat.fused_unet import fuse_unet
+from fp4deploy.runs import Run
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
@@ -61,7 +62,7 @@ def measure(run: Path, data: Path, batches: list[int]) -> dict[str, Any]:
     """All figures, printed as they are measured."""
     emulated, card = load_model(run / "nvfp4" / "best.safetensors", device="cuda")
     plain, _ = load_model(run / "fp16" / "best.safetensors", device="cuda")
-    path = run / "export" / "unet.fp4"
+    path = Run(run).exported("nvfp4", ".fp4")
     file = read_packed(path)
     network = PackedNetwork(file, "cuda")
     half = sum(2 * value.numel() for value in plain.state_dict().values())
@@ -115,7 +116,7 @@ def layerwise(run: Path, data: Path, images: int = 16) -> dict[str, Any]:
     """The error of every node of the packed network with reference inputs; the largest over images, by layer."""
     model, card = load_model(run / "nvfp4" / "best.safetensors", device="cuda")
     model = model.to(memory_format=torch.channels_last)
-    network = PackedNetwork(read_packed(run / "export" / "unet.fp4"), "cuda")
+    network = PackedNetwork(read_packed(Run(run).exported("nvfp4", ".fp4")), "cuda")
     worst: dict[str, float] = {}
     for batch in validation_images(data, card, images):
         with torch.autocast("cuda", dtype=torch.float16):

@@ -62,18 +62,19 @@ def _artifacts(run: Run) -> list[Path]:
 def next_commands(checkpoint: Path, baseline: Path, data: Path | None, model: str | None, given: bool) -> str:
     """What to do with a new NVFP4 checkpoint.
 
-    data: what both are measured on; it is named where it was given, or where no run of the checkpoint says it.
+    data: what both are measured on; it is named where it was given, or where no run of the checkpoint says it. On a
+        plain folder of images an export is verified, and nothing is measured.
     """
+    from fp4deploy.data import are_photos
     from fp4deploy.runs import run_of
 
-    path, more = typed(checkpoint), ""
+    path, named, more = typed(checkpoint), "", f" --model {shlex.quote(model)}" if model is not None else ""
     if given or run_of(checkpoint) is None:
-        more += f" --data {typed(data) if data is not None else 'DIR'}"
-    if model is not None:
-        more += f" --model {shlex.quote(model)}"
+        named = f" --data {typed(data) if data is not None else 'DIR'}"
+    measured = " --data DATASET" if data is not None and are_photos(data) else named
     return (
-        f"Measure it on all images with: fp4deploy bench --engine {path} --baseline {typed(baseline)}{more}; "
-        f"export it with: fp4deploy export {path}{more}"
+        f"Measure it on all images with: fp4deploy bench --engine {path} --baseline {typed(baseline)}{measured}{more}; "
+        f"export it with: fp4deploy export {path}{named}{more}"
     )
 
 

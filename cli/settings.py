@@ -57,7 +57,8 @@ ModelOption = Annotated[
     str | None,
     typer.Option(
         "--model",
-        help="Network: unet:0.5, smp:Unet/resnet34, torchvision:NAME, monai:NAME, timm:NAME, net.py:factory.",
+        help="Network: unet:0.5, smp:Unet/resnet34, torchvision:NAME, monai:NAME, timm:NAME, nnunet:FOLDER, "
+        "net.py:factory.",
         show_default="unet",
     ),
 ]
@@ -67,9 +68,19 @@ NamedModelOption = Annotated[
         "--model", help="The checkpoint's network; needed for one in your own code.", show_default="as the file says"
     ),
 ]
+REST_HELP = "Precision of all that is not quantised"
+REST_DEFAULT = "as the checkpoint says, fp16"
 RestOption = Annotated[
     Literal["fp16", "bf16", "fp32"] | None,
-    typer.Option("--rest", help="Precision of all that is not quantised.", show_default="as the checkpoint says, fp16"),
+    typer.Option("--rest", help=f"{REST_HELP}.", show_default=REST_DEFAULT),
+]
+ExportedRestOption = Annotated[
+    Literal["auto", "fp16", "bf16", "fp32"] | None,
+    typer.Option(
+        "--rest",
+        help=f"{REST_HELP}; auto: fp16, with fp32 for modules that leave its range on --data, bf16 where layers do.",
+        show_default=REST_DEFAULT,
+    ),
 ]
 NetworkOption = Annotated[
     str | None,
@@ -185,21 +196,26 @@ def parse_models(text: str) -> tuple[str, ...]:
 
 
 def parse_size(text: str | None, option: str = "--size") -> tuple[int, int] | None:
-    """Height and width of "HxW", in pixels; `option` begins the messages.
+    """Height and width of "HxW", or of "N" for a square, in pixels; `option` begins the messages.
 
     Raises:
         InputError: the text is not of that form, or a side is beyond the limit.
+
+    >>> parse_size("352x480"), parse_size("96")
+    ((352, 480), (96, 96))
     """
     if text is None:
         return None
-    from fp4deploy.models.card import MOST_PIXELS
+    from fp4deploy.models.volumes import MOST_PIXELS
 
     numbers = text.lower().split("x")
-    if len(numbers) != 2 or not all(re.fullmatch("[0-9]{1,5}", number) and int(number) > 0 for number in numbers):
-        raise InputError(f"{option} takes HEIGHTxWIDTH in pixels, such as 352x480, not '{text[:60]}'.")
+    if len(numbers) > 2 or not all(re.fullmatch("[0-9]{1,5}", number) and int(number) > 0 for number in numbers):
+        raise InputError(
+            f"{option} takes HEIGHTxWIDTH in pixels, such as 352x480, or one number for a square, not '{text[:60]}'."
+        )
     if max(map(int, numbers)) > MOST_PIXELS:
         raise InputError(f"{option} is {text}, and a side has at most {MOST_PIXELS} pixels.")
-    return int(numbers[0]), int(numbers[1])
+    return int(numbers[0]), int(numbers[-1])
 
 
 def settings(

@@ -1,24 +1,37 @@
-"""The measured tables and figures of the site, made from benchmarks/results/*.json when it is built.
+"""Writes measured tables and figures into README.md and the pages of docs, from benchmarks/results/*.json.
 
-A page says `{{ table("kernels") }}`, and mkdocs-macros calls `define_env` below. Below a table stands as of when its
-numbers are. Some figures in sentences are expressions of the same files, others are written by hand. `tests/docs`
-renders every table.
+    python docs/macros.py
+
+A page has them where a code host shows it too, between marks that are comments:
+
+    <!-- table kernels: written by python docs/macros.py -->            a name of TABLES or TEXTS, and arguments
+    <!-- end of table -->
+    of <!--= machine("claim_h200") -->NVIDIA H200, torch 2.11<!--/-->   a Jinja expression of FIGURES
+
+Below a table stands as of when its numbers are. Other figures in sentences are written by hand. `tests/docs` compares.
 """
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
 import json
+import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import jinja2
+
+import fp4deploy
 from fp4deploy.experiments.sweep.results import gap_text
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # mkdocs does not have it
+sys.path.insert(0, str(ROOT))  # for tools
 from tools.results import origin_of  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -404,7 +417,8 @@ def cpu_latency() -> str:
         ratios = [f"{forms[form]['ratio']:.2f}" if _settled(forms.get(form)) else "–" for form in CPU_FORMS]
         eager = f"{forms['torch eager']['ms']:.1f}"
         rows.append([label, f"{batch} x {size}", str(threads), eager, *ratios])
-    return markdown(["network", "images", "threads", "torch eager FP32, ms", *CPU_FORMS], rows, 2)
+    titles = (form.replace("portable", "decomposed") for form in CPU_FORMS)
+    return markdown(["network", "images", "threads", "torch eager FP32, ms", *titles], rows, 2)
 
 
 def _network_and_size(case: str) -> tuple[str, str]:
@@ -423,8 +437,9 @@ def cpu_slowest() -> str:
         row for row in result("cpu_latency_cpu")["rows"] if row["form"] == CPU_FORMS[0] and place.items() <= row.items()
     )
     label, size = _network_and_size(slowest["case"])
+    form = slowest["form"].replace("portable", "decomposed")
     return (
-        f"the largest ratio of an artefact is the {slowest['ratio']:.2f} of {slowest['form']} ({label}, "
+        f"the largest ratio of an artefact is the {slowest['ratio']:.2f} of {form} ({label}, "
         f"{slowest['batch']} x {size}, {slowest['threads']} thread{'s' * (slowest['threads'] > 1)}), which is "
         f"{slowest['ms'] / peer['ms']:.2f} times torch eager in channels_last"
     )
@@ -1027,6 +1042,16 @@ def large_images() -> str:
     return markdown(["image", "tiles", "CPU, s", "peak memory, GiB", "logits of all pixels, GiB"], rows, 1)
 
 
+def first_hour() -> str:
+    """The commands of docs/first-hour.md by name: seconds by the clock and of the processor."""
+    rows = []
+    for row in result("first_hour_cpu")["rows"]:
+        words = row["command"].split()
+        name = " ".join(words[: 3 if words[1] == "data" else 2])
+        rows.append([f"`{name}`", f"{row['seconds']:.0f}", f"{row['cpu_seconds']:.0f}"])
+    return markdown(["command", "seconds", "of a processor"], rows, 1)
+
+
 def plain_convolutions() -> str:
     """FP16 convolutions by this package and by cuDNN: elements that differ from the reference, microseconds."""
     rows = []
@@ -1096,8 +1121,8 @@ def architectures() -> str:
         ])  # fmt: skip
     head = [
         "model", "layers in FP4", "QAT loss, first and last step", "canonical ONNX: gate, argmax",
-        "portable ONNX: distance of logits, classes", "SM120 engine: FP4 MACs, fallbacks", "packed",
-        "MB: FP16, ONNX, portable, plan, packed",
+        "decomposed ONNX: distance of logits, classes", "SM120 engine: FP4 MACs, fallbacks", "packed",
+        "MB: FP16, canonical, decomposed, plan, packed",
     ]  # fmt: skip
     return markdown(head, rows)
 
@@ -1143,6 +1168,27 @@ def _other_models(files: dict[str, str]) -> str:
     return markdown(["network", "model", "seeds", "validation", "gap", "test", "gap"], rows, 2)
 
 
+README_ROWS = {
+    "FP16 control": ("control", "0"),
+    "NVFP4, calibrated only": ("ptq", "21 of 23"),
+    "**NVFP4, QAT**": ("qat", "21 of 23"),
+    "NVFP4, calibrated only, every layer": ("ptq_all", "all"),
+    "NVFP4, QAT, every layer": ("qat_all", "all"),
+    "**NVFP4, QAT, every layer, multi-term input**": ("qat_all_digits", "all"),
+}
+
+
+def camvid_readme() -> str:
+    """CamVid in the README."""
+    found = result("camvid_sweep_h200")["variants"]
+    rows = []
+    for label, (name, layers) in README_ROWS.items():
+        row = found[name]
+        cells = [text for key in ("best", "test") for text in (spread(row[key]), gap(row.get(f"gap_{key}")))]
+        rows.append([label, layers, *cells])
+    return markdown(["", "layers in FP4", "validation", "gap", "test", "gap"], rows, 2)
+
+
 TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
@@ -1155,8 +1201,9 @@ TABLES: dict[str, Callable[..., str]] = {
         coco_samples, ptq_camvid, claim,
         modelopt_peer, image_input, scaling, fp4_training, estimates, telemetry_cost,
         sensitivity, tiles, projected, digit_recipes, settings, fuzzed, mutants, engine_forms, emulated,
-        emulated_architectures, emulated_on_gpu, self_test, native_library, large_images,
+        emulated_architectures, emulated_on_gpu, self_test, native_library, large_images, first_hour,
         plain_convolutions, fuzzed_networks, architectures, transformers_table, camvid_models, dsb2018_models,
+        camvid_readme,
     )
 }  # fmt: skip
 
@@ -1179,50 +1226,66 @@ def loading_rates() -> str:
     return f"{rates} images/s with {workers}"
 
 
-README_ROWS = {
-    "FP16 control": ("control", "0"),
-    "NVFP4, calibrated only": ("ptq", "21 of 23"),
-    "**NVFP4, QAT**": ("qat", "21 of 23"),
-    "NVFP4, calibrated only, every layer": ("ptq_all", "all"),
-    "NVFP4, QAT, every layer": ("qat_all", "all"),
-    "**NVFP4, QAT, every layer, multi-term input**": ("qat_all_digits", "all"),
+def commands(*names: str) -> str:
+    """What measured some results, to be copied."""
+    return "\n".join(["```", *(_document(name)["command"] for name in names), "```"])
+
+
+SECTIONS = {
+    "formats": "Formats",
+    "qat": "Quantisation-aware training",
+    "ptq": "Post-training quantisation",
+    "export": "Export",
+    "bench": "Runtimes",
+    "predict": "Prediction",
+    "plugins": "GEMM and convolution of packed tensors",
+    "errors": "Errors",
 }
 
 
-def readme_table() -> str:
-    """CamVid in the README."""
-    found = result("camvid_sweep_h200")["variants"]
-    rows = []
-    for label, (name, layers) in README_ROWS.items():
-        row = found[name]
-        cells = [text for key in ("best", "test") for text in (spread(row[key]), gap(row.get(f"gap_{key}")))]
-        rows.append([label, layers, *cells])
-    return markdown(["", "layers in FP4", "validation", "gap", "test", "gap"], rows, 2)
+RETURNED = (  # classes that public functions return
+    *("formats.nvfp4.Nvfp4Tensor", "formats.mxfp4.Mxfp4Tensor", "ptq.quantize.Result"),
+    *("export.to_onnx.ExportResult", "export.verify.outputs.Agreement", "export.to_packed.PackedResult"),
+    *("export.engine.build.BuildResult", "export.ledger.ledger.Ledger", "export.ledger.ledger.LedgerRow"),
+    *("bench.runtimes.open.OpenRuntime", "predict.predictor.Predictor", "predict.prediction.Prediction"),
+)
 
 
-README_TABLES = {"camvid": readme_table, "engine_forms": partial(engine_forms, "unet:1.0", "smp:Segformer/mit_b0")}
+def public_names() -> str:
+    """The API reference: every name of `fp4deploy.__all__` and the classes that functions return, by section."""
+    stub = ast.parse(Path(fp4deploy.__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    homes = {alias.name: f"{node.module}.{alias.name}" for node in imports for alias in node.names}
+    paths = [*(homes[name] for name in sorted(fp4deploy.__all__, key=str.lower)), *RETURNED]
+    parts = []
+    for section, title in SECTIONS.items():
+        own = [path for path in paths if path.startswith(f"{section}.")]
+        rows = [[f"[`{path.rpartition('.')[2]}`](#fp4deploy.{path})", _about(path)] for path in own]
+        parts += [f"## {title}", markdown(["name", "what it is"], rows, 2), *(f"::: fp4deploy.{path}" for path in own)]
+    return "\n\n".join(parts)
 
 
-def readme_with_tables(text: str) -> str:
-    """The README with its tables made again, each between its two marks, and as of when they are."""
-    for name, made in README_TABLES.items():
-        head, begin, rest = text.partition(f"<!-- table {name}: written by python docs/macros.py -->\n")
-        _, end, tail = rest.partition("<!-- end of table -->")
-        assert begin
-        assert end
-        _read.clear()
-        text = f"{head}{begin}{made()}\n\n{as_of()}\n{end}{tail}"
-    return text
+def _about(path: str) -> str:
+    """The first sentence of a docstring."""
+    module, _, name = path.rpartition(".")
+    value = getattr(importlib.import_module(f"fp4deploy.{module}"), name)
+    if isinstance(value, dict):
+        return f"One of {', '.join(f'`{key}`' for key in value)}, by name."
+    text = str(inspect.getdoc(value))
+    return re.split(r"(?<=[.])\s|\n\n", text)[0].replace("\n", " ").replace("|", "\\|")
+
+
+TEXTS: dict[str, Callable[..., str]] = {"commands": commands, "public_names": public_names}
 
 
 def table(name: str, *arguments: str) -> str:
-    """A table by its name, and as of when its numbers are.
+    """What a mark names: a table and as of when its numbers are, or a text.
 
     Raises:
         KeyError: there is no such table.
     """
     _read.clear()
-    text = TABLES[name](*arguments)
+    text = (TABLES | TEXTS)[name](*arguments)
     return f"{text}\n\n{as_of()}" if _read else text
 
 
@@ -1232,17 +1295,55 @@ def machine(name: str) -> str:
     return f"{found['gpu']}, torch {found['torch']}"
 
 
-def define_env(env: Any) -> None:
-    """What pages may use; called by mkdocs-macros."""
+def triton_share(case: int) -> str:
+    """Per cent of copy bandwidth of the Triton peer (1) and of the kernel here (0)."""
+    return f"{100 * result('kernels_triton_h200')['torch.bfloat16'][case]['share_of_copy']:.0f}"
+
+
+def command(name: str, *more: str) -> str:
+    """What measured a result, as code; more: arguments that are not recorded with it."""
+    return f"`{' '.join((result(name)['command'], *more))}`"
+
+
+FIGURES: dict[str, Callable[..., Any]] = {
+    function.__name__: function
     for function in (
-        table, result, spread, points, gap, machine, step_ratio, four_over_six_cost, input_encoding_cost, loading_rates,
-        step_images_per_s,
-        captured_recipe, recipe_ratios, first_steps, cpu_slowest, instances_of_samples, claim_growth, image_loss,
-        first_input_share, wgmma_share, packed_fp16_over_nvfp4,
-    ):  # fmt: skip
-        env.macro(function)
+        result, command, points, machine, step_ratio, four_over_six_cost, input_encoding_cost, loading_rates,
+        step_images_per_s, captured_recipe, recipe_ratios, first_steps, cpu_slowest, instances_of_samples, claim_growth,
+        image_loss, first_input_share, wgmma_share, packed_fp16_over_nvfp4, triton_share,
+    )
+}  # fmt: skip
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+BLOCK = re.compile(
+    r"(<!-- table (.+): written by python docs/macros\.py -->\n)(?:(?!<!-- table ).*\n)*?(<!-- end of table -->)"
+)
+FIGURE = re.compile(r"(<!--= (.+?) -->)[^\n]*?(<!--/-->)")
+
+
+def written(text: str) -> str:
+    """A page with its tables and figures made again, each between its marks.
+
+    Raises:
+        KeyError: there is no such table.
+        jinja2.UndefinedError: a result has no such value.
+        ValueError: a mark has no other, or a line begins with one, which a code host would show as raw HTML.
+    """
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined)
+
+    def figure(found: re.Match[str]) -> str:
+        return f"{found[1]}{environment.from_string(f'{{{{ {found[2]} }}}}').render(FIGURES)}{found[3]}"
+
+    def block(found: re.Match[str]) -> str:
+        return f"{found[1]}{table(*found[2].split())}\n{found[3]}"
+
+    for mark, whole in (("<!-- table ", BLOCK), ("<!-- end of table", BLOCK), ("<!--= ", FIGURE), ("<!--/-->", FIGURE)):
+        if text.count(mark) != len(whole.findall(text)):
+            raise ValueError(f"'{mark}' is not always one of two marks")
+    if alone := re.search(r"^[\s*+>-]*<!--=.*", text, re.MULTILINE):
+        raise ValueError(f"a line begins with a mark: {alone[0]}")
+    return FIGURE.sub(figure, BLOCK.sub(block, text))
 
 
 if __name__ == "__main__":
-    README = ROOT / "README.md"
-    README.write_text(readme_with_tables(README.read_text(encoding="utf-8")), encoding="utf-8")
+    for each in PAGES:
+        each.write_text(written(each.read_text(encoding="utf-8")), encoding="utf-8")

@@ -30,5 +30,5 @@ def about(card: ModelCard | None, checkpoint_sha256: str | None) -> dict[str, An
     if checkpoint_sha256 is not None:
         found["checkpoint_sha256"] = checkpoint_sha256
     if card is not None:
-        found["palette"] = [colour and list(colour) for colour in colours(len(card.class_names), card.background)]
+        found["palette"] = [colour and list(colour) for colour in colours(card.class_names, card.background)]
     return found

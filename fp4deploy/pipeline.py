@@ -17,7 +17,7 @@ from fp4deploy.bench.records import Machine
 from fp4deploy.bench.tables import duration
 from fp4deploy.errors import UnavailableError
 from fp4deploy.export import export_onnx
-from fp4deploy.export.engine.build import build_engine
+from fp4deploy.export.engine.build import build_engine, check_arch
 from fp4deploy.export.to_packed import pack
 from fp4deploy.report.collect import now
 from fp4deploy.report.model import Measurement, StageTime
@@ -40,12 +40,14 @@ def run_chain(
     models: Sequence[str],
     *,
     from_scratch: bool = False,
+    resume: bool = False,
     arch: str = "sm120",
     say: Say = print,
     commands: Sequence[str] = (),
 ) -> Report:
     """Take every model from training to its line in the report.
 
+    resume: go on with a training that was interrupted; what follows it is made again.
     commands: what repeats this run, for the report.
 
     Raises:
@@ -55,7 +57,7 @@ def run_chain(
 
     measurement = Measurement(artifacts=[], commands=list(commands), data=str(data))
     with stage(1, "train", say, measurement):
-        train_models(config, run, models, from_scratch=from_scratch)
+        train_models(config, run, models, from_scratch=from_scratch, resume=resume)
         with progress("drawing") as bar:
             draw_trained(run, models, config.telemetry, bar.phase)
     with stage(2, "export and verify", say, measurement):
@@ -88,7 +90,7 @@ def stage(number: int, title: str, say: Say, measurement: Measurement) -> Iterat
 
 
 def _export(run: Run, model: str, data: Path, say: Say) -> None:
-    target = run.export_dir / f"{run.stem(model)}.onnx"
+    target = run.exported(model)
     with progress(f"{target.name}: tracing and comparing with torch"):
         result = export_onnx(run.checkpoint(model), target, portable=True, data=data)
     agreed = f": {result.verification.sentence()}" if result.verification else ""
@@ -100,27 +102,20 @@ def _export(run: Run, model: str, data: Path, say: Say) -> None:
 
 
 def _build(run: Run, model: str, arch: str, say: Say, measurement: Measurement) -> None:
-    stem = run.stem(model)
-    source, target = run.export_dir / f"{stem}.onnx", run.engine_dir / f"{stem}.plan"
+    target = run.engine(model, check_arch(arch))
     try:
         with progress("lowering") as bar:
-            result = build_engine(source, target, arch=arch, progress=bar.phase)
+            result = build_engine(run.exported(model), target, arch=arch, progress=bar.phase)
     except UnavailableError as error:
-        measurement.remarks.append(f"{stem}.plan was not built: {error}")
-        say(f"      {stem}.plan was not built: {error}")
+        measurement.remarks.append(f"{target.name} was not built: {error}")
+        say(f"      {target.name} was not built: {error}")
         return
     say(f"      {result.plan.name}: {result.ledger.summary()}")
 
 
 def _artifacts(run: Run, model: str, say: Say) -> Iterator[Path]:
-    stem = run.stem(model)
-    candidates = (
-        run.checkpoint(model),
-        run.export_dir / f"{stem}.onnx",
-        run.export_dir / f"{stem}.fp4",
-        run.engine_dir / f"{stem}.plan",
-    )
-    for path in candidates:
+    made = (run.checkpoint(model), run.exported(model), run.exported(model, ".fp4"), *run.engines(model))
+    for path in made:
         if path.is_file():
             say(f"      {path.relative_to(run.path)}")
             yield path

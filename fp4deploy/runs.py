@@ -9,10 +9,9 @@
       <model>/telemetry.jsonl         statistics of every layer, one line a snapshot
       <model>/state/                  everything an exact resume needs
       plots/heatmaps/<model>/         of the telemetry; plots/kurtosis/<model>/ of the study
-      export/unet.onnx                the NVFP4 model; the FP16 baseline is unet-fp16.onnx
-      export/unet.fp4                 the same, packed; and unet-fp16.fp4
-      export/my_net.nvfp4.onnx        of a network of your own in my_net.py; and my_net.fp16.onnx
-      engines/unet.plan               and its ledger, unet.ledger.json
+      export/my_net.nvfp4.onnx        of the NVFP4 model of the network my_net; and my_net.fp16.onnx (`naming`)
+      export/my_net.nvfp4.fp4         the same, packed
+      engines/my_net.nvfp4.sm120.plan for a GPU; and its ledger, my_net.nvfp4.sm120.ledger.json
       bench.jsonl                     what bench measured; provenance.jsonl: what was made of which
       report.{json,md,html}
       .lock                           held by the process that trains, and naming it
@@ -37,6 +36,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp4deploy.errors import InputError
+from fp4deploy.naming import NETWORK, built_name, model_stem, network_name, stems
 from fp4deploy.system.files import atomic_write
 
 if TYPE_CHECKING:
@@ -71,20 +71,34 @@ class Run:
         """Best checkpoint of one trained model (it may not exist yet)."""
         return self.model_dir(model) / "best.safetensors"
 
-    def stem(self, model: str) -> str:
-        """File stem of the artefacts of one trained model."""
-        return artifact_stem(model, self.network())
-
     def network(self) -> str:
-        """What files call the network: the file of a spec "net.py:build", NAME of "smp:NAME"; "unet" where none is."""
+        """What files call the network (`naming.network_name`)."""
         from fp4deploy.system.schema import read_yaml
 
-        spec = "unet"
         with suppress(InputError, TypeError, KeyError):
-            spec = read_yaml(self.config_path)["model"]["spec"]
-        location, _, name = str(spec).rpartition(":")
-        text = Path(location).stem if location.endswith(".py") else location if location == "unet" else name
-        return re.sub(r"\W+", "_", text)[:80] or "unet"
+            return network_name(str(read_yaml(self.config_path)["model"]["spec"]))
+        return NETWORK
+
+    def stem(self, model: str) -> str:
+        """File stem of what is written of one trained model."""
+        return self.stems(model)[0]
+
+    def stems(self, model: str) -> tuple[str, str]:
+        """File stems that are read: of `stem`, and of older runs."""
+        return stems(model, self.network())
+
+    def exported(self, model: str, suffix: str = ".onnx") -> Path:
+        """Where a model is exported to; suffix: ".onnx" or ".fp4"."""
+        return self.export_dir / f"{self.stem(model)}{suffix}"
+
+    def engine(self, model: str, arch: str) -> Path:
+        """Where the engine of a model for a GPU is built."""
+        return self.engine_dir / built_name(self.exported(model), arch)
+
+    def engines(self, model: str) -> list[Path]:
+        """The engines that a model has."""
+        own = self.stems(model)
+        return [path for path in sorted(self.engine_dir.glob("*.plan")) if model_stem(path) in own]
 
     def models(self) -> list[str]:
         """Names of the models that have a checkpoint, FP16 first."""
@@ -141,13 +155,6 @@ def _launched(variable: str, alone: str) -> int:
     if not re.fullmatch("[0-9]{1,9}", text):
         raise InputError(f"The environment variable {variable} is '{text}'; a launcher such as torchrun sets a number.")
     return int(text)
-
-
-def artifact_stem(model: str, network: str = "unet") -> str:
-    """File stem of a model's artefacts: "my_net.nvfp4"; of this project's UNet "unet", the product, and "unet-fp16"."""
-    if network != "unet":
-        return f"{network}.{model}"
-    return "unet" if model == "nvfp4" else f"unet-{model}"
 
 
 def create_run(out: Path | None = None, *, root: Path = RUNS) -> Run:

@@ -21,7 +21,7 @@ from fp4deploy.graph.capture import Inputs
 from fp4deploy.models import ModelCard, build_unet, save_checkpoint
 from fp4deploy.models.unet import UNet
 from fp4deploy.qat import calibrate, prepare
-from fp4deploy.runs import Run, artifact_stem, create_run
+from fp4deploy.runs import Run, create_run
 from fp4deploy.train import Config, load_config, train_models
 
 SIZE = 32
@@ -118,7 +118,7 @@ def _export_untrained(run: Run, names: tuple[str, ...]) -> None:
             calibrate(model, [torch.randn(2, 3, SIZE, SIZE)])
         card = ModelCard(precision, 0.125, names, SIZE, SIZE, IMAGE_MEAN, IMAGE_STD, True, recipe)
         save_checkpoint(run.checkpoint(precision), model, card)
-        target = run.export_dir / f"{artifact_stem(precision)}.onnx"
+        target = run.exported(precision)
         export_onnx(run.checkpoint(precision), target, portable=True, verify=False)
         pack(run.checkpoint(precision), target.with_suffix(".fp4"), verify=False)
 
@@ -130,9 +130,9 @@ def plan(untrained: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("TensorRT-RTX is not installed (pip install tensorrt-rtx)")
 
     def build(folder: Path) -> None:
-        build_engine(untrained.export_dir / "unet.onnx", folder / "unet.plan")
+        build_engine(untrained.export_dir / "unet.nvfp4.onnx", folder / "unet.nvfp4.sm120.plan")
 
-    return made_once(tmp_path_factory, "engines", build) / "unet.plan"
+    return made_once(tmp_path_factory, "engines", build) / "unet.nvfp4.sm120.plan"
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,6 @@ from fp4deploy.runs import (
     LOCK,
     RUNS,
     Run,
-    artifact_stem,
     create_run,
     hold,
     is_first_process,
@@ -76,7 +75,6 @@ def test_models_are_those_with_a_checkpoint(tmp_path: Path) -> None:
         run.model_dir(model).mkdir()
         run.checkpoint(model).touch()
     assert run.models() == ["fp16", "nvfp4"]
-    assert [artifact_stem(model) for model in run.models()] == ["unet-fp16", "unet"]
 
 
 @pytest.mark.parametrize(
@@ -85,10 +83,10 @@ def test_models_are_those_with_a_checkpoint(tmp_path: Path) -> None:
         ("model: {spec: 'some where/my_net.py:build'}", ["my_net.fp16", "my_net.nvfp4"]),
         ("model: {spec: 'smp:Unet/resnet34'}", ["Unet_resnet34.fp16", "Unet_resnet34.nvfp4"]),
         ("model: {spec: 'package.module:build'}", ["build.fp16", "build.nvfp4"]),
-        ("model: {spec: 'unet:0.5'}", ["unet-fp16", "unet"]),
-        ("model: {scale: 0.5}", ["unet-fp16", "unet"]),
-        ("model: [", ["unet-fp16", "unet"]),
-        ("", ["unet-fp16", "unet"]),
+        ("model: {spec: 'unet:0.5'}", ["unet.fp16", "unet.nvfp4"]),
+        ("model: {scale: 0.5}", ["unet.fp16", "unet.nvfp4"]),
+        ("model: [", ["unet.fp16", "unet.nvfp4"]),
+        ("", ["unet.fp16", "unet.nvfp4"]),
     ],
 )
 def test_artefacts_are_named_by_their_network(tmp_path: Path, config: str, stems: list[str]) -> None:

@@ -48,6 +48,7 @@ MEASURED = {  # by script, or command of fp4deploy: folders of fp4deploy
     "emulated": ("plugins",),
     "engine_forms": _ENGINES,
     "estimate": _TRAINING,
+    "first_hour": ("data", "models", "ptq", "export", "bench", "predict", "train"),
     "four_over_six_cost": ("plugins/quantize",),
     "fp4_training": (*_TRAINING, "plugins/gemm"),
     "fuzz": ("system", "data", "packed", "models", "export"),

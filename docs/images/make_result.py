@@ -18,6 +18,7 @@ from PIL import Image
 
 from fp4deploy.report.figures.instance_overlays import draw_instance_overlays
 from fp4deploy.report.figures.overlays import draw_overlays
+from fp4deploy.runs import Run
 
 METRICS = {"ap": "AP", "miou": "mIoU"}
 
@@ -35,7 +36,7 @@ def main() -> None:
     metric, scores = best(arguments.run)
     draw = draw_instance_overlays if metric == "ap" else draw_overlays
     overlays = draw(*checkpoints, arguments.data)[-arguments.rows :]
-    sizes = [(arguments.run / "export" / name).stat().st_size / 1e6 for name in ("unet-fp16.fp4", "unet.fp4")]
+    sizes = [Run(arguments.run).exported(model, ".fp4").stat().st_size / 1e6 for model in ("fp16", "nvfp4")]
     titles = {"image": "image", "truth": "annotation", "difference": "difference in red"}
     for label, size, score in zip(("FP16", "NVFP4"), sizes, scores, strict=True):
         titles[label] = f"{label}: {size:.1f} MB, {METRICS[metric]} {100 * score:.1f}"

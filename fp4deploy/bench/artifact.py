@@ -29,6 +29,7 @@ EMULATED = "emulated, not run"  # accuracy of an engine's arithmetic, computed e
 COMPARED = 32  # images on which it is compared with the canonical file
 NOT_RUN = "built, not run"
 UNAVAILABLE = "unavailable"
+NEEDS_MODEL = "needs --model"  # a checkpoint of a network in the user's own code, which no file makes run
 
 
 def bench_artifact(
@@ -160,7 +161,8 @@ def bench_or_explain(path: Path, data: Path | None, *, model: str | None = None,
         return bench_artifact(path, data, model=model, **settings)
     except (UnavailableError, UnnamedCodeError) as error:
         how = settings.get("form", "eager") if path.suffix == ".safetensors" else settings.get("provider", "cpu")
-        return not_run(path, str(error), model=model, provider=how)
+        row = not_run(path, str(error), model=model, provider=how)
+        return row.model_copy(update={"status": NEEDS_MODEL}) if isinstance(error, UnnamedCodeError) else row
 
 
 def not_run(path: Path, reason: str, *, model: str | None = None, provider: str = "cpu") -> ArtifactEntry:

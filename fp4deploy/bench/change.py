@@ -67,7 +67,7 @@ def compare(
             if progress is not None:
                 progress(before * total + done, 2 * total)
 
-        found = evaluate_task(runtime, data, progress=tell, split=split, limit=limit)
+        found = evaluate_task(runtime, data, progress=tell, split=split, limit=limit, labelled=False)
         task = task_of(runtime.card)
         score = getattr(found.scores, task.key)
         scores.append(float(score) if np.isfinite(score) else None)

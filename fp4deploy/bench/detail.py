@@ -9,7 +9,7 @@ et al., "What is a good evaluation measure for semantic segmentation?", 2013; po
 Recall by object size: an object is a connected component (4 neighbours) of a class in the truth; small objects have
 fewer than 32 x 32 pixels, medium ones fewer than 96 x 96, as in COCO. The recall of a class and size is the share of
 those objects' pixels that are predicted as the class; the score is the mean over the classes. It has no counterpart
-of IoU, because a wrong pixel belongs to no object of the truth. Background is no object.
+of IoU, because a wrong pixel belongs to no object of the truth. Background is no object, nor is a class of that name.
 
 Pixels labelled `IGNORE` count nowhere and have no boundary.
 """
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fp4deploy.bench.evidence import PixelCounts
-from fp4deploy.data.sample import IGNORE
+from fp4deploy.data.sample import IGNORE, background_class
 
 TOLERANCE = 0.0075  # of the image's diagonal
 SIZES = {"small": 32 * 32, "medium": 96 * 96, "large": 1 << 62}  # pixels below which an object has this size
@@ -36,7 +36,7 @@ class SegmentationDetail:
 
     def __init__(self, classes: Sequence[str], background: bool = False) -> None:
         """background: the first class is everything unlabelled."""
-        self.classes, self.background = tuple(classes), background
+        self.classes, self.background = tuple(classes), background_class(classes, background)
         self._counts: list[NDArray[np.int64]] = []
         self._boundary = np.zeros((len(self.classes), 4))  # correct and all, of the prediction and of the truth
         self._objects = np.zeros((len(self.classes), len(SIZES), 2))  # hit and all pixels
@@ -94,7 +94,7 @@ class SegmentationDetail:
 
         labels, right = truth.numpy(), (predicted == truth).numpy()
         for number in np.unique(labels):
-            if number == IGNORE or (self.background and number == 0):
+            if number in (IGNORE, self.background):
                 continue
             components, count = ndimage.label(labels == number)
             areas = np.bincount(components.ravel(), minlength=count + 1)[1:]

@@ -20,7 +20,7 @@ from fp4deploy.data.inspection.digest import DigestedDataset
 from fp4deploy.data.part import part_of
 from fp4deploy.errors import InputError
 from fp4deploy.metrics import SegmentationScore
-from fp4deploy.tasks import task_of
+from fp4deploy.tasks import images_for, task_of
 
 BATCH = 8
 Progress = Callable[[int, int], None]  # images done, images in all
@@ -35,10 +35,12 @@ def evaluate_task(
     results: Path | None = None,
     split: str = VAL,
     limit: int | None = None,
+    labelled: bool = True,
 ) -> Accuracy:
     """Accuracy of a runtime in its own task: mIoU, or AP; `max_detections` and `results` as of `evaluate_objects`.
 
     limit: measure on so many images of the split, evenly spaced.
+    labelled: False: of a semantic model, a plain folder of images will do, on which there is no score.
 
     Raises:
         InputError: the data does not fit the model, or cannot be read; `max_detections` of a semantic model.
@@ -50,7 +52,7 @@ def evaluate_task(
             "--max-dets is for instance models and detectors, and this one predicts a class for every pixel. Leave it "
             "out, or train one with: fp4deploy train --task instance"
         )
-    return evaluate(runtime, data, batch, progress, split, limit)
+    return evaluate(runtime, data, batch, progress, split, limit, labelled)
 
 
 def evaluate(
@@ -60,14 +62,18 @@ def evaluate(
     progress: Progress | None = None,
     split: str = VAL,
     limit: int | None = None,
+    labelled: bool = True,
 ) -> Accuracy:
     """mIoU, IoU per class, pixel accuracy and what `detail` counts, of a semantic runtime over a split.
+
+    labelled: as of `evaluate_task`.
 
     Raises:
         InputError: the data does not fit the model, or cannot be read.
     """
     card = runtime.card
-    dataset = DigestedDataset(part_of(validation_set(card, data, split), limit))
+    opened = validation_set(card, data, split) if labelled else images_for(card, data, split, known=True)
+    dataset = DigestedDataset(part_of(opened, limit))
     detail = SegmentationDetail(dataset.class_names, card.background)
     score = SegmentationScore(len(dataset.class_names), dataset.class_names)
     transform = EvalTransform(card.height, card.width, card.mean, card.std)

@@ -30,10 +30,10 @@ def engines(run: Run) -> list[dict[str, Any]]:
     """One entry for every engine of a run that has a ledger, as JSON values."""
     found = []
     for model in run.models():
-        plan = run.engine_dir / f"{run.stem(model)}.plan"
-        ledger = ledger_of(plan) if plan.is_file() else None
-        if ledger is not None:
-            found.append(_entry(model, plan, ledger))
+        for plan in run.engines(model):
+            ledger = ledger_of(plan)
+            if ledger is not None:
+                found.append(_entry(model, plan, ledger))
     return found
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from fp4deploy.bench.runtimes.open import RUNTIMES
 from fp4deploy.errors import InputError, suggest
+from fp4deploy.naming import model_stem
 from fp4deploy.runs import RUNS, Run, latest_run, run_of
 
 
@@ -18,7 +19,9 @@ def run_artifacts(run: Run) -> dict[str, Path]:
 
 
 def find_artifact(name: Path, root: Path = RUNS) -> Path:
-    """Return `name` where it is a file, else the latest run's artefact of that name ("unet.plan", "fp16").
+    """Return `name` where it is a file, else the latest run's artefact of that name, with or without its network's.
+
+    "my_net.nvfp4.onnx" and "nvfp4.onnx" are the same file of a run of my_net, "fp16" is the checkpoint of a model.
 
     Raises:
         InputError: neither exists; the message lists what the latest run has.
@@ -44,28 +47,35 @@ def or_of_latest_run(name: Path, root: Path = RUNS) -> Path:
 
 def _of_latest_run(name: str, root: Path) -> Path | None:
     try:
-        return run_artifacts(latest_run(root)).get(name)
+        run = latest_run(root)
+        artifacts = run_artifacts(run)
+        return artifacts.get(name) or artifacts.get(f"{run.network()}.{name}")
     except InputError:
         return None
 
 
 def _missing(name: Path, root: Path) -> InputError:
-    suffixes = f"taken are {', '.join(RUNTIMES)}"
+    """There is no such artefact: what is near that name, here and in the latest run, and what would make it."""
+    suffixes = f"Taken are {', '.join(RUNTIMES)} files, by path or by their name in the latest run"
+    near = suggest(name.name, _artifacts_in(name.parent))
     try:
         run = latest_run(root)
     except InputError:
-        return InputError(
-            f"There is no file {name}, and no run under {root}/ to look in; {suffixes}. Start with: fp4deploy train"
-        )
+        return InputError(f"There is no file {name}.{near} {suffixes}, and there is no run under {root}/.")
     artifacts = run_artifacts(run)
     if not artifacts:
-        return InputError(
-            f"There is no file {name}, and {run.path} has no artefacts yet. Continue with: fp4deploy train"
-        )
+        return InputError(f"There is no file {name}.{near} {suffixes}, and {run.path} has no artefacts yet.")
+    near = near or suggest(name.name, artifacts)
     return InputError(
-        f"There is no file {name}.{suggest(name.name, artifacts)} {run.path} has: {', '.join(artifacts)}. "
-        f"{_next_command(name, run)}"
+        f"There is no file {name}.{near} {run.path} has: {', '.join(artifacts)}. {_next_command(name, run)}"
     )
+
+
+def _artifacts_in(folder: Path) -> list[str]:
+    try:
+        return [path.name for path in folder.iterdir() if path.suffix in RUNTIMES]
+    except OSError:
+        return []
 
 
 def _next_command(name: Path, run: Run) -> str:
@@ -73,7 +83,7 @@ def _next_command(name: Path, run: Run) -> str:
     if name.suffix == ".fp4":
         return "Pack the models with: fp4deploy export --format packed"
     if name.suffix == ".safetensors":
-        return "Train a model with: fp4deploy train"
+        return "Name one of these, or the path of a file."
     if name.suffix != ".onnx" and any(run.export_dir.glob("*.onnx")):
         return "Make an engine with: fp4deploy build"
     built = ", then build an engine with: fp4deploy build" if name.suffix == ".plan" else ""
@@ -85,9 +95,9 @@ def model_of(path: Path, run: Run | None) -> str | None:
     if run is None:
         return None
     path = Path(path).resolve()
-    stem = path.stem.removesuffix(".portable")  # not "unet-fp16.nvfp4.onnx", which `quantize` made of unet-fp16.onnx
+    stem = model_stem(path)  # not "my_net.fp16.nvfp4", which `quantize` made of my_net.fp16.onnx
     for model in run.models():
-        if path == run.checkpoint(model).resolve() or stem == run.stem(model):
+        if path == run.checkpoint(model).resolve() or stem in run.stems(model):
             return model
     return None
 

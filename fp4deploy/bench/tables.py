@@ -20,6 +20,7 @@ NUMERIC = frozenset({"size", "mIoU %", "AP %", "AP50 %", "change", "p50 ms", "p9
 NONE = "–"  # a cell without a number
 BASELINES = ("fp16_control", "fp16")
 MOST_CONFUSIONS = 12  # rows of the table
+UNSTEADY = 1.5  # p90 over p50 above which a row says that its times are no property of the artefact
 
 
 def metrics(artifacts: Sequence[ArtifactEntry]) -> tuple[tuple[str, str], ...]:
@@ -57,8 +58,14 @@ def cells(entry: ArtifactEntry, baseline: float | None, shown: Sequence[tuple[st
         change(entry.accuracy, baseline),
         *(milliseconds(getattr(entry.latency_ms, name, None)) for name in ("p50", "p90", "p99")),
         rate(entry.images_per_s),
-        entry.status,
+        f"{entry.status}, unsteady" if is_unsteady(entry) else entry.status,
     )
+
+
+def is_unsteady(entry: ArtifactEntry) -> bool:
+    """One run of ten took longer than `UNSTEADY` times the median: something else ran on the machine meanwhile."""
+    times = entry.latency_ms
+    return times is not None and times.p90 > UNSTEADY * times.p50
 
 
 def rows(artifacts: Sequence[ArtifactEntry]) -> list[tuple[str, ...]]:
@@ -132,15 +139,21 @@ def names(artifacts: Sequence[ArtifactEntry]) -> list[str]:
 
 
 def details(artifacts: Sequence[ArtifactEntry]) -> list[str]:
-    """Sentences about boundaries, objects by size and classes never predicted; equal artefacts share one."""
+    """Sentences about unsteady times, boundaries, objects by size and classes never predicted; equal ones are one."""
     found: dict[str, list[str]] = {}
     for entry, name in zip(artifacts, names(artifacts), strict=True):
+        if entry.latency_ms is not None and is_unsteady(entry):
+            times = entry.latency_ms
+            unsteady = f"p90 is {times.p90 / times.p50:.1f} times p50. Measure again when nothing else runs here."
+            found.setdefault(f"unsteady, {unsteady}", []).append(name)
         if entry.boundary_f1 is not None:
             sizes = ", ".join(f"{kind} {percent(value)}" for kind, value in entry.recall_by_size.items())
             figures = f"boundary F1 {percent(entry.boundary_f1)}; recall by object size: {sizes}."
             if entry.never_predicted:
                 absent = entry.never_predicted
-                figures += f" {len(absent)} of {len(entry.per_class)} classes are never predicted: {', '.join(absent)}."
+                verb = "is" if len(absent) == 1 else "are"
+                count = f"{len(absent)} of {len(entry.per_class)} classes"
+                figures += f" {count} {verb} never predicted: {', '.join(absent)}."
             found.setdefault(figures, []).append(name)
     return [f"{', '.join(dict.fromkeys(same))}: {figures}" for figures, same in found.items()]
 

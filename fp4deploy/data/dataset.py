@@ -10,11 +10,16 @@ from fp4deploy.data.coco.dataset import CocoDataset
 from fp4deploy.data.layouts import LAYOUTS, find_annotations, has_mask_split, has_masks
 from fp4deploy.data.masks import MaskDataset
 from fp4deploy.data.sample import ALL_SPLITS, SegmentationDataset
+from fp4deploy.data.volumes.dataset import VolumeDataset
+from fp4deploy.data.volumes.layout import is_volumes, read_layout
 from fp4deploy.errors import InputError
+from fp4deploy.models.volumes import VolumeInput
 
 
 def has_split(root: Path, split: str, instances: bool = False) -> bool:
     """Whether a folder has a split, in the layout that it is read in (`instances`: with object instances)."""
+    if is_volumes(root):
+        return not instances and read_layout(root).has(split)
     if has_masks(root) and not instances:
         return has_mask_split(root, split)
     return find_annotations(root, split) is not None
@@ -25,9 +30,10 @@ def require_folder(root: Path) -> None:
     if not root.is_dir():
         cause = "is not a folder" if root.exists() else "does not exist"
         raise InputError(f"The dataset folder {root} {cause}. To make a generated one: fp4deploy data shapes DIR")
-    if not has_masks(root) and not any(find_annotations(root, split) for split in ALL_SPLITS):
+    if not is_volumes(root) and not has_masks(root) and not any(find_annotations(root, split) for split in ALL_SPLITS):
         raise InputError(
-            f"{root} is not a dataset folder: it needs {LAYOUTS}. To see an example: fp4deploy data shapes DIR"
+            f"{root} is not a dataset folder: it needs {LAYOUTS}. Images and masks in other folders, YOLO, Cityscapes "
+            "and nnU-Net become one by: fp4deploy data import. To see an example: fp4deploy data shapes DIR"
         )
 
 
@@ -52,7 +58,7 @@ def open_instances(
     root = Path(root)
     require_split(split)
     require_folder(root)
-    if find_annotations(root, split) is None and has_masks(root):
+    if find_annotations(root, split) is None and (has_masks(root) or is_volumes(root)):
         raise InputError(
             f"{root} holds semantic masks, which do not tell one object from the next. Instance segmentation needs "
             f"annotations/instances_{split}2017.json; or train with: --task semantic"
@@ -69,7 +75,7 @@ def open_boxes(root: Path | str, split: str, classes: Sequence[str] | None = Non
     root = Path(root)
     require_split(split)
     require_folder(root)
-    if find_annotations(root, split) is None and has_masks(root):
+    if find_annotations(root, split) is None and (has_masks(root) or is_volumes(root)):
         raise InputError(
             f"{root} holds semantic masks, which have no boxes. Detection needs "
             f"annotations/instances_{split}2017.json; or train with: --task semantic"
@@ -77,13 +83,16 @@ def open_boxes(root: Path | str, split: str, classes: Sequence[str] | None = Non
     return BoxDataset(root, split, classes)
 
 
-def open_dataset(root: Path | str, split: str, classes: Sequence[str] | None = None) -> SegmentationDataset:
+def open_dataset(
+    root: Path | str, split: str, classes: Sequence[str] | None = None, volume: VolumeInput | None = None
+) -> SegmentationDataset:
     """Open one split of a dataset.
 
     Args:
-        root: folder with COCO annotations or with PNG masks; masks take priority where both exist.
+        root: folder with volumes, COCO annotations or PNG masks; masks take priority where both exist.
         split: "train", "val" or "test".
         classes: names of the classes to learn, in this order; None for all.
+        volume: of a model of volumes: its input contract, in place of the set's own.
 
     Raises:
         InputError: the folder, its layout or its content is wrong; the message ends with the next command.
@@ -91,4 +100,6 @@ def open_dataset(root: Path | str, split: str, classes: Sequence[str] | None = N
     root = Path(root)
     require_split(split)
     require_folder(root)
+    if is_volumes(root):
+        return VolumeDataset(root, split, classes, volume)
     return MaskDataset(root, split, classes) if has_masks(root) else CocoDataset(root, split, classes)

@@ -6,6 +6,7 @@
 | COCO without the year; CVAT ("COCO 1.0") | annotations/instances_{split}.json | {split}/, or images/{split}/ |
 | Roboflow ("COCO Segmentation") | {split}/_annotations.coco.json | {split}/ |
 | semantic masks | masks/{split}/NAME.png | {split}/, or images/{split}/ |
+| volumes, the raw layout of nnU-Net | labelsTr/CASE.nii.gz | imagesTr/CASE_0000.nii.gz; see `data.volumes.layout` |
 | Pascal VOC; CVAT ("Mask") | SegmentationClass/NAME.png | JPEGImages/, by ImageSets/Segmentation/{split}.txt |
 
 The validation split may also be called valid or validation. A folder that has masks and annotations is read by its
@@ -25,8 +26,9 @@ from fp4deploy.system.schema import MOST_BYTES, briefly, lines_of, text_of
 
 LAYOUTS = (
     "annotations/instances_{train,val}2017.json with {train,val}2017/ (COCO), {train,valid}/_annotations.coco.json "
-    "(Roboflow), masks/{train,val}/*.png with {train,val}/ (semantic masks), or SegmentationClass/*.png with "
-    "JPEGImages/ and ImageSets/Segmentation/{train,val}.txt (Pascal VOC)"
+    "(Roboflow), masks/{train,val}/*.png with {train,val}/ (semantic masks), SegmentationClass/*.png with "
+    "JPEGImages/ and ImageSets/Segmentation/{train,val}.txt (Pascal VOC), or dataset.json with imagesTr/ and labelsTr/ "
+    "(volumes, nnU-Net)"
 )
 ALIASES = {VAL: (VAL, "valid", "validation")}
 LONGEST_STEM = 240  # bytes; file systems take 255 with the suffix

@@ -38,6 +38,7 @@ from fp4deploy.data.sample import (
     data_error,
     select_classes,
 )
+from fp4deploy.models.card import numbered
 from fp4deploy.system.schema import lines_of, read_bytes, text_of
 
 MOST_LISTING_BYTES = 1 << 20  # of classes.txt and labelmap.txt
@@ -154,12 +155,12 @@ def class_values(root: Path) -> dict[str, int]:
     named_colours = _label_map(root)
     if named_colours:
         return {name: value for value, (name, _) in enumerate(named_colours)}
-    return {f"class_{value}": value for value in range(_largest_value(root) + 1)}
+    return {name: value for value, name in enumerate(numbered(_largest_value(root) + 1))}
 
 
 def are_numbers(values: Mapping[str, int]) -> bool:
     """Whether the classes are called by their values, for want of names."""
-    return all(name == f"class_{value}" for name, value in values.items())
+    return tuple(values) == numbered(len(values))
 
 
 def class_colours(root: Path) -> Colours | None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import colorsys
+from collections.abc import Sequence
 
 import numpy as np
 
-from fp4deploy.data.sample import IGNORE, MAX_CLASSES, ClassIds, Pixels
+from fp4deploy.data.sample import IGNORE, MAX_CLASSES, ClassIds, Pixels, background_class
 
 TINT = 0.6
 BAND = 2**20  # pixels that are blended at once: they are FP32 meanwhile
@@ -20,16 +21,20 @@ COLOURS = (
 Palette = list[tuple[int, int, int] | None]
 
 
-def colours(count: int, background: bool) -> Palette:
-    """One colour a class; None for a background class, which stays as photographed."""
-    found: Palette = [None] if background else []
-    for number in range(count - len(found)):
-        if number < len(COLOURS):
-            found.append(COLOURS[number])
-        else:
-            red, green, blue = colorsys.hsv_to_rgb(number * 0.618034 % 1, 0.65, 0.9)
-            found.append((round(255 * red), round(255 * green), round(255 * blue)))
+def colours(names: Sequence[str], background: bool) -> Palette:
+    """One colour a class; None for the background (`background_class`), which stays as photographed."""
+    clear = background_class(names, background)
+    found: Palette = [_colour(number) for number in range(len(names) - (clear is not None))]
+    if clear is not None:
+        found.insert(clear, None)
     return found
+
+
+def _colour(number: int) -> tuple[int, int, int]:
+    if number < len(COLOURS):
+        return COLOURS[number]
+    red, green, blue = colorsys.hsv_to_rgb(number * 0.618034 % 1, 0.65, 0.9)
+    return round(255 * red), round(255 * green), round(255 * blue)
 
 
 def tinted(image: Pixels, mask: ClassIds, palette: Palette) -> Pixels:

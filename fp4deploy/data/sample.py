@@ -43,6 +43,7 @@ class Sample:
     `instances` int32 [H, W]: 0 where there is no object, else its number, 1, 2, ...; None for semantic training.
     `boxes` float32 [M, 5] of a detection dataset, whose mask is empty.
     `others`: the images that augmentation joins to this one.
+    Of a volume `image` is float32 [C, D, H, W], normalised already, and `mask` uint8 [D, H, W].
     """
 
     image: Pixels
@@ -56,7 +57,7 @@ class Sample:
 class SegmentationDataset(Protocol):
     """A labelled set of images that can be read in any order, and from several processes at once.
 
-    `background` says that class 0 is everything unlabelled; `layout` is "coco" or "masks".
+    `background` says that class 0 is everything unlabelled; `layout` is "coco", "masks" or "volumes".
     """
 
     @property
@@ -69,6 +70,19 @@ class SegmentationDataset(Protocol):
     def load(self, index: int) -> Sample:
         """Read one sample; raises InputError, naming the file, when it cannot be read."""
         ...
+
+
+def background_class(names: Sequence[str], background: bool = False) -> int | None:
+    """The class that stands for no object: the first one where a dataset says so, else one that is named background.
+
+    Masks name every class, and nothing else tells the surroundings from what was labelled.
+
+    >>> background_class(["road", "Background"]), background_class(["road", "car"])
+    (1, None)
+    """
+    if background:
+        return 0
+    return next((number for number, name in enumerate(names) if name.strip("_ ").lower() == "background"), None)
 
 
 def class_type(classes: int) -> type[np.unsignedinteger]:

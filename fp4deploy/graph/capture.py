@@ -418,7 +418,7 @@ class _Reader:
             return False
         read = (self.tensors[each.name][0] for each in node.all_input_nodes if each.name in self.tensors)
         owners = {name.removesuffix(".weight") for name in read if name.endswith(".weight")}
-        return any(each in self.kept for each in (*owners, _module(node)))
+        return any(each in self.kept for each in (*owners, module_of(node)))
 
     def _bound(self, node: fx.Node, schema: Any, name: str) -> Call:
         tensors: dict[str, tuple[str, bool]] = {}
@@ -545,11 +545,11 @@ def _layer(node: fx.Node, parameters: Mapping[str, str]) -> str:
     for role in ("weight", "bias", *owned):  # an input can be a parameter, too
         if role in owned:
             return owned[role].rpartition(".")[0]
-    return _module(node)
+    return module_of(node)
 
 
-def _module(node: fx.Node) -> str:
-    """The path of the module whose forward made a call."""
+def module_of(node: fx.Node) -> str:
+    """The path of the module whose forward made a call; "" of the whole network's."""
     stack = node.meta.get("nn_module_stack") or {}
     paths = [path for path, _ in stack.values()]
     return str(paths[-1]) if paths else ""

@@ -9,6 +9,7 @@ embedding of a thousand numbers that is enlarged to each pixel stays code.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -52,13 +53,15 @@ def parameters_of(program: torch.export.ExportedProgram) -> dict[fx.Node, torch.
 
 def _is_computable(node: fx.Node) -> bool:
     called = node.target
+    if called is operator.getitem:  # one of several results: torch.std_mean
+        return True
     if node.op != "call_function" or not isinstance(called, OpOverload) or called.namespace != "aten":
         return False
     return not called._schema.is_mutable and torch.Tag.nondeterministic_seeded not in called.tags
 
 
 def _is_view(node: fx.Node) -> bool:
-    return any(each.alias_info for each in node.target._schema.returns)  # type: ignore[union-attr]
+    return isinstance(node.target, OpOverload) and any(each.alias_info for each in node.target._schema.returns)
 
 
 def _value(node: fx.Node, values: dict[fx.Node, Any]) -> Any:

@@ -20,10 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fp4deploy.data import IMAGE_MEAN, IMAGE_STD, EvalTransform, open_dataset
-from fp4deploy.data.dataset import has_split
-from fp4deploy.data.images import IMAGE_SUFFIXES, ImageError, read_image
-from fp4deploy.data.sample import TRAIN, Sample
+from fp4deploy.data import IMAGE_MEAN, IMAGE_STD, EvalTransform, PhotoDataset, are_photos, open_dataset
+from fp4deploy.data.sample import TRAIN
 from fp4deploy.errors import GateError, InputError
 from fp4deploy.export.onnx.canonical import foreign_graph, read_onnx
 from fp4deploy.export.onnx.session import portable_session
@@ -72,7 +70,7 @@ def image_size(network: OnnxNetwork, size: tuple[int, int] | None, source: objec
 
 def classes_of(folder: Path) -> tuple[tuple[str, ...], bool]:
     """(class names, whether class 0 is the background) of a dataset; nothing of a plain folder of images."""
-    if not has_split(folder, TRAIN):
+    if not folder.is_dir() or are_photos(folder):
         return (), False
     dataset = open_dataset(folder, TRAIN)
     return dataset.class_names, dataset.background
@@ -88,31 +86,11 @@ def folder_images(
         InputError: there are none.
     """
     transform = EvalTransform(*size, mean, std)
-    if not folder.is_dir():
-        raise InputError(f"There is no folder {folder}. Give one with images: --data DIR")
-    if has_split(folder, TRAIN):
-        dataset = open_dataset(folder, TRAIN)
-        samples: Any = (dataset.load(at) for at in _spaced(len(dataset), count))
-    else:
-        files = sorted(each for each in folder.rglob("*") if each.suffix.lower() in IMAGE_SUFFIXES and each.is_file())
-        if not files:
-            raise InputError(f"{folder} is no dataset and holds no image ({', '.join(IMAGE_SUFFIXES)}).")
-        samples = (_unlabelled(files[at]) for at in _spaced(len(files), count))
-    images = [transform(sample)[0] for sample in samples]
+    has_labels = folder.is_dir() and not are_photos(folder)
+    dataset = open_dataset(folder, TRAIN) if has_labels else PhotoDataset(folder)
+    count = min(count, len(dataset))
+    images = [transform(dataset.load(at * len(dataset) // count))[0] for at in range(count)]
     return [torch.stack(images[start : start + batch]) for start in range(0, len(images), batch)]
-
-
-def _spaced(length: int, count: int) -> list[int]:
-    count = min(count, length)
-    return [at * length // count for at in range(count)]
-
-
-def _unlabelled(path: Path) -> Sample:
-    try:
-        pixels = read_image(path)
-    except ImageError as error:
-        raise InputError(str(error)) from error
-    return Sample(pixels, np.zeros(pixels.shape[:2], np.uint8), path.name)
 
 
 def quantize_onnx(

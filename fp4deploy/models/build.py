@@ -1,4 +1,4 @@
-"""Spec, or card -> network: images [N, 3, H, W] -> logits [N, channels, H, W], with random weights.
+"""Spec, or card -> network: images [N, 3, H, W] -> logits [N, channels, H, W], with random weights; or of volumes.
 
 A factory of the user gets the number of output channels under the name that its signature has for it
 (`sources.CLASS_ARGUMENTS`), and the arguments of `model.args` by name. It is imported and run only for a spec that the
@@ -20,16 +20,23 @@ from fp4deploy.errors import InputError, suggest
 from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.card import ModelCard
 from fp4deploy.models.detector import UNetDetector, pyramid_detector
+from fp4deploy.models.nnunet.network import untrained_network
 from fp4deploy.models.output import with_logits
 from fp4deploy.models.sources import BACKBONES, SOURCES, call_factory, torchvision_detector
-from fp4deploy.models.spec import KNOWN, UNET, ModelSpec, require_named
+from fp4deploy.models.spec import KNOWN, NNUNET, UNET, ModelSpec, require_named
 from fp4deploy.models.torchvision_detectors import require_layout
 from fp4deploy.models.unet import build_unet
+from fp4deploy.models.volumes import IMAGES, NetworkInput
 from fp4deploy.system.offline import offline
 
 
 def build_model(
-    spec: ModelSpec, channels: int, scale: float = 1.0, digits: bool = False, head: DetectionHead | None = None
+    spec: ModelSpec,
+    channels: int,
+    scale: float = 1.0,
+    digits: bool = False,
+    head: DetectionHead | None = None,
+    inputs: NetworkInput = IMAGES,
 ) -> nn.Module:
     """A freshly initialised network. User's code is imported and run: `spec` is one that the user gave.
 
@@ -37,9 +44,11 @@ def build_model(
         channels: of the logits.
         scale, digits: of this project's UNet; the spec's own scale comes first.
         head: of a detector, which the spec's network is the backbone of, or has itself.
+        inputs: what the network reads; of a factory of the user's, which says so itself, not looked at.
 
     Raises:
-        InputError: an unknown name, wrong arguments, or a factory that returns no module.
+        InputError: an unknown name, wrong arguments, a library without networks of so many spatial axes, or a factory
+            that returns no module.
         UnavailableError: the library is not installed.
 
     >>> from fp4deploy.models.spec import parse_spec
@@ -53,7 +62,7 @@ def build_model(
             names = ", ".join(spec.arguments)
             raise InputError(f"A unet takes no model.args ({names}); it has model.scale and model.digits.")
         width = spec.scale if spec.scale is not None else scale
-        return build_unet(channels, width, digits) if head is None else UNetDetector(head, width, digits)
+        return build_unet(channels, width, digits, inputs) if head is None else UNetDetector(head, width, digits)
     if digits:
         raise InputError(f"model.digits is an input encoding of this project's unet; {spec.text} has none.")
     if head is not None and spec.source == "torchvision":
@@ -61,9 +70,11 @@ def build_model(
             return torchvision_detector(spec.name, head, spec.arguments)
     if head is not None:
         return pyramid_detector(_backbone(spec, channels, head), head, spec.text)
-    if spec.known:
+    if spec.source == NNUNET:
+        network = untrained_network(spec.location, channels, inputs)
+    elif spec.known:
         with offline(spec.text):
-            network = SOURCES[spec.source](spec.name, channels, spec.arguments)
+            network = SOURCES[spec.source](spec.name, channels, spec.arguments, inputs)
     else:
         network = call_factory(_factory(spec), spec.text, channels, spec.arguments)
     return with_logits(network, spec.text, channels, spec.output)
@@ -81,11 +92,13 @@ def network_for(card: ModelCard, where: object = "The model card", model: str | 
         UnavailableError: the library is not installed.
     """
     head = card.head if isinstance(card.head, DetectionHead) else None
-    return build_model(require_named(card.spec, where, model), card.channels, card.scale, card.digits, head)
+    return build_model(
+        require_named(card.spec, where, model), card.channels, card.scale, card.digits, head, card.inputs
+    )
 
 
 def _backbone(spec: ModelSpec, channels: int, head: DetectionHead) -> nn.Module:
-    if not spec.known:
+    if not spec.known and spec.source != NNUNET:
         return call_factory(_factory(spec), spec.text, channels, spec.arguments)
     if spec.source not in BACKBONES:
         raise InputError(

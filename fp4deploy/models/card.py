@@ -19,20 +19,28 @@ from fp4deploy.errors import InputError
 from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.heads import MOST_CLASSES, InstanceHead
 from fp4deploy.models.spec import KNOWN, ModelSpec, parse_spec
+from fp4deploy.models.volumes import MOST_CHANNELS, NetworkInput, Side, Size, VolumeInput
 from fp4deploy.rest import RestName
-from fp4deploy.system.schema import Bool, Count, Float, Name, parse_json, validated
+from fp4deploy.system.schema import Bool, Float, Name, parse_json, validated
 
 CARD_KEY = "fp4deploy.card"
 HEADS = ("centres", "set", "fcos", "fcos_relu", "retinanet")  # `method` of a head
 AGAIN = "Export or train the model again."
-MOST_PIXELS = 16_384  # height or width
 
-Pixels = Annotated[Count, Field(ge=1, le=MOST_PIXELS)]
 Channel = Annotated[Float, Field(ge=-100, le=100)]  # a mean, in units of [0, 1] RGB
 Spread = Annotated[Float, Field(ge=0.01, le=100)]  # a standard deviation; the largest input still fits FP16
 TaskName = Literal["semantic", "instance", "detection"]
 Precision = Literal["fp16", "nvfp4", "unknown"]  # unknown: of an engine without a ledger, never of a file
 Patterns = Annotated[tuple[Name, ...], Field(max_length=1000)]
+
+
+def numbered(count: int) -> tuple[str, ...]:
+    """Names of classes that nobody has named.
+
+    >>> numbered(2)
+    ('class_0', 'class_1')
+    """
+    return tuple(f"class_{number}" for number in range(count))
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,8 @@ class ModelCard:
     input is the same.
     `architecture` is the model spec (`models.spec`), `scale` a UNet's own, `arguments` those of the spec's network, and
     `output` the name or number of the logits where it has several outputs. `rest` is what is neither FP4 nor FP8 in,
-    once the model is deployed (`fp4deploy.rest`).
+    once the model is deployed (`fp4deploy.rest`). `volume` is there of a network of three spatial axes, and describes
+    its input (`models.volumes`), which is normalised by it: `mean` and `std` are then 0 and 1.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -55,10 +64,10 @@ class ModelCard:
     precision: Precision
     scale: Annotated[Float, Field(gt=0, le=4)]
     class_names: Annotated[tuple[Name, ...], Field(max_length=MOST_CLASSES)]
-    height: Pixels
-    width: Pixels
-    mean: tuple[Channel, Channel, Channel]
-    std: tuple[Spread, Spread, Spread]
+    height: Side
+    width: Side
+    mean: Annotated[tuple[Channel, ...], Field(min_length=1, max_length=MOST_CHANNELS)]
+    std: Annotated[tuple[Spread, ...], Field(min_length=1, max_length=MOST_CHANNELS)]
     background: Bool
     recipe: Name | None = None
     architecture: Name = "unet"
@@ -71,6 +80,34 @@ class ModelCard:
     arguments: Annotated[dict[Name, Any], Field(max_length=100)] = field(default_factory=dict, hash=False)
     output: Name | None = None
     rest: RestName = "fp16"
+    volume: VolumeInput | None = None
+
+    @property
+    def size(self) -> Size:
+        """The spatial axes of the input: (height, width), or (depth, height, width)."""
+        return (self.height, self.width) if self.volume is None else (self.volume.depth, self.height, self.width)
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """The input without the batch: (channels, *size)."""
+        return (len(self.mean), *self.size)
+
+    @property
+    def inputs(self) -> NetworkInput:
+        """What the network is built for."""
+        return NetworkInput(len(self.mean), self.size, self.volume.spacing if self.volume is not None else None)
+
+    def resized(self, size: Size) -> ModelCard:
+        """The card of the same network for inputs of another size.
+
+        Raises:
+            InputError: `size` has another number of axes.
+        """
+        if len(size) != len(self.size):
+            form = "DxHxW" if self.volume is not None else "HxW"
+            raise InputError(f"The network has {len(self.size)} spatial axes, and the size {len(size)}. Give {form}.")
+        volume = None if self.volume is None else dataclasses.replace(self.volume, depth=size[0])
+        return dataclasses.replace(self, height=size[-2], width=size[-1], volume=volume)
 
     @property
     def spec(self) -> ModelSpec:
@@ -80,6 +117,11 @@ class ModelCard:
             InputError: `architecture` is none.
         """
         return parse_spec(self.architecture, self.arguments, self.output)
+
+    @property
+    def numbered(self) -> bool:
+        """Whether its classes are called by their numbers, for want of names (`numbered`)."""
+        return self.class_names == numbered(len(self.class_names))
 
     @property
     def channels(self) -> int:
@@ -94,6 +136,7 @@ class ModelCard:
             ("output", None),
             ("fp8", None),
             ("rest", "fp16"),
+            ("volume", None),
         ):  # older versions do not know them
             if fields[name] == usual:
                 del fields[name]
@@ -128,6 +171,16 @@ class ModelCard:
         if self.task != "detection":
             fits = (self.task == "instance") == isinstance(head, InstanceHead)
             checks.append((fits, f"task = '{self.task}' {_with(head)} an instance head"))
+        channels = 3 if self.volume is None else len(self.volume.channels)
+        checks.append(
+            ({len(self.mean), len(self.std)} == {channels}, f"mean and std: the input has {channels} channels")
+        )
+        if self.volume is not None:
+            alone = self.task == "semantic" and not self.digits
+            checks += [
+                (alone, "volume: with the task 'semantic' alone, and without digits"),
+                (len(self.volume.intensities) == channels, f"volume.intensities: there are {channels} channels"),
+            ]
         if isinstance(head, DetectionHead):
             checks += [
                 (head.classes == names - 1, f"head.classes = {head.classes}, and there are {names} class_names"),

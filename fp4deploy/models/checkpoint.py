@@ -191,11 +191,7 @@ def read_card(path: Path) -> ModelCard:
     if not path.is_file():
         raise InputError(f"There is no checkpoint at {path}. Train one with: fp4deploy train")
     if path.suffix.lower() in PICKLED:
-        raise InputError(
-            f"{path} is a file of PyTorch, and a checkpoint of fp4deploy is a .safetensors file with a model card. "
-            f"Start a training from its weights with: fp4deploy train --model SPEC --init {path}; or export the module "
-            "in Python with: fd.export_onnx(model, inputs, path)"
-        )
+        raise InputError(state_dict_advice(path))
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -204,8 +200,18 @@ def read_card(path: Path) -> ModelCard:
             f"{path} is corrupt, or not a readable safetensors file ({error}). Copy it again, or train the model again."
         ) from error
     if CARD_KEY not in metadata:
-        raise InputError(f"{path} carries no fp4deploy model card: it was written by another program.")
+        raise InputError(state_dict_advice(path))
     return ModelCard.from_json(metadata[CARD_KEY], f"{path}: model card")
+
+
+def state_dict_advice(path: Path) -> str:
+    """What a file is that holds weights and says nothing of their network, and the commands that take it."""
+    kind = "safetensors without a model card" if path.suffix == ".safetensors" else "a file of PyTorch"
+    return (
+        f"{path} is {kind}: weights alone, by another program. For a checkpoint and an NVFP4 one of them name their "
+        f"network (net.py:make, smp:Unet/resnet34, ...) and a folder of images: fp4deploy quantize {path} "
+        f"--model SPEC --data IMAGES; to train on: fp4deploy train --model SPEC --init {path}"
+    )
 
 
 def network_of(path: Path, card: ModelCard, model: str | None = None) -> nn.Module:
@@ -223,7 +229,7 @@ def network_of(path: Path, card: ModelCard, model: str | None = None) -> nn.Modu
             user would run unasked.
         UnavailableError: the network's library is not installed.
     """
-    if card.spec.source == UNET and (card.height % STRIDE or card.width % STRIDE):
+    if card.spec.source == UNET and card.volume is None and any(side % STRIDE for side in card.size):
         raise InputError(
             f"{path}: model card: {card.height} x {card.width} pixels, and a UNet takes multiples of {STRIDE}."
         )

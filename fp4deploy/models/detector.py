@@ -96,14 +96,14 @@ class UNetDetector(UNet):
         steps = len(UNET_STRIDES) - 1
         self.up, self.decoder = self.up[:steps], self.decoder[:steps]
         channels = [up.in_channels for up in self.up] + [self.up[-1].out_channels]
-        self.head = BoxHead(list(reversed(channels)), layout, top_down=False)  # type: ignore[assignment, arg-type]
+        self.head = BoxHead(list(reversed(channels)), layout, top_down=False)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
         """Images [N, 3, H, W] -> [N, classes + 5, places]; H and W are multiples of 16."""
         x = self.read_image(x)
         skips: list[Tensor] = []
         for level, block in enumerate(self.encoder):
-            x = block(self.pool(x) if level else x)
+            x = block(self.pooled(x, level))
             skips.append(x)
         x = skips.pop()
         maps = [x]

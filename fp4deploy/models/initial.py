@@ -1,9 +1,10 @@
 """Initial weights from a file (`--init`): safetensors, or a PyTorch file that holds nothing but tensors.
 
-A `.pth` file is unpickled with `weights_only=True`, which builds tensors and containers and calls nothing else. The
-state dict may lie under "state_dict", "model" or "model_state_dict", and its names may begin with "module." of
-DistributedDataParallel. Names and shapes must be those of the network, or of one of its children: the weights of a
-backbone fit the `encoder` of a network.
+A `.pth` file is unpickled with `weights_only=True`, which builds tensors and containers and calls nothing else; numbers
+of numpy beside them are read as Python's (`pickled`). The state dict may lie under "state_dict", "model",
+"model_state_dict" or "network_weights" (nnU-Net), and its names may begin with "module." of DistributedDataParallel.
+Names and shapes must be those of the network, or of one of its children: the weights of a backbone fit the `encoder` of
+a network.
 
 Tensors of output layers may differ in the number of their output channels: such a layer keeps its random weights, since
 it has other classes. So may be absent what a backbone's file cannot have. A notice lists both.
@@ -25,8 +26,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fp4deploy.errors import InputError, counted, first_line
+from fp4deploy.models.pickled import numbers_of_numpy
 
-CONTAINERS = ("state_dict", "model_state_dict", "model")
+CONTAINERS = ("state_dict", "model_state_dict", "model", "network_weights")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 NOT_NEGATIVE = ("running_var", "num_batches_tracked")
 WRAPPERS = ("module.", "_orig_mod.")  # of DataParallel and AveragedModel, of torch.compile
@@ -36,25 +38,26 @@ _CLASSIFIERS = ("fc.", "classifier.", "head.", "last_linear.")  # of a backbone 
 Tensors = Mapping[str, torch.Tensor]
 
 
-def load_initial(model: nn.Module, path: Path) -> str:
+def load_initial(model: nn.Module, path: Path, whole: bool = False) -> str:
     """Load initial weights, in place; returns a notice of what was loaded and what was not.
+
+    whole: all weights of the network have to be in the file, and none starts from random numbers.
 
     Raises:
         InputError: the file cannot be read, or fits neither the network nor one of its children; the message lists what
             is missing, unknown and of another shape.
     """
-    tensors = read_weights(path)
-    _refuse(path, {name: _layout(value) for name, value in tensors.items()})
     wanted = model.state_dict()
-    tensors = _unwrapped(tensors, wanted)
-    children = ["", *(f"{name}." for name, _ in model.named_children())]
+    tensors = unwrapped(read_weights(path), wanted)
+    _refuse(path, {name: _layout(value) for name, value in tensors.items()})
+    children = ["", *(f"{name}." for name, _ in model.named_children() if not whole)]
     prefix = max(children, key=lambda child: sum(child + name in wanted for name in tensors))
     given = {prefix + name: value for name, value in tensors.items()}
     unknown = [name for name in given if name not in wanted]
     if prefix:
         unknown = [name for name in unknown if not name.removeprefix(prefix).startswith(_CLASSIFIERS)]
     missing = [name for name in wanted if name.startswith(prefix) and name not in given and not _is_counter(name)]
-    heads = {name for name in given if name in wanted and _other_classes(given[name], wanted[name])}
+    heads = {name for name in given if name in wanted and not whole and _other_classes(given[name], wanted[name])}
     differing = [
         f"{name} {list(given[name].shape)} instead of {list(wanted[name].shape)}"
         for name in given
@@ -84,8 +87,8 @@ def load_initial(model: nn.Module, path: Path) -> str:
     return f"Initial weights: {notice}."
 
 
-def _unwrapped(tensors: dict[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors without what a trainer puts before the names, as "model." of Lightning, where they fit then."""
+def unwrapped(tensors: dict[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors without what a trainer puts before the names, as "model." of Lightning, where `wanted` fits then."""
     for start in OUTER:
         inner = _without(tensors, start)
         while start := next((each for each in WRAPPERS if inner and all(name.startswith(each) for name in inner)), ""):
@@ -132,7 +135,8 @@ def read_containers(path: Path) -> Any:
         if path.suffix == ".safetensors":
             return load_file(path)
         _require_stored(path)
-        return torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251  tensors alone
+        with numbers_of_numpy():
+            return torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251  tensors alone
     except (
         SafetensorError,
         OSError,

@@ -1,4 +1,4 @@
-"""Networks of other libraries, one builder a source: (name, output channels, arguments) -> untrained module.
+"""Networks of other libraries, one builder a source: (name, output channels, arguments, inputs) -> untrained module.
 
 The libraries are the extra `zoo`, imported when one is named. No weights are ever downloaded: every builder asks for
 random weights, also of classes that download some by default, and an argument that would fetch or unpickle some is
@@ -22,6 +22,7 @@ from fp4deploy.errors import InputError, named_cause, suggest
 from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.pyramid import PyramidSegmenter
 from fp4deploy.models.torchvision_detectors import METHODS, with_raw_output
+from fp4deploy.models.volumes import NetworkInput
 from fp4deploy.requirements import ZOO
 
 CLASS_ARGUMENTS = ("classes", "num_classes", "out_channels", "n_classes", "channels_out")
@@ -84,8 +85,9 @@ def _check_arguments(name: str, parameters: dict[str, inspect.Parameter], given:
         )
 
 
-def _smp(name: str, channels: int, arguments: Arguments) -> nn.Module:
+def _smp(name: str, channels: int, arguments: Arguments, inputs: NetworkInput) -> nn.Module:
     """Architecture / encoder; without an encoder the library's default."""
+    _require_images(f"smp:{name}", inputs)
     smp = _library("segmentation_models_pytorch")
     architecture, _, encoder = name.partition("/")
     kinds = {key: value for key, value in vars(smp).items() if inspect.isclass(value) and issubclass(value, nn.Module)}
@@ -96,7 +98,8 @@ def _smp(name: str, channels: int, arguments: Arguments) -> nn.Module:
     return call_factory(kind, f"smp:{name}", channels, given)
 
 
-def _torchvision(name: str, channels: int, arguments: Arguments) -> nn.Module:
+def _torchvision(name: str, channels: int, arguments: Arguments, inputs: NetworkInput) -> nn.Module:
+    _require_images(f"torchvision:{name}", inputs)
     vision = _library("torchvision")
     if name in METHODS:
         raise InputError(f"torchvision:{name} is a detector. Add --task detection, or name a segmentation network.")
@@ -130,18 +133,19 @@ def torchvision_detector(name: str, head: DetectionHead, arguments: Arguments) -
     return with_raw_output(network, head)
 
 
-def _monai(name: str, channels: int, arguments: Arguments) -> nn.Module:
+def _monai(name: str, channels: int, arguments: Arguments, inputs: NetworkInput) -> nn.Module:
     nets = importlib.import_module(f"{_library('monai').__name__}.networks.nets")
     kinds = {key: value for key, value in vars(nets).items() if inspect.isclass(value) and issubclass(value, nn.Module)}
     kind = _chosen(name, kinds, "monai:NAME")
-    usual = {"spatial_dims": 2, "in_channels": 3, "out_channels": channels}
+    usual = {"spatial_dims": inputs.axes, "in_channels": inputs.channels, "out_channels": channels}
     own = {key: value for key, value in usual.items() if key in _parameters(kind)}
     given = _harmless(f"monai:{name}", arguments) | _random_weights(kind)
     return call_factory(kind, f"monai:{name}", channels, own | given)
 
 
-def _timm(name: str, channels: int, arguments: Arguments) -> nn.Module:
+def _timm(name: str, channels: int, arguments: Arguments, inputs: NetworkInput) -> nn.Module:
     """A backbone as a pyramid of features, under a plain decoder; `decoder_width` is the decoder's."""
+    _require_images(f"timm:{name}", inputs)
     timm = _library("timm")
     given = _harmless(f"timm:{name}", arguments, ("model_name",))
     width = given.pop("decoder_width", 64)
@@ -180,12 +184,25 @@ def _as_nchw(module: nn.Module, images: Any, features: list[torch.Tensor]) -> li
 
 
 BACKBONES: dict[str, Callable[[str, Sequence[int], Arguments], nn.Module]] = {"timm": _timm_maps}
-SOURCES: dict[str, Callable[[str, int, Arguments], nn.Module]] = {
+SOURCES: dict[str, Callable[[str, int, Arguments, NetworkInput], nn.Module]] = {
     "smp": _smp,
     "torchvision": _torchvision,
     "monai": _monai,
     "timm": _timm,
 }
+
+
+def _require_images(name: str, inputs: NetworkInput) -> None:
+    """Refuse volumes for a library whose networks have two spatial axes.
+
+    Raises:
+        InputError: naming the sources of networks that have three.
+    """
+    if inputs.axes != 2:
+        raise InputError(
+            f"{name} has two spatial axes, and the data has {inputs.axes}. For volumes take --model unet, monai:NAME, "
+            "or a function of your own."
+        )
 
 
 def _library(name: str) -> Any:

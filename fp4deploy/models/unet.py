@@ -5,6 +5,9 @@
     decoder B <-  B <-  B <-  B <--'           <- = transposed convolution 2x2 stride 2, then [skip, up] concatenated
     head    conv 1x1 -> logits
 
+Volumes go through the same network over three spatial axes; a pooling, and the transposed convolution that undoes it,
+then leaves out axes whose voxels are thick or few (`volumes.poolings`).
+
 One class serves FP16 and NVFP4: `qat.prepare` changes layers in place and keeps every parameter's name, so that an FP16
 checkpoint loads into the NVFP4 model name by name. GroupNorm rather than BatchNorm: no running statistics to
 re-estimate after quantisation, and the same arithmetic in training and in the engine.
@@ -18,28 +21,37 @@ Segmentation", 2015 (padding kept "same" here, so that the logits have the size 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from fp4deploy.errors import InputError
 from fp4deploy.models.input_encoding import ENCODED_CHANNELS, IMAGE_CHANNELS, encode_input, expand_weight
+from fp4deploy.models.volumes import IMAGES, NetworkInput, poolings
 
 WIDTHS = (64, 128, 256, 512, 1024)
 GROUPS = 8
-STRIDE = 2 ** (len(WIDTHS) - 1)
+LEVELS = len(WIDTHS) - 1  # poolings
+STRIDE = 2**LEVELS
+
+
+CONVOLUTION: dict[int, Any] = {2: nn.Conv2d, 3: nn.Conv3d}  # by the number of spatial axes
+TRANSPOSED: dict[int, Any] = {2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
+POOLING: dict[int, Any] = {2: nn.MaxPool2d, 3: nn.MaxPool3d}
 
 
 class Block(nn.Module):
-    """(conv 3x3, GroupNorm, ReLU) twice; [N, in, H, W] -> [N, out, H, W]."""
+    """(conv 3x3, GroupNorm, ReLU) twice; [N, in, H, W] -> [N, out, H, W], or with a D in front of H."""
 
-    def __init__(self, in_channels: int, out_channels: int) -> None:
+    def __init__(self, in_channels: int, out_channels: int, axes: int = 2) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, padding=1)
+        convolution = CONVOLUTION[axes]
+        self.conv1 = convolution(in_channels, out_channels, 3, padding=1)
         self.norm1 = nn.GroupNorm(GROUPS, out_channels)
-        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1)
+        self.conv2 = convolution(out_channels, out_channels, 3, padding=1)
         self.norm2 = nn.GroupNorm(GROUPS, out_channels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -53,6 +65,9 @@ class UNet(nn.Module):
     H and W must be multiples of 16 (four poolings). With `digits` the first convolution reads the encoded image
     [N, 13, H, W], and starts as the same function of the image as that of a UNet of the same seed without `digits`.
 
+    Args:
+        strides: of the four poolings, along each spatial axis; by default 2 along height and width.
+
     Raises:
         InputError: `scale` gives a width that GroupNorm's 8 groups do not divide; `digits` with other than 3 channels.
     """
@@ -60,21 +75,30 @@ class UNet(nn.Module):
     output_layers: tuple[str, ...] = ("head",)
 
     def __init__(
-        self, classes: int, scale: float = 1.0, in_channels: int = IMAGE_CHANNELS, digits: bool = False
+        self,
+        classes: int,
+        scale: float = 1.0,
+        in_channels: int = IMAGE_CHANNELS,
+        digits: bool = False,
+        strides: Sequence[tuple[int, ...]] = ((2, 2),) * LEVELS,
     ) -> None:
         super().__init__()
-        widths = channel_widths(scale)
+        widths, axes = channel_widths(scale), len(strides[0])
         if digits and in_channels != IMAGE_CHANNELS:
             raise InputError(f"The FP4 input encoding takes RGB images, and this UNet reads {in_channels} channels.")
-        self.classes, self.scale, self.digits = classes, scale, digits
+        self.classes, self.scale, self.digits, self.axes = classes, scale, digits, axes
         self.encoder = nn.ModuleList(
-            Block(before, after) for before, after in zip((in_channels, *widths[:-1]), widths, strict=True)
+            Block(before, after, axes) for before, after in zip((in_channels, *widths[:-1]), widths, strict=True)
         )
-        self.pool = nn.MaxPool2d(2)
+        pools = [POOLING[axes](stride) for stride in strides]
+        self.pool = pools[0] if len(set(strides)) == 1 else nn.ModuleList(pools)
         downwards = list(reversed(widths))
-        self.up = nn.ModuleList(nn.ConvTranspose2d(deep, shallow, 2, stride=2) for deep, shallow in pairwise(downwards))
-        self.decoder = nn.ModuleList(Block(2 * width, width) for width in downwards[1:])
-        self.head = nn.Conv2d(widths[0], classes, 1)
+        self.up = nn.ModuleList(
+            TRANSPOSED[axes](deep, shallow, stride, stride=stride)
+            for (deep, shallow), stride in zip(pairwise(downwards), reversed(strides), strict=True)
+        )
+        self.decoder = nn.ModuleList(Block(2 * width, width, axes) for width in downwards[1:])
+        self.head = CONVOLUTION[axes](widths[0], classes, 1)
         if digits:  # after everything has drawn its weights
             first = cast(Block, self.encoder[0]).conv1
             first.in_channels, first.weight = ENCODED_CHANNELS, nn.Parameter(expand_weight(first.weight.detach()))
@@ -83,11 +107,18 @@ class UNet(nn.Module):
         """What the first convolution reads: the image itself [N, 3, H, W], or encoded [N, 13, H, W]."""
         return encode_input(x).to(self.head.weight.dtype) if self.digits else x
 
+    def pooled(self, x: torch.Tensor, level: int) -> torch.Tensor:
+        """What a level of the encoder reads of the level above."""
+        if level == 0:
+            return x
+        pool = self.pool[level - 1] if isinstance(self.pool, nn.ModuleList) else self.pool
+        return cast(torch.Tensor, pool(x))
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.read_image(x)
         skips: list[torch.Tensor] = []
         for level, block in enumerate(self.encoder):
-            x = block(self.pool(x) if level else x)
+            x = block(self.pooled(x, level))
             skips.append(x)
         x = skips.pop()
         for up, block in zip(self.up, self.decoder, strict=True):
@@ -110,8 +141,12 @@ def channel_widths(scale: float) -> tuple[int, ...]:
     return widths
 
 
-def build_unet(classes: int, scale: float = 1.0, digits: bool = False) -> UNet:
-    """Build a freshly initialised UNet for RGB images."""
+def build_unet(classes: int, scale: float = 1.0, digits: bool = False, inputs: NetworkInput = IMAGES) -> UNet:
+    """Build a freshly initialised UNet.
+
+    Args:
+        inputs: what it reads; of volumes the poolings follow its size and spacing.
+    """
     if classes < 1:
         raise InputError(f"A model needs at least one class, not {classes}.")
-    return UNet(classes, scale, digits=digits)
+    return UNet(classes, scale, inputs.channels, digits, poolings(inputs, LEVELS))

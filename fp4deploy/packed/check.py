@@ -86,6 +86,7 @@ def check_graph(graph: Graph, channels: int | None = None, head: Head | None = N
         except InputError as error:
             raise InputError(f"Node {number} of the graph ({node.op} '{named(node)}'): {error}") from None
     _check_used(graph)
+    _check_wide(graph)
     _check_complex(graph)
     try:
         shapes = shapes_of(graph)
@@ -172,6 +173,14 @@ def _check_schema(node: Aten) -> None:
     unknown = [name for name in given if name not in known]
     _require(not unknown, f"{node.function} has no argument '{unknown[0] if unknown else ''}'")
     _require(node.result < len(schema.returns), f"{node.function} has {len(schema.returns)} results")
+
+
+def _check_wide(graph: Graph) -> None:
+    """What is FP32 whatever the rest is, is written by nodes that are no layers."""
+    written = {form.name for node in graph.nodes if not isinstance(node, Layer) for form in node.outputs}
+    wrong = [name for names in graph.wide.values() for name in names if name not in written]
+    if wrong:
+        raise InputError(f"'{wrong[0]}' is said to be FP32, and no node but a layer writes it. {AGAIN}")
 
 
 def _check_complex(graph: Graph) -> None:

@@ -467,7 +467,7 @@ class Graph(Strict):
     """The whole network.
 
     digits: its input is encoded as multi-term FP4 (`models.input_encoding`) before it is read. rest: what is not packed
-    (`fp4deploy.rest`).
+    (`fp4deploy.rest`). wide: path of a module -> activations that its code writes, in FP32 whatever the rest is.
     """
 
     inputs: Annotated[list[Input], Field(min_length=1, max_length=8)]
@@ -476,10 +476,12 @@ class Graph(Strict):
     tensors: dict[Name, TensorInfo]
     digits: bool = False
     rest: RestName = "fp16"
+    wide: dict[Annotated[str, Field(max_length=400)], Annotated[list[Name], Field(min_length=1)]] = {}
 
     def to_json(self, **options: Any) -> str:
-        """Serialise; without `rest` of FP16 and types of numbers, which older versions do not know."""
-        exclude = options.pop("exclude", {}) | ({"rest": True} if self.rest == "fp16" else {})
+        """Serialise; without `rest` of FP16, types of numbers and no `wide`, which older versions do not know."""
+        usual = {"rest": self.rest == "fp16", "wide": not self.wide}
+        exclude = options.pop("exclude", {}) | {name: True for name, unsaid in usual.items() if unsaid}
         if all(each.dtype == "float32" for each in self.inputs):
             exclude["inputs"] = {"__all__": {"dtype"}}
         return self.model_dump_json(exclude=exclude, **options)
@@ -487,7 +489,8 @@ class Graph(Strict):
     def format(self) -> int:
         """The oldest format `packed/N` that has all of it."""
         typed = any(each.dtype != "float32" or 1 in each.free for each in self.inputs)
-        return max(8 if typed else 7 if self.rest != "fp16" else 3, *map(format_of, self.nodes))
+        beside = 7 if self.rest != "fp16" or self.wide else 3
+        return max(8 if typed else beside, *map(format_of, self.nodes))
 
     def forms(self) -> dict[str, Form]:
         """Every form that an input or a node writes, by name."""

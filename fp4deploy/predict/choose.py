@@ -28,9 +28,11 @@ def candidates(run: Run, gpu: bool) -> list[Path]:
     found = []
     for model in PREFERRED:
         for suffix in WITH_GPU if gpu else WITHOUT_GPU:
-            stem = model if suffix == ".safetensors" else run.stem(model)
-            if f"{stem}{suffix}" in artifacts:
-                found.append(artifacts[f"{stem}{suffix}"])
+            if suffix == ".plan":
+                found += run.engines(model)
+                continue
+            stems = (model,) if suffix == ".safetensors" else run.stems(model)
+            found += [artifacts[name] for stem in stems if (name := f"{stem}{suffix}") in artifacts]
     return found
 
 

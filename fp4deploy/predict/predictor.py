@@ -98,6 +98,9 @@ class Predictor:
         if tile and (untiled := task.untiled(card)):
             raise InputError(f"{untiled} Leave out --tile.")
 
+    def __repr__(self) -> str:
+        return f"Predictor({self.runtime!r}, {len(self.card.class_names)} classes)"
+
     @property
     def class_names(self) -> tuple[str, ...]:
         """Names of the classes by id; "class 3" where the file does not name them."""
@@ -183,12 +186,12 @@ class Predictor:
 
     def _semantic(self, mask: ClassIds, channels: int) -> Prediction:
         names = self.class_names or tuple(f"class {number}" for number in range(channels))
-        return Prediction(mask, names, colours(len(names), self.background))
+        return Prediction(mask, names, colours(names, self.background))
 
     def _boxes(self, found: Detections, size: tuple[int, int]) -> Prediction:
         names = self.class_names
         empty = np.zeros(size, np.uint8)
-        return Prediction(empty, names, colours(len(names), True), detections=found.above(self.min_score))
+        return Prediction(empty, names, colours(names, True), detections=found.above(self.min_score))
 
     def _instances(self, found: Instances) -> Prediction:
         kept = int((found.scores >= self.min_score).sum())  # scores descend
@@ -200,7 +203,7 @@ class Predictor:
             things = ~np.isin(mask, (0, *self.card.head.stuff))
             mask[things] = 0
         mask = np.where(ids > 0, classes[ids], mask)
-        return Prediction(mask, self.class_names, colours(len(self.class_names), self.background), shown)
+        return Prediction(mask, self.class_names, colours(self.class_names, self.background), shown)
 
 
 def class_map(logits: torch.Tensor, size: tuple[int, int]) -> ClassIds:

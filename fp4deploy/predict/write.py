@@ -85,7 +85,7 @@ def describe(predictor: Predictor, model: Path) -> dict[str, Any]:
     """The part of predictions.json that is the same for all images."""
     card, runtime = predictor.card, predictor.runtime
     names = predictor.class_names
-    palette = colours(len(names), predictor.background)
+    palette = colours(names, predictor.background)
     return {
         "schema": SCHEMA,
         "model": str(model),

@@ -19,21 +19,20 @@ from fp4deploy.ptq.forward import deployed_in
 from fp4deploy.ptq.quantize import Result, quantize
 from fp4deploy.qat.selection import Selection
 from fp4deploy.rest import rest_of
-from fp4deploy.tasks import task_of
+from fp4deploy.tasks import images_for, task_of
 
 
 def calibration_images(checkpoint: Path, data: Path, count: int, batch: int = 4) -> Iterator[Tensor]:
     """`count` images of the training split, evenly spaced, sized and normalised as the checkpoint's card says.
 
-    Calibration sees no image that the result is measured on.
+    Calibration sees no image that the result is measured on. A plain folder of images will do (`data.photos`).
 
     Raises:
         InputError: not a checkpoint, or data that does not fit it.
     """
     card = read_card(checkpoint)
-    task = task_of(card)
-    dataset = task.for_card(card, data, TRAIN)
-    transform = task.transform(card.height, card.width, card.mean, card.std)
+    dataset = images_for(card, data, TRAIN, known=True)
+    transform = task_of(card).transform(card.height, card.width, card.mean, card.std)
     count = min(count, len(dataset))
     places = [at * len(dataset) // count for at in range(count)]
     for start in range(0, count, batch):

@@ -67,7 +67,7 @@ def fuse_unet(model: nn.Module, recompute: bool = False) -> nn.Module:
     recompute: compute inputs of convolutions again in the backward (`recompute`), but for images, pooled ones and the
         deepest concatenations.
     """
-    if type(model) is UNet:
+    if type(model) is UNet and model.axes == 2:
         model.__class__ = FusedUNet
         cast(FusedUNet, model).recomputes = recompute
     return model
@@ -75,7 +75,11 @@ def fuse_unet(model: nn.Module, recompute: bool = False) -> nn.Module:
 
 def has_kernels(model: nn.Module) -> bool:
     """The kernels compute what every layer of this network does, by its recipe and channels."""
-    return isinstance(model, UNet) and all(_is_simple(module) for module in model.modules() if module is not model)
+    return (
+        isinstance(model, UNet)
+        and model.axes == 2
+        and all(_is_simple(module) for module in model.modules() if module is not model)
+    )
 
 
 class FusedUNet(UNet):

@@ -30,7 +30,7 @@ AMAX = ".input_amax"
 
 
 def load_model(
-    path: Path | str, device: str | torch.device = "cpu", model: str | None = None, rest: str | None = None
+    path: Path | str, device: str | torch.device = "cpu", model: str | None = None, rest: str | Rest | None = None
 ) -> tuple[nn.Module, ModelCard]:
     """Build the network that the checkpoint's card describes, with its weights as deployed, in evaluation mode.
 
@@ -79,13 +79,13 @@ def _uncalibrated(network: nn.Module, card: ModelCard) -> list[str]:
         for name in idle:
             plain.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: called.update({name: None}))
         with torch.inference_mode():
-            plain(torch.zeros(1, len(card.mean), card.height, card.width))
+            plain(torch.zeros(1, *card.input_shape))
     return list(called)
 
 
 def prepare_as(model: nn.Module, card: ModelCard) -> nn.Module:
     """`prepare` a model, in place, by the recipe and the choice of layers that its card names."""
-    image = torch.empty(2, len(card.mean), card.height, card.width, device="meta")
+    image = torch.empty(2, *card.input_shape, device="meta")
     return prepare(model, card.recipe or "nvfp4_qat", card.include, card.exclude, card.fp8, image)
 
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
-from pathlib import Path, PurePath
+from pathlib import PurePath
 
 from fp4deploy.bench.ledgers import engines
 from fp4deploy.bench.records import ArtifactEntry
 from fp4deploy.errors import InputError
+from fp4deploy.naming import model_stem, stems
 from fp4deploy.report.model import EngineEntry, ModelEntry, ReportData
 from fp4deploy.report.run_folder import RunData, TrainedModel, checkpoint_entry
 from fp4deploy.report.summary import summary
-from fp4deploy.runs import Run, artifact_stem
+from fp4deploy.runs import Run
 from fp4deploy.tasks import TASKS
 
 FROM_CONFIG = "# from config.yaml; the command of this run was not recorded"
@@ -45,7 +46,7 @@ def collect(run: Run, found: RunData, remarks: Sequence[str] = ()) -> ReportData
         fine_tuned=not found.config.get("train.from_scratch"),
         models=models,
         artifacts=found.artifacts,
-        sizes=size_pairs(found.artifacts, run.stem),
+        sizes=size_pairs(found.artifacts, run.stems),
         ledgers=_ledgers(run, remarks),
         stages=found.stages,
         remarks=remarks,
@@ -61,18 +62,24 @@ def now() -> str:
 
 
 def size_pairs(
-    artifacts: list[ArtifactEntry], stem: Callable[[str], str] = artifact_stem
+    artifacts: list[ArtifactEntry], stems: Callable[[str], Sequence[str]] = stems
 ) -> dict[str, tuple[int, int]]:
     """Bytes of the NVFP4 and of the FP16 file of each kind, by suffix; kinds that lack one of them are left out.
 
-    Files that `quantize` made beside those of the run's models do not count.
+    Files that `quantize` made beside those of the run's models do not count. Engines are compared for the same GPU.
     """
-    found: dict[str, dict[str | None, int]] = {}
+    found: dict[tuple[str, str], dict[str | None, int]] = {}
     for entry in artifacts:
-        own = entry.model is not None and PurePath(entry.path).stem in (stem(entry.model), "best")
+        path = PurePath(entry.path)
+        own = entry.model is not None and model_stem(path) in (*stems(entry.model), "best")
         if entry.size_bytes is not None and own:
-            found.setdefault(Path(entry.path).suffix, {}).setdefault(entry.model, entry.size_bytes)
-    return {kind: (by["nvfp4"], by["fp16"]) for kind, by in found.items() if {"nvfp4", "fp16"} <= by.keys()}
+            kind = path.suffix, path.stem.removeprefix(model_stem(path))
+            found.setdefault(kind, {}).setdefault(entry.model, entry.size_bytes)
+    pairs: dict[str, tuple[int, int]] = {}
+    for (suffix, _), by in found.items():
+        if {"nvfp4", "fp16"} <= by.keys():
+            pairs.setdefault(suffix, (by["nvfp4"], by["fp16"]))
+    return pairs
 
 
 def _model(name: str, model: TrainedModel, found: RunData) -> ModelEntry:

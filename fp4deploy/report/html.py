@@ -140,7 +140,9 @@ def _tiles(report: ReportData) -> list[Tile]:
         note = "on the validation images"
         if name == "nvfp4" and baseline and reference is not None and model.accuracy is not None:
             against = MODEL_TITLES.get(str(baseline.model), str(baseline.model))
+            longer = report.fine_tuned and baseline.model == "fp16" and model.epochs
             note = f"{tables.change_in_words(metric, model.accuracy, reference)} against {against}"
+            note += f", which was trained {counted(model.epochs, 'epoch')} less" if longer else ""
         found.append(Tile(f"{metric}, {MODEL_TITLES.get(name, name)}", tables.percent(model.accuracy), note))
     if ".onnx" in report.sizes:
         small, large = report.sizes[".onnx"]

@@ -35,22 +35,22 @@ def _accuracy(report: ReportData) -> list[str]:
     reference, quantised = found.get(control), found.get("nvfp4")
     if reference is None or quantised is None:
         return []
+    metric, extra = TASKS[report.task].metric, report.models["nvfp4"].epochs
+    if control == "fp16" and report.fine_tuned and extra:
+        return [
+            f"NVFP4, trained {counted(extra, 'epoch')} longer than FP16, has {tables.percent(quantised)} {metric}, "
+            f"FP16 {tables.percent(reference)}: the difference of {tables.signed(quantised - reference)} points is not "
+            "of NVFP4 alone.",
+            "--models fp16,fp16_control,nvfp4 adds an FP16 model trained as long, to compare with.",
+        ]
+    alike = ", trained as long" if report.models[control].epochs == extra else ""
     gain = 100 * (quantised - reference)
     verb = "loses" if gain < 0 else "gains"
     title = "the FP16 control" if control == "fp16_control" else "FP16"
     values = f"({tables.points(quantised)} and {tables.percent(reference)})"
-    metric = TASKS[report.task].metric
     if tables.signed(quantised - reference) == "0.00":
-        sentences = [f"NVFP4 reaches the same {metric} as {title} {values}."]
-    else:
-        sentences = [f"NVFP4 {verb} {abs(gain):.2f} points of {metric} against {title} {values}."]
-    extra = report.models["nvfp4"].epochs
-    if control == "fp16" and report.fine_tuned and extra:
-        sentences.append(
-            f"NVFP4 was trained {counted(extra, 'epoch')} longer, which alone helps; "
-            "--models fp16,fp16_control,nvfp4 adds an FP16 model trained as long."
-        )
-    return sentences
+        return [f"NVFP4 reaches the same {metric} as {title}{alike} {values}."]
+    return [f"NVFP4 {verb} {abs(gain):.2f} points of {metric} against {title}{alike} {values}."]
 
 
 def _sizes(report: ReportData) -> list[str]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fp4deploy.train.sections import TelemetrySection
 
 NAME = "telemetry.html"
+LONG = 12  # snapshots from which a training leaves single heatmaps: two hundred, as three files each
 DIGITS = 4
 
 
@@ -35,15 +36,16 @@ def page_path(run: Run) -> Path:
 def draw_trained(
     run: Run, models: Sequence[str], settings: TelemetrySection, progress: Phase | None = None
 ) -> dict[str, list[Path]]:
-    """What is drawn after a training, unless its settings switch it off: `draw_telemetry_of`, and the heatmaps in
-    TensorBoard, W&B or MLflow, where these tracked the training.
+    """What is drawn after a training, unless its settings switch it off: the page, and single heatmaps of a training of
+    `LONG` snapshots or more and where TensorBoard, W&B or MLflow tracked it, which get them too.
 
     Raises:
         InputError: a model left no telemetry, or a file cannot be written.
     """
     if not (settings.plots and settings.every and "jsonl" in settings.trackers):
         return {}
-    drawn = draw_telemetry_of(run, models, progress)
+    single = [name for name in models if settings.trackers != ["jsonl"] or len(read_snapshots(run, name)) >= LONG]
+    drawn = draw_telemetry_of(run, models, progress, single)
     for model in models:
         _show(run, model, settings)
     return drawn
@@ -60,10 +62,13 @@ def _show(run: Run, model: str, settings: TelemetrySection) -> None:
         log_pictures(settings.trackers, run.model_dir(model), settings.project, settings.wandb_mode, files, step)
 
 
-def draw_telemetry_of(run: Run, models: Sequence[str], progress: Phase | None = None) -> dict[str, list[Path]]:
+def draw_telemetry_of(
+    run: Run, models: Sequence[str], progress: Phase | None = None, single: Sequence[str] | None = None
+) -> dict[str, list[Path]]:
     """Draw the heatmaps of some models of a run and the page of all that were tracked; the files by model.
 
-    progress: as of `save_heatmaps`.
+    progress: as of `save_heatmaps`. single: the models, of `models`, whose heatmaps are files of their own too; None
+    for all of them.
 
     Raises:
         InputError: one of `models` left no telemetry, or a file cannot be written.
@@ -74,7 +79,7 @@ def draw_telemetry_of(run: Run, models: Sequence[str], progress: Phase | None = 
     for model in tracked:
         found = model_heatmaps(run, model)
         page += [(model, *placed) for placed in found]
-        if model in models:
+        if model in (models if single is None else single):
             files[model] = save_heatmaps(run, model, found, progress=progress)
     write_page(run, page)
     return files

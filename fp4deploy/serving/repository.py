@@ -24,6 +24,7 @@ from fp4deploy.export.engine.build import open_plan
 from fp4deploy.export.onnx.canonical import read_onnx
 from fp4deploy.export.onnx.decomposed import to_portable
 from fp4deploy.models.card import CARD_KEY, ModelCard
+from fp4deploy.naming import model_stem
 from fp4deploy.system.files import replace_folder, require_own_folder
 from fp4deploy.tasks import task_of
 
@@ -65,7 +66,7 @@ def write_repository(path: Path, out: Path, name: str | None = None, most: int =
             folder that cannot be written, or that holds what this function did not write; then none is.
     """
     path = Path(path)
-    name = name or path.name.partition(".")[0]
+    name = name or model_stem(path).replace(".", "_")
     if not name.replace("-", "").replace("_", "").isalnum():
         raise InputError(f"'{name}' is no name of a model: letters, digits, - and _ are.")
     served = _served(path, most)
@@ -169,7 +170,7 @@ output [
 
 def _postprocess(name: str, served: Served) -> Files:
     card = served.card
-    palette = png_palette(colours(served.channels, card.background))
+    palette = png_palette(colours(card.class_names or ("",) * served.channels, card.background))
     config = f"""name: "{name}_postprocess"
 backend: "python"
 max_batch_size: {served.most}

@@ -8,6 +8,9 @@ detection.py    a box for every object
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from fp4deploy.data import PhotoDataset, SegmentationDataset, are_photos
 from fp4deploy.models.card import ModelCard
 from fp4deploy.tasks.detection import DetectionTask
 from fp4deploy.tasks.instance import InstanceTask
@@ -16,9 +19,23 @@ from fp4deploy.tasks.semantic import SemanticTask
 
 TASKS: dict[str, Task] = {task.name: task for task in (SemanticTask(), InstanceTask(), DetectionTask())}
 
-__all__ = ["TASKS", "Evaluation", "Task", "TaskScores", "readable", "task_of"]
+__all__ = ["TASKS", "Evaluation", "Task", "TaskScores", "images_for", "readable", "task_of"]
 
 
 def task_of(card: ModelCard) -> Task:
     """The task that a model was trained for."""
     return TASKS[card.task]
+
+
+def images_for(card: ModelCard, data: Path, split: str, known: bool = False) -> SegmentationDataset:
+    """A split of which only the images are looked at: of a dataset, or of a plain folder of images.
+
+    known: a dataset has to have the model's classes.
+
+    Raises:
+        InputError: there are no images, or the data cannot be read.
+    """
+    if are_photos(data):
+        return PhotoDataset(data, split, card.class_names)
+    task = task_of(card)
+    return task.for_card(card, data, split) if known else task.open(data, split, labelled=False)

@@ -14,11 +14,11 @@ from pydantic.fields import FieldInfo
 
 from fp4deploy.errors import Fp4DeployError
 from fp4deploy.models.boxes import MOST_DEPTH, MOST_WIDTH
-from fp4deploy.models.card import MOST_PIXELS
 from fp4deploy.models.detector import GROUPS
 from fp4deploy.models.heads import MOST_DETECTIONS, MOST_MASKS, MOST_NMS, require_odd
 from fp4deploy.models.spec import UNET, parse_spec
 from fp4deploy.models.unet import channel_widths
+from fp4deploy.models.volumes import MOST_PIXELS
 
 
 class Section(BaseModel):

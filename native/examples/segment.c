@@ -1,6 +1,6 @@
 /* Segment an image: PPM in, PGM of class numbers out.
  *
- *     segment unet.fp4 unet-sm90.kernels photo.ppm mask.pgm
+ *     segment unet.nvfp4.fp4 unet.nvfp4.sm90.kernels photo.ppm mask.pgm
  *
  * The image (binary PPM, 8 bits) must have a size that the kernel bundle has a plan for. */
 #include <stdio.h>

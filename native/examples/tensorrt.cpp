@@ -1,9 +1,9 @@
 // Segment an image with a plan of TensorRT or TensorRT-RTX: PPM in, PGM of class numbers out.
 //
 //     g++ -std=c++17 -I TENSORRT/include -I CUDA/include tensorrt.cpp -L TENSORRT/lib -lnvinfer -L CUDA/lib64 -lcudart -o segment-trt
-//     segment-trt unet.plan photo.ppm mask.pgm  MEAN MEAN MEAN  STD STD STD
+//     segment-trt unet.nvfp4.sm120.plan photo.ppm mask.pgm  MEAN MEAN MEAN  STD STD STD
 //
-// With TensorRT-RTX: -ltensorrt_rtx. The plan is what `fp4deploy build` writes; mean and std are in `unet.ledger.json`, in
+// With TensorRT-RTX: -ltensorrt_rtx. The plan is what `fp4deploy build` writes; mean and std are in its ledger, in
 // its card. The image must have a size that the plan takes. Plans run on the GPU generation they were built for.
 #include <NvInfer.h>
 #include <cuda_runtime_api.h>

@@ -43,7 +43,9 @@ def test_fields_of_the_contract(untrained: Run, shapes: Path) -> None:
 
 
 def test_without_data_there_is_latency_and_no_accuracy(untrained: Run) -> None:
-    entry = bench_artifact(untrained.export_dir / "unet.portable.onnx", None, iterations=3).model_dump(mode="json")
+    entry = bench_artifact(untrained.export_dir / "unet.nvfp4.portable.onnx", None, iterations=3).model_dump(
+        mode="json"
+    )
     assert entry["miou"] is None
     assert entry["latency_ms"]["p50"] > 0
 
@@ -53,7 +55,7 @@ def test_without_data_there_is_latency_and_no_accuracy(untrained: Run) -> None:
 def test_an_engine_that_cannot_run_is_measured_by_its_arithmetic(
     plan: Path, untrained: Run, shapes: Path, tmp_path: Path
 ) -> None:
-    for path in (plan, ledger_path(plan), untrained.export_dir / "unet.onnx"):
+    for path in (plan, ledger_path(plan), untrained.export_dir / "unet.nvfp4.onnx"):
         shutil.copy(path, tmp_path)
     plan = tmp_path / plan.name
     entry = bench_artifact(plan, shapes)

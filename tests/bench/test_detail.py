@@ -78,6 +78,13 @@ def test_background_is_no_object() -> None:
     assert detail.counts(["x"]).never_predicted() == ["thing"]
 
 
+def test_a_class_of_masks_that_is_named_background_is_no_object() -> None:
+    truth = square(200, (60, 60), 100)
+    detail = SegmentationDetail(("thing", "Background"))
+    detail.update((1 - truth)[None], (1 - truth)[None])
+    assert detail.recall_by_size() == {"small": None, "medium": None, "large": 1.0}
+
+
 def test_counts_leave_out_what_has_no_label() -> None:
     truth = torch.tensor([[0, 1, IGNORE], [1, 1, 0]])
     predicted = torch.tensor([[0, 1, 1], [0, 1, 1]])

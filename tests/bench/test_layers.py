@@ -24,11 +24,11 @@ from tests.export.packable_networks import NETWORKS, deployed
 
 @pytest.fixture(scope="module")
 def times(untrained: Run) -> layers.LayerTimes:
-    return layers.layer_times(untrained.export_dir / "unet.fp4", batch=2, iterations=3)
+    return layers.layer_times(untrained.export_dir / "unet.nvfp4.fp4", batch=2, iterations=3)
 
 
 def test_every_node_is_timed(untrained: Run, times: layers.LayerTimes) -> None:
-    graph = read_packed(untrained.export_dir / "unet.fp4").graph
+    graph = read_packed(untrained.export_dir / "unet.nvfp4.fp4").graph
     assert [row.op for row in times.layers] == [node.op for node in graph.nodes]
     assert all(row.ms > 0 and row.bytes > 0 and row.share > 0 for row in times.layers)
     assert times.whole_ms > 0
@@ -37,7 +37,7 @@ def test_every_node_is_timed(untrained: Run, times: layers.LayerTimes) -> None:
 
 def test_bytes_and_operations_by_hand(untrained: Run) -> None:
     """The second convolution reads packed and writes plain values; counted from the shapes alone."""
-    network = PackedNetwork(read_packed(untrained.export_dir / "unet.fp4"))
+    network = PackedNetwork(read_packed(untrained.export_dir / "unet.nvfp4.fp4"))
     shapes = fitting(network.graph, {network.graph.inputs[0].name: (2, 3, 32, 32)})
     node = next(node for node in network.graph.nodes if getattr(node, "layer", "") == "encoder.0.conv2")
     outputs, channels = shapes[node.outputs[0].name][1], shapes[node.inputs[0]][1]
@@ -95,7 +95,7 @@ def test_other_files_are_refused(untrained: Run) -> None:
 
 
 def test_the_command(untrained: Run, tmp_path: Path) -> None:
-    path, trace, out = untrained.export_dir / "unet.fp4", tmp_path / "trace.json", tmp_path / "layers.json"
+    path, trace, out = untrained.export_dir / "unet.nvfp4.fp4", tmp_path / "trace.json", tmp_path / "layers.json"
     done = fp4deploy(
         *("profile", "--engine", path, "--iterations", 2, "--trace", trace, "--json", out), folder=tmp_path
     )
@@ -107,7 +107,7 @@ def test_the_command(untrained: Run, tmp_path: Path) -> None:
 
 
 def test_options_of_bench_that_are_commands_now(untrained: Run, tmp_path: Path) -> None:
-    engine = ("--engine", untrained.export_dir / "unet.fp4", "--iterations", 1)
+    engine = ("--engine", untrained.export_dir / "unet.nvfp4.fp4", "--iterations", 1)
     done = fp4deploy("bench", *engine, "--layers", "--trace", "trace.json", "--json", "-", folder=tmp_path)
     assert done.code == 0, done.stderr
     assert "fp4deploy profile" in done.stderr
@@ -119,7 +119,7 @@ def test_options_of_bench_that_are_commands_now(untrained: Run, tmp_path: Path) 
 
 
 def test_a_trace_is_of_one_network(untrained: Run, tmp_path: Path) -> None:
-    path = untrained.export_dir / "unet.fp4"
+    path = untrained.export_dir / "unet.nvfp4.fp4"
     done = fp4deploy("profile", "--engine", path, "--engine", path, "--trace", "trace.json", folder=tmp_path)
     assert done.code == 2
     assert "--trace takes one network, and there are 2" in done.stderr

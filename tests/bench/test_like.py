@@ -28,7 +28,7 @@ def saved(path: Path, classes: int = 7, **options: Any) -> Path:
 
 
 def test_a_file_without_its_card_scores_as_with_it(untrained: Run, shapes: Path, tmp_path: Path) -> None:
-    ours = untrained.export_dir / "unet-fp16.portable.onnx"
+    ours = untrained.export_dir / "unet.fp16.portable.onnx"
     bare = onnx.load(ours)
     bare.ClearField("metadata_props")
     onnx.save(bare, tmp_path / "bare.onnx")
@@ -50,6 +50,15 @@ def test_a_fixed_number_of_images_is_fed_in_parts(shapes: Path, tmp_path: Path) 
     np.testing.assert_allclose(*outputs, rtol=1e-5, atol=1e-6)
     entry = bench_artifact(fixed, shapes, iterations=1, like=WHOLE)
     assert (entry.batch, entry.precision) == (2, "FP32")
+
+
+def test_classes_that_nobody_named_are_those_of_the_data(shapes: Path, tmp_path: Path) -> None:
+    """As in the card of a file that was quantised on photos."""
+    path = saved(tmp_path / "net.onnx", size=("N", 3, 32, 32))
+    found, expected = (bench_artifact(path, shapes, iterations=1, like=like) for like in (Like(()), WHOLE))
+    assert found.miou == expected.miou
+    with pytest.raises(InputError, match=r"knows the classes class_0, class_1, class_2; .* gives background, circle"):
+        bench_artifact(saved(tmp_path / "few.onnx", 3, size=("N", 3, 32, 32)), shapes, iterations=1, like=Like(()))
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def images() -> np.ndarray:
 
 @pytest.mark.parametrize("model", ["fp16", "nvfp4"])
 def test_runtimes_agree(untrained: Run, images: np.ndarray, model: str) -> None:
-    stem = "unet" if model == "nvfp4" else "unet-fp16"
+    stem = f"unet.{model}"
     paths = (
         untrained.checkpoint(model),
         untrained.export_dir / f"{stem}.onnx",
@@ -49,10 +49,10 @@ def test_runtimes_agree(untrained: Run, images: np.ndarray, model: str) -> None:
 
 def test_names_tell_what_runs_where(untrained: Run) -> None:
     torch_runtime = open_runtime(untrained.checkpoint("nvfp4"))
-    canonical = open_runtime(untrained.export_dir / "unet.onnx")
-    portable = open_runtime(untrained.export_dir / "unet-fp16.portable.onnx")
+    canonical = open_runtime(untrained.export_dir / "unet.nvfp4.onnx")
+    portable = open_runtime(untrained.export_dir / "unet.fp16.portable.onnx")
     assert torch_runtime.name.startswith("torch ")
-    assert canonical.name.endswith("(CPU, lowered in memory)")
+    assert canonical.name.endswith("(CPU, decomposed in memory)")
     assert portable.name.endswith("(CPU)")
     assert (canonical.precision, portable.precision) == ("NVFP4 (emulated)", "FP16 (run in FP32)")
 
@@ -60,7 +60,7 @@ def test_names_tell_what_runs_where(untrained: Run) -> None:
 @pytest.mark.filterwarnings("ignore:.*back to torch")
 def test_the_name_of_a_packed_network_tells_what_computed_it(untrained: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a GPU, as far as the name goes: kernels may be refused or missed, and a capture may fail."""
-    path, gpu = untrained.export_dir / "unet.fp4", torch.device("cuda", 7)
+    path, gpu = untrained.export_dir / "unet.nvfp4.fp4", torch.device("cuda", 7)
     monkeypatch.setattr(packed, "why_unavailable", lambda _: None)
     fallback = Fallback("Norms", "torch")
 
@@ -84,14 +84,14 @@ def test_the_name_of_a_packed_network_tells_what_computed_it(untrained: Run, mon
     assert opened().name.endswith("packed (CUDA, kernels and torch, one graph)")
 
 
-@pytest.mark.parametrize("name", ["unet.onnx", "unet.portable.onnx", "unet.fp4"])
+@pytest.mark.parametrize("name", ["unet.nvfp4.onnx", "unet.nvfp4.portable.onnx", "unet.nvfp4.fp4"])
 def test_runtimes_time_themselves(untrained: Run, images: np.ndarray, name: str) -> None:
     times = open_runtime(untrained.export_dir / name).time(images, warmup=1, iterations=4, max_seconds=60)
     assert len(times) == 4
     assert min(times) > 0
 
 
-@pytest.mark.parametrize("name", ["model.pt", "model", "model.fp8", "model.onnx.txt"])
+@pytest.mark.parametrize("name", ["model.pkl", "model", "model.fp8", "model.onnx.txt"])
 def test_unknown_suffix_lists_what_bench_takes(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"x")
     with pytest.raises(InputError, match=r"\.onnx .*\.safetensors .*\.fp4 .*\.plan"):
@@ -126,7 +126,7 @@ def test_onnx_without_a_card_says_so(tmp_path: Path) -> None:
 
 
 def test_a_loop_without_an_end_is_stopped(untrained: Run, tmp_path: Path) -> None:
-    original = onnx.load(untrained.export_dir / "unet-fp16.portable.onnx")
+    original = onnx.load(untrained.export_dir / "unet.fp16.portable.onnx")
     image = original.graph.input[0]
     true = helper.make_tensor("true", TensorProto.BOOL, [], [True])
     flag, value = (helper.make_tensor_value_info(name, kind, []) for name, kind in (("go", 9), ("at", 7)))

@@ -109,7 +109,7 @@ def test_commands_feed_images_alone(files: Any, kind: str) -> None:
 
 def test_one_input_is_called_too(untrained: Run) -> None:
     images = np.random.default_rng(1).standard_normal((2, 3, 32, 32)).astype(np.float32)
-    for path in (untrained.checkpoint("fp16"), untrained.export_dir / "unet-fp16.onnx"):
+    for path in (untrained.checkpoint("fp16"), untrained.export_dir / "unet.fp16.onnx"):
         runtime = fd.open_runtime(path)
         (port,) = runtime.inputs
         assert np.array_equal(runtime(images), runtime.infer(images))

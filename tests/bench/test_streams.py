@@ -19,9 +19,9 @@ def test_a_row() -> None:
 
 
 def test_refusals(untrained: Run) -> None:
-    path = untrained.export_dir / "unet.fp4"
+    path = untrained.export_dir / "unet.nvfp4.fp4"
     with pytest.raises(InputError, match="throughput measures packed networks"):
-        throughputs(Path("unet.onnx"), [1])
+        throughputs(Path("unet.nvfp4.onnx"), [1])
     with pytest.raises(InputError, match="at least one stream"):
         throughputs(path, [0])
     if not torch.cuda.is_available():
@@ -31,7 +31,7 @@ def test_refusals(untrained: Run) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_the_command_and_its_former_option_without_a_gpu(untrained: Run, tmp_path: Path) -> None:
-    engine = ("--engine", untrained.export_dir / "unet.fp4")
+    engine = ("--engine", untrained.export_dir / "unet.nvfp4.fp4")
     for arguments, moved in ((("throughput", *engine), False), (("bench", *engine, "--streams", 2), True)):
         done = fp4deploy(*arguments, "--json", "-", folder=tmp_path)
         assert (done.code, done.stdout) == (3, ""), done.stderr
@@ -42,7 +42,7 @@ def test_the_command_and_its_former_option_without_a_gpu(untrained: Run, tmp_pat
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
 def test_streams_on_a_gpu(untrained: Run) -> None:
-    found = throughputs(untrained.export_dir / "unet.fp4", [1, 2], batch=2, seconds=0.2)
+    found = throughputs(untrained.export_dir / "unet.nvfp4.fp4", [1, 2], batch=2, seconds=0.2)
     assert [row.streams for row in found] == [1, 2]
     assert all(row.images_per_s > 0 and row.bytes > 0 for row in found)
     joules = energy_counter(torch.device("cuda"))()

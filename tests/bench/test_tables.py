@@ -26,6 +26,14 @@ def test_the_control_is_the_fairer_baseline() -> None:
     assert [row[6] for row in rows] == ["-3.00", "-1.00", "0.00"]
 
 
+@pytest.mark.parametrize(("p90", "unsteady"), [(3.0, False), (3.6, True)])
+def test_a_row_of_unsteady_times_says_so(p90: float, unsteady: bool) -> None:
+    found = entry("nvfp4", 0.8).model_copy(update={"latency_ms": Quantiles(p50=2.345, p90=p90, p99=9)})
+    assert tables.rows([found])[0][-1] == ("ok, unsteady" if unsteady else "ok")
+    sentence = "x.onnx: unsteady, p90 is 1.5 times p50. Measure again when nothing else runs here."
+    assert tables.details([found]) == ([sentence] if unsteady else [])
+
+
 def test_rows_without_numbers() -> None:
     idle = ArtifactEntry(path="x.plan", status="built, not run")
     assert tables.rows([idle])[0][5:] == ("–", "–", "–", "–", "–", "–", "built, not run")

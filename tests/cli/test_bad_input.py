@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from fp4deploy.runs import Run
 from tests.bench.perfect import perfect
@@ -214,11 +215,15 @@ def test_a_file_that_is_not_onnx(
     assert files(tmp_path) == {"model.onnx"}
 
 
-def test_exporting_a_file_of_pytorch(invoke: Invoke, tmp_path: Path) -> None:
-    torch.save({"weight": torch.zeros(2)}, tmp_path / "net.pth")
-    result = invoke("export", "net.pth")
-    refused(result, "net.pth is a file of PyTorch", "--init net.pth", "fd.export_onnx")
-    assert "corrupt" not in result.stderr
+@pytest.mark.parametrize("name", ["net.pth", "net.safetensors"])
+def test_exporting_weights_without_a_card(invoke: Invoke, tmp_path: Path, name: str) -> None:
+    tensors = {"weight": torch.zeros(2)}
+    torch.save(tensors, name) if name == "net.pth" else save_file(tensors, name)
+    for command in (("export",), ("predict", "photo.jpg", "--model")):
+        (tmp_path / "photo.jpg").touch()
+        result = invoke(*command, name)
+        refused(result, f"{name} is", "weights alone", f"fp4deploy quantize {name} --model SPEC", f"--init {name}")
+        assert "corrupt" not in result.stderr
 
 
 def test_building_what_is_not_there(invoke: Invoke, tmp_path: Path) -> None:
@@ -303,7 +308,7 @@ def test_too_little_memory_is_said(invoke: Invoke, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    "size", ["0x32", "32", "32x", "x", "-1x32", "32x16385", "9" * 5000 + "x32", "32x32x32", "1e3x32"]
+    "size", ["0x32", "0", "32x", "x", "-1x32", "32x16385", "9" * 5000 + "x32", "32x32x32", "1e3x32"]
 )
 def test_a_size_that_is_none(invoke: Invoke, size: str) -> None:
     refused(invoke("build", "x.onnx", "--size", size), "--size")

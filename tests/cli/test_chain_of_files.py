@@ -22,7 +22,7 @@ def made(app: Any, tmp_path_factory: pytest.TempPathFactory, shapes: Path) -> Pa
         app,
         ("train", "--models", "fp16", "--data", str(shapes), "--out", "runs/one", *SETS),
         ("export", "--no-verify"),
-        ("bench", "--engine", "fp16", "--engine", "unet-fp16.onnx", "--iterations", "2"),
+        ("bench", "--engine", "fp16", "--engine", "unet.fp16.onnx", "--iterations", "2"),
     )
 
 
@@ -35,14 +35,14 @@ def run(made: Path, tmp_path: Path) -> Path:
 
 def test_bench_report_and_verify(run: Path, invoke: Invoke, shapes: Path) -> None:
     lines = [json.loads(line) for line in (run / "bench.jsonl").read_text().splitlines()]
-    assert [line["entry"]["path"] for line in lines] == ["fp16/best.safetensors", "export/unet-fp16.onnx"]
+    assert [line["entry"]["path"] for line in lines] == ["fp16/best.safetensors", "export/unet.fp16.onnx"]
 
     result = invoke("report")
     assert result.exit_code == 0, result.stderr
     data = json.loads((run / "report.json").read_text())
     entries = {entry["path"]: entry for entry in data["artifacts"]}
     assert entries["fp16/best.safetensors"]["miou"] == lines[0]["entry"]["miou"] == data["models"]["fp16"]["miou"]
-    assert entries["export/unet-fp16.onnx"]["latency_ms"] == lines[1]["entry"]["latency_ms"]
+    assert entries["export/unet.fp16.onnx"]["latency_ms"] == lines[1]["entry"]["latency_ms"]
     assert data["environment"] == lines[1]["environment"]
     assert not any("not been measured" in remark for remark in data["remarks"])
 
@@ -56,7 +56,7 @@ def test_bench_report_and_verify(run: Path, invoke: Invoke, shapes: Path) -> Non
     verified = invoke("verify", "--json")
     assert verified.exit_code == 0, verified.stderr
     assert [link["path"] for link in json.loads(verified.stdout)["links"]] == [
-        "fp16/best.safetensors", "export/unet-fp16.onnx",
+        "fp16/best.safetensors", "export/unet.fp16.onnx",
     ]  # fmt: skip
 
     assert json.loads(verified.stdout)["unnamed"] == []
@@ -75,7 +75,7 @@ def test_bench_report_and_verify(run: Path, invoke: Invoke, shapes: Path) -> Non
     assert "fp16/best.safetensors is not the file that train wrote" in broken.stderr
     assert (
         "was made of another fp16/best.safetensors"
-        in invoke("bench", "--engine", "unet-fp16.onnx", "--iterations", 1).stderr
+        in invoke("bench", "--engine", "unet.fp16.onnx", "--iterations", 1).stderr
     )
 
 

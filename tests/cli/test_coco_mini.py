@@ -29,8 +29,8 @@ def test_the_whole_path_on_photographs(app: Any, tmp_path: Path) -> None:
             "--from-scratch", "--out", "runs/one", *SMALL,
         ),
         ("export", "--format", "onnx", "--portable", "--images", "2"),
-        ("bench", "--engine", "unet.portable.onnx", "--json", "bench.json", "--iterations", "1"),
-        ("predict", str(image), "--model", "unet.portable.onnx", "--out", "seen"),
+        ("bench", "--engine", "unet.nvfp4.portable.onnx", "--json", "bench.json", "--iterations", "1"),
+        ("predict", str(image), "--model", "unet.nvfp4.portable.onnx", "--out", "seen"),
     )  # fmt: skip
     (entry,) = json.loads((home / "bench.json").read_text())["artifacts"]
     assert entry["ap"] is not None

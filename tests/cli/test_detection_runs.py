@@ -23,7 +23,7 @@ TINY = (
     "--set", "telemetry.every=0",
 )  # fmt: skip
 FORMS = (".onnx", ".portable.onnx", ".fp4")
-ARTEFACTS = ("fp16", "nvfp4", *(f"unet{model}{suffix}" for model in ("", "-fp16") for suffix in FORMS))
+ARTEFACTS = ("fp16", "nvfp4", *(f"unet.{model}{suffix}" for model in ("nvfp4", "fp16") for suffix in FORMS))
 
 
 @pytest.fixture(scope="module")
@@ -81,16 +81,16 @@ def test_every_artefact_has_the_same_ap(at_home: Invoke, home: Path) -> None:
 
 
 def test_the_portable_file_decodes_with_standard_operators(home: Path) -> None:
-    model = onnx.load(home / "runs" / "one" / "export" / "unet.portable.onnx")
+    model = onnx.load(home / "runs" / "one" / "export" / "unet.nvfp4.portable.onnx")
     assert [value.name for value in model.graph.output][1:] == ["images", "boxes", "classes", "scores"]
     assert "NonMaxSuppression" in {node.op_type for node in model.graph.node}
     assert all(node.domain in ("", "ai.onnx") for node in model.graph.node)
-    canonical = onnx.load(home / "runs" / "one" / "export" / "unet.onnx")
+    canonical = onnx.load(home / "runs" / "one" / "export" / "unet.nvfp4.onnx")
     assert len(canonical.graph.output) == 1
 
 
 def test_results_are_coco_json(at_home: Invoke, home: Path, shapes: Path) -> None:
-    result = at_home("bench", "--engine", "unet.portable.onnx", "--results", "kept", "--iterations", 1)
+    result = at_home("bench", "--engine", "unet.nvfp4.portable.onnx", "--results", "kept", "--iterations", 1)
     assert result.exit_code == 0, result.stderr
     found = json.loads((home / "kept" / "results.json").read_text())
     scores = json.loads((home / "kept" / "scores.json").read_text())
@@ -101,7 +101,7 @@ def test_results_are_coco_json(at_home: Invoke, home: Path, shapes: Path) -> Non
 
 def test_predict_draws_boxes_and_lists_them(at_home: Invoke, home: Path, shapes: Path) -> None:
     image = next((shapes / "val2017").glob("*.jpg"))
-    result = at_home("predict", image, "--model", "unet.onnx", "--out", "seen", "--json")
+    result = at_home("predict", image, "--model", "unet.nvfp4.onnx", "--out", "seen", "--json")
     assert result.exit_code == 0, result.stderr
     (entry,) = json.loads(result.stdout)["images"]
     assert entry["mask"] is None
@@ -109,12 +109,12 @@ def test_predict_draws_boxes_and_lists_them(at_home: Invoke, home: Path, shapes:
     listed = json.loads((home / "seen" / "instances.json").read_text())["annotations"]
     assert len(listed) == entry["objects"] > 0
     assert all(len(each["bbox"]) == 4 and 0 < each["score"] <= 1 for each in listed)
-    result = at_home("predict", image, "--model", "unet.onnx", "--out", "counted")
+    result = at_home("predict", image, "--model", "unet.nvfp4.onnx", "--out", "counted")
     assert result.exit_code == 0, result.stderr
     assert result.stdout.split()[:3] == ["class", "images", "objects"]
     table, _, total = result.stdout.partition(" objects in 1 images.")[0].rpartition("\n")
     assert sum(int(line.split()[-1]) for line in table.splitlines()[1:]) == int(total) > 0
-    result = at_home("predict", image, "--model", "unet.onnx", "--tile")
+    result = at_home("predict", image, "--model", "unet.nvfp4.onnx", "--tile")
     assert result.exit_code == 2
     assert "Boxes are not joined across tiles" in result.stderr
 

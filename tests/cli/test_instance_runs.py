@@ -89,7 +89,7 @@ def test_every_artefact_is_scored_by_the_same_code(at_home: Invoke, home: Path) 
 
 
 def test_results_are_files_that_other_tools_read(at_home: Invoke, home: Path, shapes: Path) -> None:
-    result = at_home("bench", "--engine", "unet.onnx", "--results", "kept", "--max-dets", 20, "--iterations", 1)
+    result = at_home("bench", "--engine", "unet.nvfp4.onnx", "--results", "kept", "--max-dets", 20, "--iterations", 1)
     assert result.exit_code == 0, result.stderr
     found = read_results(home / "kept" / "results.json")
     dataset = open_instances(shapes, "val")
@@ -111,17 +111,19 @@ def test_results_are_files_that_other_tools_read(at_home: Invoke, home: Path, sh
 
 
 def test_several_artefacts_keep_their_results_apart(at_home: Invoke, home: Path) -> None:
-    result = at_home("bench", "--engine", "fp16", "--engine", "unet.onnx", "--results", "both", "--iterations", 1)
+    result = at_home("bench", "--engine", "fp16", "--engine", "unet.nvfp4.onnx", "--results", "both", "--iterations", 1)
     assert result.exit_code == 0, result.stderr
-    assert {path.name for path in (home / "both").iterdir()} == {"fp16-checkpoint", "unet.onnx"}
+    assert {path.name for path in (home / "both").iterdir()} == {"fp16-checkpoint", "unet.nvfp4.onnx"}
 
 
 def test_the_gate_is_judged_by_ap(at_home: Invoke, tmp_path: Path) -> None:
     baseline = tmp_path / "base.json"
-    measured = json.loads(at_home("bench", "--engine", "unet.onnx", "--iterations", 1, "--json", "-").stdout)
+    measured = json.loads(at_home("bench", "--engine", "unet.nvfp4.onnx", "--iterations", 1, "--json", "-").stdout)
     best = perfect(measured)
     baseline.write_text(json.dumps(best))
-    result = at_home("bench", "--engine", "unet.onnx", "--baseline", baseline, "--iterations", 1, "--results", "gate")
+    result = at_home(
+        "bench", "--engine", "unet.nvfp4.onnx", "--baseline", baseline, "--iterations", 1, "--results", "gate"
+    )
     assert result.exit_code == 1
     assert list(Path("gate/lost").glob("*.png"))
     assert "AP, " in result.stderr
@@ -130,12 +132,12 @@ def test_the_gate_is_judged_by_ap(at_home: Invoke, tmp_path: Path) -> None:
     best["artifacts"][0].update(ap=None, miou=1.0)
     best["evidence"][0].update(kind="pixels", lines=["5/5/5"] * len(best["evidence"][0]["lines"]), classes=["a"])
     baseline.write_text(json.dumps(best))
-    result = at_home("bench", "--engine", "unet.onnx", "--baseline", baseline, "--iterations", 1)
+    result = at_home("bench", "--engine", "unet.nvfp4.onnx", "--baseline", baseline, "--iterations", 1)
     assert result.exit_code == 2
     assert "different tasks" in result.stderr
 
 
-@pytest.mark.parametrize("name", ["unet.onnx", "unet.fp4", "fp16.safetensors"])
+@pytest.mark.parametrize("name", ["unet.nvfp4.onnx", "unet.nvfp4.fp4", "fp16.safetensors"])
 def test_inspect_names_the_task(at_home: Invoke, name: str) -> None:
     result = at_home("inspect", name, "--json")
     assert result.exit_code == 0, result.stderr

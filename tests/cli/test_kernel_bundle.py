@@ -30,7 +30,7 @@ def test_a_bundle(invoke: Invoke, network: Path) -> None:
     result = invoke("kernels", "--for", network, "--arch", "sm90", "--batch", 1, "--batch", 3, "--json")
     assert result.exit_code == 0, result.stderr
     found = json.loads(result.stdout)
-    path = network.with_name("unet-sm90.kernels")
+    path = network.with_name("unet.sm90.kernels")
     assert found["path"] == str(path)
     assert found["bytes"] == path.stat().st_size
     assert (found["arch"], found["tuned_for"], found["processors"]) == ("sm90", "", 132)

@@ -385,19 +385,22 @@ def test_an_error_prints_names_literally(invoke: Invoke, monkeypatch: pytest.Mon
 def test_a_narrow_terminal_breaks_no_name(app: Any, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     from importlib import import_module
 
-    from fp4deploy.bench.records import ArtifactEntry
+    from fp4deploy.bench.records import ArtifactEntry, Quantiles
     from fp4deploy.system.terminal import console
 
     bench = import_module(f"{PACKAGE}.commands.stages.bench")
     screen = io.StringIO()
     monkeypatch.setattr(bench, "results", lambda: console(screen, width=width))
-    backend, precision = "ONNX Runtime 1.31.1 (CPU, lowered in memory)", "FP16 (run in FP32)"
+    backend, precision = "ONNX Runtime 1.31.1 (CPU, decomposed in memory)", "FP16 (run in FP32)"
+    measured = {"model": "fp16", "backend": backend, "precision": precision, "miou": 0.5, "status": "ok"}
+    times = Quantiles(p50=2.5, p90=2.75, p99=3.25)
     entries = [
-        ArtifactEntry(path=f"runs/a/{name}", model="fp16", backend=backend, precision=precision, miou=0.5, status="ok")
-        for name in ("fp16/best.safetensors", "export/unet-fp16.portable.onnx")
+        ArtifactEntry.model_validate({"path": f"runs/a/{name}", "latency_ms": times, **measured})
+        for name in ("fp16/best.safetensors", "export/unet.fp16.portable.onnx")
     ]
     bench.print_table(entries)
     words = screen.getvalue().split()
-    assert {"fp16/best.safetensors", "export/unet-fp16.portable.onnx", "Runtime", "memory)"} <= set(words)
+    assert {"fp16/best.safetensors", "export/unet.fp16.portable.onnx", "Runtime", "memory)"} <= set(words)
     assert words.count("ok") == len(entries)
+    assert {"2.5", "2.75", "3.25"} <= set(words), "p50, p90 and p99, also where they have no columns of their own"
     assert not any("runs/a" in word for word in words)

@@ -74,6 +74,7 @@ def test_every_stage_takes_a_network_of_the_users_own(invoke: Invoke, tmp_path: 
     whole = invoke("bench", run, "--iterations", 1, "--limit", 1)
     assert whole.exit_code == 0, whole.stderr
     assert "name it again: --model net.py:Net" in whole.stdout, "and the other artefacts are measured"
+    assert "needs --model" in " ".join(whole.stdout.split())
     spec._named.clear()
     spec._expected.clear()
     resumed = invoke("train", "--resume", "--out", run)

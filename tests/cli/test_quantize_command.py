@@ -50,10 +50,11 @@ def test_quantize_search_and_quantize_again(invoke: Invoke, checkpoint: Path, sh
 
 
 def test_what_quantize_and_search_refuse(invoke: Invoke, checkpoint: Path, shapes: Path, tmp_path: Path) -> None:
-    (tmp_path / "x.pt").write_bytes(b"")
+    (tmp_path / "x.txt").write_bytes(b"")
     for arguments, message in (
         (("quantize", checkpoint, "--data", shapes, "--method", "gtpq"), "Did you mean 'gptq'"),
-        (("quantize", "x.pt", "--data", shapes), "quantize takes a checkpoint"),
+        (("quantize", "x.txt", "--data", shapes), "quantize takes a checkpoint"),
+        (("quantize", checkpoint, "--data", shapes, "--size", "64"), "a checkpoint of fp4deploy says them itself"),
         (("quantize", "absent.safetensors", "--data", shapes), "There is no checkpoint at absent.safetensors"),
         (("quantize", checkpoint, "--data", shapes, "--correction", "no"), "--correction is 'no'"),
         (("quantize", checkpoint, "--data", shapes, "--out", checkpoint), "is the FP16 checkpoint"),

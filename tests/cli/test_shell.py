@@ -61,11 +61,11 @@ def test_runs_and_artifacts_complete(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     assert completion.runs(Context(), "") == []
     run = tmp_path / "runs" / "one"
-    for name in ("fp16/best.safetensors", "export/unet.onnx", "engines/unet.plan", "config.yaml"):
+    for name in ("fp16/best.safetensors", "export/unet.nvfp4.onnx", "engines/unet.nvfp4.sm120.plan", "config.yaml"):
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_text("")
     assert completion.runs(Context(), "runs/o") == ["runs/one"]
-    assert completion.artifacts(Context(), "")[:3] == ["fp16", "unet.onnx", "unet.plan"]
+    assert completion.artifacts(Context(), "")[:3] == ["fp16", "unet.nvfp4.onnx", "unet.nvfp4.sm120.plan"]
 
 
 def test_unreadable_data_completes_to_nothing(tmp_path: Path) -> None:
@@ -99,8 +99,10 @@ command.main()
 def test_short_flags_are_settings_and_set_wins() -> None:
     config = resolve(None, ["train.epochs=7"], epochs=3, batch_size=5, size="64x32")
     assert (config.train.epochs, config.train.batch_size, config.data.height, config.data.width) == (7, 5, 64, 32)
-    with pytest.raises(InputError, match="--size takes HEIGHTxWIDTH"):
-        resolve(None, None, size="64")
+    assert (resolve(None, None, size="64").data.height, resolve(None, None, size="64").data.width) == (64, 64)
+    for text in ("64x", "64x32x3", "0", "wide"):
+        with pytest.raises(InputError, match="--size takes HEIGHTxWIDTH"):
+            resolve(None, None, size=text)
 
 
 def test_every_setting_is_listed_with_its_meaning(invoke: Invoke) -> None:

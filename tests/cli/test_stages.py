@@ -16,9 +16,11 @@ import pytest
 import torch
 import yaml
 
+from fp4deploy.errors import Interrupted
 from fp4deploy.export import to_onnx
 from fp4deploy.models import read_card
 from fp4deploy.runs import Run
+from fp4deploy.train import train_models
 from tests.cli.command_line import PACKAGE, Invoke, run_in
 from tests.export.exported_models import traced_once
 from tests.processes import fp4deploy
@@ -63,10 +65,10 @@ def test_train_and_export_leave_the_files_of_the_contract(home: Path) -> None:
         "fp16/metrics.jsonl",
         "nvfp4/best.safetensors",
         "nvfp4/metrics.jsonl",
-        "export/unet.onnx",
-        "export/unet.portable.onnx",
-        "export/unet-fp16.onnx",
-        "export/unet-fp16.portable.onnx",
+        "export/unet.nvfp4.onnx",
+        "export/unet.nvfp4.portable.onnx",
+        "export/unet.fp16.onnx",
+        "export/unet.fp16.portable.onnx",
     ):
         assert (run / name).is_file(), name
     assert read_card(run / "nvfp4" / "best.safetensors").recipe == "nvfp4_qat"
@@ -78,10 +80,10 @@ def test_export_takes_a_run_or_a_checkpoint(at_home: Invoke, tmp_path: Path) -> 
     run = next(Path("runs").iterdir())
     whole = at_home("export", run, "--out", tmp_path / "whole", "--images", 2)
     assert whole.exit_code == 0, whole.stderr
-    assert {path.name for path in (tmp_path / "whole").iterdir()} == {"unet.onnx", "unet-fp16.onnx"}
+    assert {path.name for path in (tmp_path / "whole").iterdir()} == {"unet.nvfp4.onnx", "unet.fp16.onnx"}
     one = at_home("export", run / "nvfp4" / "best.safetensors", "--out", tmp_path / "one.onnx", "--images", 2)
     assert one.exit_code == 0, one.stderr
-    assert (tmp_path / "one.onnx").read_bytes() == (tmp_path / "whole" / "unet.onnx").read_bytes()
+    assert (tmp_path / "one.onnx").read_bytes() == (tmp_path / "whole" / "unet.nvfp4.onnx").read_bytes()
     many = at_home("export", run, "--out", tmp_path / "two.onnx")
     assert many.exit_code == 2
     assert "--out must be a folder" in many.stderr
@@ -91,9 +93,9 @@ def test_packed_export_inspect_and_bench(at_home: Invoke, tmp_path: Path) -> Non
     run = next(Path("runs").iterdir())
     result = at_home("export", run, "--format", "packed", "--out", tmp_path, "--images", 2)
     assert result.exit_code == 0, result.stderr
-    assert {path.name for path in tmp_path.iterdir()} == {"unet.fp4", "unet-fp16.fp4"}
+    assert {path.name for path in tmp_path.iterdir()} == {"unet.nvfp4.fp4", "unet.fp16.fp4"}
     assert "in FP16" in result.stdout
-    shown = json.loads(at_home("inspect", tmp_path / "unet.fp4", "--json").stdout)
+    shown = json.loads(at_home("inspect", tmp_path / "unet.nvfp4.fp4", "--json").stdout)
     assert shown["weight_bytes"] < 0.3 * shown["weight_bytes_fp16"]
     assert shown["activation_bytes"] < shown["activation_bytes_fp16"]
     layers = {layer["layer"]: layer for layer in shown["layers"]}
@@ -101,7 +103,7 @@ def test_packed_export_inspect_and_bench(at_home: Invoke, tmp_path: Path) -> Non
     assert (layers["head"]["precision"], layers["head"]["sha256"]) == ("FP16", "ok")
     data = json.loads((run / "report.json").read_text())["data"] if (run / "report.json").is_file() else None
     data = data or yaml.safe_load((run / "config.yaml").read_text())["data"]["root"]
-    engines = [part for name in ("unet.fp4", "unet-fp16.fp4") for part in ("--engine", tmp_path / name)]
+    engines = [part for name in ("unet.nvfp4.fp4", "unet.fp16.fp4") for part in ("--engine", tmp_path / name)]
     table = at_home("bench", *engines, "--engine", "nvfp4", "--data", data, "--iterations", 3, "--json", "-")
     assert table.exit_code == 0, table.stderr
     packed, plain, torch_model = json.loads(table.stdout)["artifacts"]
@@ -115,7 +117,7 @@ def test_packed_export_inspect_and_bench(at_home: Invoke, tmp_path: Path) -> Non
 
 
 def test_a_damaged_packed_file(at_home: Invoke, untrained: Run, tmp_path: Path) -> None:
-    target = tmp_path / "unet.fp4"
+    target = tmp_path / "unet.nvfp4.fp4"
     content = bytearray((untrained.export_dir / target.name).read_bytes())
     content[-1] ^= 1
     target.write_bytes(content)
@@ -137,7 +139,7 @@ def test_export_goes_on_after_a_refused_model(at_home: Invoke, tmp_path: Path, m
     result = at_home("export", next(Path("runs").iterdir()), "--out", tmp_path / "out", "--images", 1)
     assert result.exit_code == 1
     assert "fp16/best.safetensors: ONNX Runtime and torch disagree" in result.stderr
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["unet.onnx"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["unet.nvfp4.onnx"]
 
 
 def test_export_goes_on_after_a_broken_checkpoint(at_home: Invoke, tmp_path: Path) -> None:
@@ -147,10 +149,10 @@ def test_export_goes_on_after_a_broken_checkpoint(at_home: Invoke, tmp_path: Pat
     assert result.exit_code == 2
     assert "fp16/best.safetensors" in result.stderr
     assert "nvfp4/best.safetensors is" not in result.stderr
-    assert [path.name for path in (tmp_path / "run" / "export").iterdir()] == ["unet.onnx"]
+    assert [path.name for path in (tmp_path / "run" / "export").iterdir()] == ["unet.nvfp4.onnx"]
 
 
-@pytest.mark.parametrize("name", ["unet.onnx", "unet-fp16.portable.onnx", "fp16", "nvfp4.safetensors"])
+@pytest.mark.parametrize("name", ["unet.nvfp4.onnx", "unet.fp16.portable.onnx", "fp16", "nvfp4.safetensors"])
 def test_bench_finds_names_in_the_latest_run(at_home: Invoke, home: Path, name: str) -> None:
     result = at_home("bench", "--engine", name, "--iterations", 3, "--json", "-")
     assert result.exit_code == 0, result.stderr
@@ -162,7 +164,7 @@ def test_bench_finds_names_in_the_latest_run(at_home: Invoke, home: Path, name: 
 
 
 def test_onnx_and_torch_score_alike(at_home: Invoke) -> None:
-    names = ("nvfp4", "unet.onnx", "unet.portable.onnx")
+    names = ("nvfp4", "unet.nvfp4.onnx", "unet.nvfp4.portable.onnx")
     arguments = [part for name in names for part in ("--engine", name)]
     result = at_home("bench", *arguments, "--iterations", 3, "--json", "out.json")
     assert result.exit_code == 0, result.stderr
@@ -170,22 +172,22 @@ def test_onnx_and_torch_score_alike(at_home: Invoke) -> None:
     scores = [entry["miou"] for entry in entries]
     assert max(scores) - min(scores) < 0.005
     assert [entry["model"] for entry in entries] == ["nvfp4"] * 3
-    again = at_home("bench", "--engine", "unet.onnx", "--iterations", 1, "--baseline", "out.json")
+    again = at_home("bench", "--engine", "unet.nvfp4.onnx", "--iterations", 1, "--baseline", "out.json")
     assert again.exit_code == 2
     assert "holds 3 artefacts" in again.stderr
     again = at_home(
-        "bench", "--engine", "unet.onnx", "--iterations", 1, "--max-drop", 5, "--baseline", "out.json",
-        "--baseline-artefact", "unet.onnx",
+        "bench", "--engine", "unet.nvfp4.onnx", "--iterations", 1, "--max-drop", 5, "--baseline", "out.json",
+        "--baseline-artefact", "unet.nvfp4.onnx",
     )  # fmt: skip
     assert again.exit_code == 0, again.stderr
     assert "Within 5 points" in again.stderr
 
 
 def test_inspect_and_check_of_the_exported_model(at_home: Invoke) -> None:
-    facts = json.loads(at_home("inspect", "unet.onnx", "--json").stdout)
+    facts = json.loads(at_home("inspect", "unet.nvfp4.onnx", "--json").stdout)
     assert facts["card"]["precision"] == "nvfp4"
     assert facts["opset"] == 23
-    path = f"{next(Path('runs').iterdir())}/export/unet.onnx"
+    path = f"{next(Path('runs').iterdir())}/export/unet.nvfp4.onnx"
     planned = json.loads(at_home("check", path, "--json").stdout)["layers"]
     expected = json.loads(at_home("check", "unet:0.125", "--json").stdout)["layers"]
     assert [(layer["name"], layer["precision"]) for layer in planned] == [
@@ -194,7 +196,7 @@ def test_inspect_and_check_of_the_exported_model(at_home: Invoke) -> None:
 
 
 def test_audit_finds_the_file_of_the_latest_run(at_home: Invoke, home: Path) -> None:
-    result = at_home("audit", "unet.onnx", "--json")
+    result = at_home("audit", "unet.nvfp4.onnx", "--json")
     assert result.exit_code == 0, result.stderr
     assert Path(json.loads(result.stdout)["file"]).parent.name == "export"
     absent = at_home("audit", "absent.onnx")
@@ -208,44 +210,59 @@ def test_build_then_bench(at_home: Invoke, home: Path) -> None:
     assert built.exit_code == 0, built.stderr
     run = latest(home)
     assert {path.name for path in (run / "engines").iterdir()} == {
-        "unet.plan", "unet.ledger.json", "unet-fp16.plan", "unet-fp16.ledger.json"
+        "unet.nvfp4.sm120.plan", "unet.nvfp4.sm120.ledger.json", "unet.fp16.sm120.plan", "unet.fp16.sm120.ledger.json"
     }  # fmt: skip
     assert "requested FP4 and got another" in built.stdout
-    assert "built and inspected, not run" in at_home("inspect", "unet.plan").stdout
-    assert json.loads(at_home("inspect", "unet.ledger.json", "--json").stdout)["arch"] == "sm120"
+    assert "built and inspected, not run" in at_home("inspect", "unet.nvfp4.sm120.plan").stdout
+    assert json.loads(at_home("inspect", "unet.nvfp4.sm120.ledger.json", "--json").stdout)["arch"] == "sm120"
     before = {path.name: path.stat().st_ino for path in (run / "engines").iterdir()}
     refused = at_home("build", "--arch", "sm80")
     assert refused.exit_code == 2
-    assert "unet.onnx holds FP4 layers, and sm80 has no FP4 tensor cores" in refused.stderr
+    assert "unet.nvfp4.onnx holds FP4 layers, and sm80 has no FP4 tensor cores" in refused.stderr
     assert {path.name: path.stat().st_ino for path in (run / "engines").iterdir()} == before, "the FP16 engine stays"
     if NO_GPU:
-        table = at_home("bench", "--engine", "unet.plan", "--engine", "unet.onnx", "--iterations", 1, "--json", "-")
+        table = at_home(
+            "bench",
+            "--engine",
+            "unet.nvfp4.sm120.plan",
+            "--engine",
+            "unet.nvfp4.onnx",
+            "--iterations",
+            1,
+            "--json",
+            "-",
+        )
         assert table.exit_code == 0, table.stderr
         assert "no CUDA GPU" in table.stderr
         plan, graph = json.loads(table.stdout)["artifacts"]
         assert (plan["status"], plan["latency_ms"]) == ("emulated, not run", None)
         assert abs(plan["miou"] - graph["miou"]) < 0.1
         assert graph["status"] == "ok"
-        source = next((run / "export").glob("unet.onnx"))
+        source = next((run / "export").glob("unet.nvfp4.onnx"))
         source.rename(source.with_suffix(".away"))
-        result = at_home("bench", "--engine", "unet.plan")
+        result = at_home("bench", "--engine", "unet.nvfp4.sm120.plan")
         source.with_suffix(".away").rename(source)
         assert result.exit_code == 3
         assert result.stdout == ""
         assert "SM120" in result.stderr
-        assert "its source unet.onnx is not beside it" in result.stderr
+        assert "its source unet.nvfp4.onnx is not beside it" in result.stderr
 
 
 def test_a_run_folder_and_a_pattern_of_its_export_name_what_is_built_and_measured(at_home: Invoke, home: Path) -> None:
     run = latest(home)
     for given in ([run], sorted((run / "export").glob("*.onnx"))):
         refused = at_home("build", *given, "--arch", "sm80")
-        assert "unet.onnx holds FP4 layers, and sm80 has no FP4 tensor cores" in refused.stderr, "both canonical files"
-    assert "Leaving out unet-fp16.portable.onnx, unet.portable.onnx: engines are built of canonical" in refused.stderr
+        assert "unet.nvfp4.onnx holds FP4 layers, and sm80 has no FP4 tensor cores" in refused.stderr, (
+            "both canonical files"
+        )
+    assert (
+        "Leaving out unet.fp16.portable.onnx, unet.nvfp4.portable.onnx: engines are built of canonical"
+        in refused.stderr
+    )
     measured = at_home("bench", run, "--iterations", 1, "--limit", 1, "--json", "-")
     assert measured.exit_code == 0, measured.stderr
     names = {Path(each["path"]).name for each in json.loads(measured.stdout)["artifacts"]}
-    assert {"unet.onnx", "unet.portable.onnx", "unet-fp16.onnx", "best.safetensors"} <= names
+    assert {"unet.nvfp4.onnx", "unet.nvfp4.portable.onnx", "unet.fp16.onnx", "best.safetensors"} <= names
     empty = at_home("build", run / "fp16")
     assert "run/fp16 does not exist" not in empty.stderr
     assert "fp16 is not a run" in empty.stderr
@@ -254,7 +271,7 @@ def test_a_run_folder_and_a_pattern_of_its_export_name_what_is_built_and_measure
 def test_a_graph_whose_k_is_no_multiple_of_16(at_home: Invoke, tmp_path: Path) -> None:
     import onnx
 
-    model = onnx.load(next(Path("runs").glob("*/export/unet.onnx")))
+    model = onnx.load(next(Path("runs").glob("*/export/unet.nvfp4.onnx")))
     codes = next(item for item in model.graph.initializer if item.name == "encoder.2.conv1.weight.codes")
     codes.dims[1] -= 8
     codes.raw_data = codes.raw_data[: codes.dims[0] * codes.dims[1] // 2]
@@ -290,19 +307,19 @@ def test_run_chains_every_stage(small_run: Path) -> None:
     assert rows.keys() >= {
         "fp16/best.safetensors",
         "nvfp4/best.safetensors",
-        "export/unet.onnx",
-        "export/unet-fp16.onnx",
-        "export/unet.fp4",
-        "export/unet-fp16.fp4",
+        "export/unet.nvfp4.onnx",
+        "export/unet.fp16.onnx",
+        "export/unet.nvfp4.fp4",
+        "export/unet.fp16.fp4",
     }
-    assert abs(rows["export/unet.fp4"]["miou"] - rows["nvfp4/best.safetensors"]["miou"]) < 0.005
+    assert abs(rows["export/unet.nvfp4.fp4"]["miou"] - rows["nvfp4/best.safetensors"]["miou"]) < 0.005
     assert any("packed file has" in sentence for sentence in facts["summary"])
     assert rows["nvfp4/best.safetensors"]["miou"] == facts["models"]["nvfp4"]["miou"] > 0
-    assert abs(rows["export/unet.onnx"]["miou"] - rows["nvfp4/best.safetensors"]["miou"]) < 0.005
+    assert abs(rows["export/unet.nvfp4.onnx"]["miou"] - rows["nvfp4/best.safetensors"]["miou"]) < 0.005
     if RTX and NO_GPU:
-        assert rows["engines/unet.plan"]["status"] == "emulated, not run"
-        assert rows["engines/unet.plan"]["latency_ms"] is None
-        assert rows["engines/unet.plan"]["miou"] > 0
+        assert rows["engines/unet.nvfp4.sm120.plan"]["status"] == "emulated, not run"
+        assert rows["engines/unet.nvfp4.sm120.plan"]["latency_ms"] is None
+        assert rows["engines/unet.nvfp4.sm120.plan"]["miou"] > 0
         assert facts["ledgers"][1]["actual"]["FP4"] > 0
         assert all(sum(ledger["actual"].values()) == pytest.approx(1) for ledger in facts["ledgers"])
     page = Links()
@@ -314,7 +331,7 @@ def test_run_chains_every_stage(small_run: Path) -> None:
         if not link.startswith(("data:image/png;base64,", "data:image/svg+xml;base64,"))
     ] == []
     assert "run/report.html" in stdout
-    assert "export/unet.onnx" in (small_run / "report.md").read_text()
+    assert "export/unet.nvfp4.onnx" in (small_run / "report.md").read_text()
 
 
 def test_run_without_an_engine_builder_says_so(
@@ -331,10 +348,29 @@ def test_run_without_an_engine_builder_says_so(
     assert result.exit_code == 0, result.stderr
     facts = json.loads((tmp_path / "all" / "report.json").read_text())
     assert facts["remarks"] == [
-        "unet-fp16.plan was not built: TensorRT-RTX is missing. Add it with: pip install tensorrt-rtx"
+        "unet.fp16.sm120.plan was not built: TensorRT-RTX is missing. Add it with: pip install tensorrt-rtx"
     ]
     assert not [entry for entry in facts["artifacts"] if entry["path"].endswith(".plan")]
     assert "pip install tensorrt-rtx" in (tmp_path / "all" / "report.html").read_text()
+
+
+def test_a_run_is_resumed_with_its_settings(invoke: Invoke, shapes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chains: list[tuple[Any, ...]] = []
+
+    def chain(config: Any, run: Run, data: Path, models: tuple[str, ...], **options: Any) -> None:
+        chains.append((config, run.path, data, models))
+        train_models(config, run, models, resume=options["resume"])
+        raise Interrupted(signal.SIGINT, "fp4deploy train --resume")
+
+    monkeypatch.setattr("fp4deploy.pipeline.run_chain", chain)
+    first = invoke("run", "--data", shapes, "--out", "all", "--models", "fp16", *TINY, "--set", "train.epochs=1")
+    assert (first.exit_code, first.stderr.rstrip()[-32:]) == (130, "fp4deploy run --out all --resume")
+    trained = Path("all/fp16/metrics.jsonl").read_bytes()
+    assert invoke("run", "--resume", "--out", "all").exit_code == 130
+    assert chains[0] == chains[1]
+    assert Path("all/fp16/metrics.jsonl").read_bytes() == trained, "nothing is trained twice"
+    refused = invoke("run", "--resume", "--out", "all", "--config", "all/config.yaml")
+    assert (refused.exit_code, "leave out --config" in refused.stderr) == (2, True)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
@@ -363,19 +399,22 @@ def test_ctrl_c_then_resume(shapes: Path, tmp_path: Path) -> None:
 def test_forms_are_timed_on_a_gpu(
     invoke: Invoke, untrained: Run, shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    models = [untrained.export_dir / name for name in ("unet-fp16.onnx", "unet.onnx")]
+    models = [untrained.export_dir / name for name in ("unet.fp16.onnx", "unet.nvfp4.onnx")]
     result = invoke("bench", "--forms", "--engine", models[0], "--engine", models[1], "--json", "forms.json")
     assert (result.exit_code, "here is no CUDA GPU" in result.stderr) == (3, True)
-    assert "unet-fp16-auto.plan, unet-auto.plan, unet-gemm.plan, unet-fp8.plan, unet-qdq.plan." in result.stderr
+    assert (
+        "unet.fp16-auto.plan, unet.nvfp4-auto.plan, unet.nvfp4-gemm.plan, unet.nvfp4-fp8.plan, unet.nvfp4-qdq.plan."
+        in result.stderr
+    )
     assert not (tmp_path / "forms.json").exists()
-    (tmp_path / "unet.portable.onnx").touch()
-    result = invoke("bench", "--forms", "--engine", "unet.portable.onnx")
+    (tmp_path / "unet.nvfp4.portable.onnx").touch()
+    result = invoke("bench", "--forms", "--engine", "unet.nvfp4.portable.onnx")
     assert (result.exit_code, "Export them with" in result.stderr) == (2, True)
-    packed = untrained.export_dir / "unet.fp4"
+    packed = untrained.export_dir / "unet.nvfp4.fp4"
     monkeypatch.setattr(
-        f"{PACKAGE}.commands.stages.bench._every_form", lambda paths: ([packed], {"unet-fp8.plan": "no"})
+        f"{PACKAGE}.commands.stages.bench._every_form", lambda paths: ([packed], {"unet.nvfp4-fp8.plan": "no"})
     )
     result = invoke("bench", "--forms", "--engine", models[0], "--data", shapes, "--limit", 1, "--json", "forms.json")
     assert result.exit_code == 0, result.stderr
     found = json.loads((tmp_path / "forms.json").read_text())
-    assert (found["fastest"], found["not_built"]) == (str(packed), {"unet-fp8.plan": "no"})
+    assert (found["fastest"], found["not_built"]) == (str(packed), {"unet.nvfp4-fp8.plan": "no"})

@@ -33,7 +33,7 @@ def small_run(folder: Path) -> Path:
 def of_run(run: Path) -> Facts:
     """{"report": ..., "ledger": ... where an engine was built}."""
     found = {"report": of_file(run / "report.json")}
-    ledger = run / "engines" / "unet.ledger.json"
+    ledger = run / "engines" / "unet.nvfp4.sm120.ledger.json"
     return found | ({"ledger": of_file(ledger)} if ledger.is_file() else {})
 
 

@@ -64,13 +64,13 @@ def test_2_is_wrong_usage_or_input(tmp_path: Path, arguments: tuple[str, ...]) -
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU, which may run the engine")
 def test_3_is_an_engine_without_its_gpu(small_run: Path) -> None:
-    if not (small_run / "engines" / "unet.plan").is_file():
+    if not (small_run / "engines" / "unet.nvfp4.sm120.plan").is_file():
         pytest.skip("TensorRT-RTX is not installed, so no engine was built")
     alone = small_run.parent / "alone"  # without its source, of which its arithmetic could be emulated
     alone.mkdir()
-    for name in ("unet.plan", "unet.ledger.json"):
+    for name in ("unet.nvfp4.sm120.plan", "unet.nvfp4.sm120.ledger.json"):
         shutil.copy(small_run / "engines" / name, alone)
-    done = fp4deploy("bench", "--engine", "alone/unet.plan", "--data", "run/data", folder=small_run.parent)
+    done = fp4deploy("bench", "--engine", "alone/unet.nvfp4.sm120.plan", "--data", "run/data", folder=small_run.parent)
     shutil.rmtree(alone)
     assert (done.code, done.stdout) == (3, ""), done.stderr
 
@@ -91,7 +91,7 @@ def test_keys_and_types_of_a_ledger(small_run: Path) -> None:
     if "ledger" not in found:
         pytest.skip("TensorRT-RTX is not installed, so no ledger was written")
     assert frozen.schema_lost(frozen.recorded("schemas")["ledger"], found["ledger"]) == []
-    assert load_ledger(small_run / "engines" / "unet.ledger.json").layers
+    assert load_ledger(small_run / "engines" / "unet.nvfp4.sm120.ledger.json").layers
 
 
 def test_the_comparison_of_schemas() -> None:

@@ -22,6 +22,8 @@ def test_python_of_a_page(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     names: dict[str, object] = {"__name__": "__main__"}
     for block in blocks:
         exec(compile(block, page.name, "exec"), names)
+    if page.name == "README.md":
+        assert (tmp_path / "my_net.nvfp4.onnx").is_file(), "the example ends with a file"
 
 
 def test_python_of_the_pages_passes_a_type_checker(tmp_path: Path) -> None:

@@ -1,19 +1,18 @@
-"""The tables of the site are made from the results, and the README's is the one that they give."""
+"""The tables and figures of README.md and docs are those that the results give."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import ModuleType
 
 import jinja2
 import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 @pytest.fixture(scope="module")
@@ -26,15 +25,18 @@ def macros() -> ModuleType:
     return module
 
 
+TEXTS = ("commands", "public_names")  # what is no table of results
+
+
 def calls() -> list[tuple[str, str]]:
-    """Every table that a page asks for: (page, arguments)."""
-    pattern = re.compile(r"\{\{ table\(([^)]*)\) \}\}")
+    """Every table that a page has: (page, name and arguments)."""
+    pattern = re.compile("<!-- table (.+): written by")
     return [(page.name, found) for page in PAGES for found in pattern.findall(page.read_text(encoding="utf-8"))]
 
 
-@pytest.mark.parametrize(("page", "arguments"), calls())
-def test_a_table_is_whole(macros: ModuleType, page: str, arguments: str) -> None:
-    text, _, as_of = macros.table(*(part.strip().strip("\"'") for part in arguments.split(","))).partition("\n\n")
+@pytest.mark.parametrize(("page", "words"), [call for call in calls() if not call[1].startswith(TEXTS)])
+def test_a_table_is_whole(macros: ModuleType, page: str, words: str) -> None:
+    text, _, as_of = macros.table(*words.split()).partition("\n\n")
     lines = text.splitlines()
     assert not as_of or re.fullmatch(r"\*As of (\d{4}-\d\d-\d\d \((recorded in )?[0-9a-f]{8}\)(, )?)+\.\*", as_of)
     columns = {line.count(" | ") for line in (lines[0], *lines[2:])}
@@ -43,14 +45,42 @@ def test_a_table_is_whole(macros: ModuleType, page: str, arguments: str) -> None
 
 
 def test_every_table_is_shown(macros: ModuleType) -> None:
-    shown = {arguments.split(",")[0].strip("\"' ") for _, arguments in calls()}
-    assert shown == set(macros.TABLES)
+    assert {words.split()[0] for _, words in calls()} == macros.TABLES.keys() | macros.TEXTS.keys()
 
 
-def test_the_readme_has_the_measured_table(macros: ModuleType) -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert macros.readme_with_tables(text) == text, "run: python docs/macros.py"
-    assert len(text.splitlines()) <= 120
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_has_what_was_measured(macros: ModuleType, page: Path) -> None:
+    """Readers of the files see the numbers that the results give, and no call of a program."""
+    text = page.read_text(encoding="utf-8")
+    assert macros.written(text) == text, "run: python docs/macros.py"
+    assert "{{" not in re.sub("```.*?```", "", text, flags=re.DOTALL)
+
+
+BEGIN, END = "<!-- table kernels: written by python docs/macros.py -->", "<!-- end of table -->"
+
+
+def test_what_stands_between_marks_is_replaced(macros: ModuleType) -> None:
+    text = f"a\n{BEGIN}\n| old |\n{END}\nof <!--= 1 + 1 -->3<!--/--> b\n"
+    made = macros.written(text)
+    assert made == f"a\n{BEGIN}\n{macros.table('kernels')}\n{END}\nof <!--= 1 + 1 -->2<!--/--> b\n"
+    assert macros.written(made) == made
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (f"{BEGIN}\n", "one of two marks"),
+        (f"{BEGIN}\n{BEGIN}\n{END}\n", "one of two marks"),
+        (f"{END}\n", "one of two marks"),
+        ("of <!--= 1 -->1\n", "one of two marks"),
+        ("* <!--= 1 -->1<!--/-->\n", "begins with a mark"),
+        ("of <!--= no_such() --><!--/-->\n", "no_such"),
+        (f"{BEGIN.replace('kernels', 'no_such')}\n{END}\n", "no_such"),
+    ],
+)
+def test_a_mark_that_cannot_be_written(macros: ModuleType, text: str, reason: str) -> None:
+    with pytest.raises((ValueError, KeyError, jinja2.UndefinedError), match=reason):
+        macros.written(text)
 
 
 def test_every_variant_of_the_sweep_is_in_the_ablation(macros: ModuleType) -> None:
@@ -63,14 +93,8 @@ def test_every_variant_of_the_sweep_is_in_the_ablation(macros: ModuleType) -> No
     assert sorted(re.findall(r"`(\w+)`", missing[1] if missing else "")) == sorted(planned.keys() - ran)
 
 
-def test_expressions_in_prose_can_be_rendered(macros: ModuleType) -> None:
-    """As mkdocs-macros does it: a name that is not there fails instead of leaving a gap."""
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined)
-    found: dict[str, Any] = {}
-    macros.define_env(SimpleNamespace(macro=lambda function: found.update({function.__name__: function})))
-    for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        assert "{{" not in environment.from_string(text).render(found)
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
 
 
 def test_sentences_of_the_readme(macros: ModuleType) -> None:

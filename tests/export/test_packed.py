@@ -102,7 +102,7 @@ def test_export_verifies_writes_and_is_deterministic(checkpoint: Path, data: Pat
     assert (result.verification.images, result.verification.pixels) == (3, 3 * 32 * 32)
     assert "argmax over axis 1 equal to torch on" in result.verification.sentence()
     assert read_packed(tmp_path / "unet.fp4").graph == result.file.graph
-    palette = colours(len(result.file.card.class_names), True) if result.file.card else []
+    palette = colours(result.file.card.class_names, True) if result.file.card else []
     assert json.loads(read_packed(tmp_path / "unet.fp4").about) == {
         "version": __version__,
         "checkpoint_sha256": file_digest(checkpoint),
@@ -110,6 +110,15 @@ def test_export_verifies_writes_and_is_deterministic(checkpoint: Path, data: Pat
     }
     pack(checkpoint, tmp_path / "again.fp4", verify=False)
     assert (tmp_path / "again.fp4").read_bytes() == (tmp_path / "unet.fp4").read_bytes()
+
+
+def test_the_rest_of_a_checkpoint_is_chosen_on_its_data(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    chosen = pack(checkpoint, tmp_path / "auto.fp4", data, images=1, rest="auto")
+    assert chosen.file.graph.rest == "fp16"
+    assert not chosen.file.graph.wide
+    with pytest.raises(InputError, match="measures the network's ranges on images. Give --data DIR"):
+        pack(checkpoint, tmp_path / "other.fp4", verify=False, rest="auto")
+    assert not (tmp_path / "other.fp4").exists()
 
 
 @pytest.mark.parametrize(("options", "cause"), [({}, "--data DIR"), ({"images": 0, "verify": False}, "At least one")])

@@ -64,3 +64,21 @@ def test_the_rest_stays_and_the_program_computes_the_same() -> None:
     torch.manual_seed(1)
     for one, other in zip(found, model(x), strict=True):
         assert torch.allclose(one, other, atol=1e-5)
+
+
+class Standardises(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 3, 3, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        std, mean = torch.std_mean(self.weight, (1, 2, 3), keepdim=True)
+        return F.conv2d(x, (self.weight - mean) / std)
+
+
+def test_one_of_several_results_is_folded_too() -> None:
+    model = Standardises()
+    program, x = exported(model, torch.float32), torch.randn(3, 3, 8, 8)
+    fold_parameters(program)
+    assert called(program) == ["conv2d"]
+    torch.testing.assert_close(program.module()(x), model(x))

@@ -34,7 +34,7 @@ def head(**changed: Any) -> dict[str, Any]:
         ({"height": None}, "height = None"),
         ({"height": True}, "height = True"),
         ({"width": 1 << 40}, "width = 1099511627776: input should be less than or equal to 16384"),
-        ({"mean": [0, 0]}, "mean.2 is missing"),
+        ({"mean": [0, 0]}, "mean and std: the input has 3 channels"),
         ({"mean": [0, 0, "x"]}, "mean.2 = 'x'"),
         ({"std": [1, 0, 1]}, "std.1 = 0: input should be greater than or equal to 0.01"),
         ({"std": [1, 1, -1]}, "std.2 = -1"),

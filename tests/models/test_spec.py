@@ -17,6 +17,7 @@ from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.models import ModelCard, build_model, name_model, parse_spec, save_checkpoint, spec
 from fp4deploy.models.initial import load_initial
 from fp4deploy.models.sources import SOURCES
+from fp4deploy.models.volumes import IMAGES
 from fp4deploy.qat import load_model
 from tests.models.libraries import need_library_of
 
@@ -314,7 +315,7 @@ def test_feature_maps_of_timm_in_either_layout(monkeypatch: pytest.MonkeyPatch) 
     layouts = iter(("NCHW", "NHWC"))
     stand_in = SimpleNamespace(is_model=lambda name: True, create_model=lambda **_: Pyramid(next(layouts)))
     monkeypatch.setattr("fp4deploy.models.sources._library", lambda name: stand_in)
-    plain, last = (SOURCES["timm"]("net", 5, {}).eval() for _ in range(2))
+    plain, last = (SOURCES["timm"]("net", 5, {}, IMAGES).eval() for _ in range(2))
     last.load_state_dict(plain.state_dict())
     x = torch.randn(1, 3, 32, 64)
     torch.testing.assert_close(last(x), plain(x))

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -14,13 +15,22 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def workflow(name: str) -> dict[str, Any]:
+    text = (ROOT / ".github" / "workflows" / f"{name}.yml").read_text(encoding="utf-8")
+    found: dict[str, Any] = yaml.safe_load(text)
+    return found
+
+
 @pytest.mark.skipif(not (ROOT / ".github").is_dir(), reason="the sdist has no .github")
 def test_ci_makes_targets_of_the_makefile() -> None:
-    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text(encoding="utf-8"))
-    targets = workflow["jobs"]["make"]["strategy"]["matrix"]["target"]
+    matrix = workflow("test")["jobs"]["make"]["strategy"]["matrix"]
+    targets = {*matrix["target"], *(each["target"] for each in matrix["include"])}
+    pythons = {each["python"] for each in matrix["include"] if each["target"] == "test"}
+    assert pythons == set(re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text(encoding="utf-8")))
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    assert {"test", "libraries"} <= set(targets)
-    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
+    assert {"test", "libraries", "docs", "rehearsal"} <= targets
+    assert all(re.search(rf"^([a-z]+ )*{target}( [a-z]+)*:", makefile, re.MULTILINE) for target in targets)
+    assert "make release" in [step.get("run") for step in workflow("release")["jobs"]["build"]["steps"]]
     listed = re.search(r"^LIBRARY_TESTS := ((?:.*\\\n)*.*)", makefile, re.MULTILINE)
     assert listed is not None
     assert all((ROOT / path).exists() for path in listed[1].replace("\\", " ").split())

@@ -21,6 +21,7 @@ from fp4deploy.packed.program import trace
 from fp4deploy.packed.writer import Writer, is_channels_last, only_moves
 from fp4deploy.qat import round_to_deployed
 from tests.export.packable_networks import NETWORKS, deployed
+from tests.samples import sample
 
 CPU = torch.device("cpu")
 
@@ -50,9 +51,10 @@ def test_networks_compute_what_they_compute_node_by_node(name: str) -> None:
         assert (y - expected).norm() <= 2e-7 * expected.norm()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    ("name", "mode", "dtype"),
+    sample(NETWORKS, [torch.no_grad, torch.inference_mode], [torch.float32, torch.float16], every=2),
+)
 def test_what_is_traced_computes_the_same_bits_from_fewer_tensors(name: str, mode: Any, dtype: torch.dtype) -> None:
     file, x = network(name)
     x = x.to(dtype)

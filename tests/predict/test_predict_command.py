@@ -51,7 +51,7 @@ def images(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_folder(run: Any, images: Path, untrained: Run, tmp_path: Path, batch: int) -> None:
-    model = untrained.export_dir / "unet.portable.onnx"
+    model = untrained.export_dir / "unet.nvfp4.portable.onnx"
     result = run(images, "--model", model, "--batch", batch)
     assert result.exit_code == 0, result.stderr
     out = tmp_path / "predictions"
@@ -109,15 +109,15 @@ def test_the_latest_run_gives_the_model(run: Any, images: Path, untrained: Run, 
     (tmp_path / "runs" / "one" / "config.yaml").write_text("{}")
     result = run(images / "a.png", "--json")
     assert result.exit_code == 0, result.stderr
-    assert json.loads(result.stdout)["model"].endswith("unet.portable.onnx")
-    assert "unet.portable.onnx on ONNX Runtime" in result.stderr
+    assert json.loads(result.stdout)["model"].endswith("unet.nvfp4.portable.onnx")
+    assert "unet.nvfp4.portable.onnx on ONNX Runtime" in result.stderr
 
 
 def test_the_order_of_artefacts(untrained: Run) -> None:
     assert [path.name for path in candidates(untrained, gpu=False)][:4] == [
-        "unet.portable.onnx", "unet.onnx", "unet.fp4", "best.safetensors",
+        "unet.nvfp4.portable.onnx", "unet.nvfp4.onnx", "unet.nvfp4.fp4", "best.safetensors",
     ]  # fmt: skip
-    assert [path.name for path in candidates(untrained, gpu=True)][:2] == ["unet.fp4", "best.safetensors"]
+    assert [path.name for path in candidates(untrained, gpu=True)][:2] == ["unet.nvfp4.fp4", "best.safetensors"]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_wrong_sources(run: Any, tmp_path: Path, arguments: tuple[str, ...], mes
 
 
 def test_a_pipe(images: Path, untrained: Run, tmp_path: Path) -> None:
-    model = untrained.export_dir / "unet.portable.onnx"
+    model = untrained.export_dir / "unet.nvfp4.portable.onnx"
     command = [sys.executable, "-m", PACKAGE, "predict", "-", "--model", str(model)]
     content = (images / "a.png").read_bytes()
     found = subprocess.run(command, input=content, capture_output=True, env=ENVIRONMENT, cwd=tmp_path, timeout=240)

@@ -38,7 +38,8 @@ from tests.predict.pointwise import Pointwise, card, classes_of, photo
 
 
 @pytest.mark.parametrize(
-    "name", ["fp16/best.safetensors", "export/unet.onnx", "export/unet.portable.onnx", "export/unet.fp4"]
+    "name",
+    ["fp16/best.safetensors", "export/unet.nvfp4.onnx", "export/unet.nvfp4.portable.onnx", "export/unet.nvfp4.fp4"],
 )
 def test_every_artefact_predicts_what_its_runtime_answers(untrained: Run, name: str) -> None:
     predictor = load(untrained.path / name)
@@ -148,7 +149,7 @@ def test_a_mask_file_keeps_class_ids_and_shows_colours(tmp_path: Path) -> None:
 def test_an_overlay_tints_classes_and_leaves_background_grey() -> None:
     image = photo(32, 48)
     mask = classes_of(image)
-    drawn = tinted(image, mask, colours(4, background=True)).astype(int)
+    drawn = tinted(image, mask, colours(("background", "a", "b", "c"), background=True)).astype(int)
     background = drawn[mask == 0]
     assert (background.max(1) == background.min(1)).all()
     assert (np.ptp(drawn[mask > 0], axis=1) > 0).all()

@@ -50,7 +50,7 @@ def test_the_script_of_the_page(untrained: Run, tmp_path: Path) -> None:
             subprocess.run([*alone, f"{start}import {absent}", "-"], capture_output=True, check=False).returncode == 1
         )
     Image.fromarray(photo(45, 61)).save(tmp_path / "photo.png")
-    model = untrained.export_dir / "unet.portable.onnx"
+    model = untrained.export_dir / "unet.nvfp4.portable.onnx"
     script = start + "runpy.run_path(sys.argv[0], run_name='__main__')"
     command = [*alone, script, "segment.py", str(model), "photo.png", "mask.png"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)

@@ -275,7 +275,7 @@ def test_telemetry_shares_its_colours(pair: tuple[Run, Run], monkeypatch: pytest
     for run, kurtosis in zip(pair, (2.0, 9.0), strict=True):
         (run.model_dir("nvfp4") / "telemetry.jsonl").write_text(snapshot(1, kurtosis) + snapshot(2, kurtosis + 1))
     drawn: list[Any] = []
-    monkeypatch.setattr(telemetry, "picture", lambda heatmap: drawn.append(heatmap) or b"")
+    monkeypatch.setattr(telemetry, "_themed", lambda heatmap: drawn.append(heatmap) or "")
     runs = [read_run(run) for run in pair]
     tracked = telemetry.tracked_models(runs)
     assert [row["activation kurtosis"] for row in telemetry.telemetry_numbers(runs, tracked)] == [3.0, 10.0]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import html
+import io
 import json
-import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -24,7 +25,6 @@ from fp4deploy.report.figures.heatmap import COUNT, SIGNED, Heatmap
 from fp4deploy.report.figures.heatmap_files import save_heatmap
 from fp4deploy.report.figures.heatmap_page import save_script
 from fp4deploy.report.figures.telemetry import (
-    REPORTED,
     STATISTICS,
     heatmap_folder,
     model_heatmaps,
@@ -34,7 +34,7 @@ from fp4deploy.report.figures.telemetry import (
     telemetry_pictures,
 )
 from fp4deploy.report.figures.weights import quantized_weight
-from fp4deploy.report.telemetry_page import draw_trained, page_path
+from fp4deploy.report.telemetry_page import LONG, draw_trained, page_path
 from fp4deploy.runs import Run, create_run
 from fp4deploy.train import load_config, train_models
 from fp4deploy.train.logging.jsonl_tracker import FILE, read_entries
@@ -248,26 +248,19 @@ def test_a_run_without_weights_or_telemetry(trained: Run, tmp_path: Path) -> Non
 def test_pictures_of_a_report(trained: Run, drawn: Path) -> None:
     pictures = telemetry_pictures(trained, ["fp16", "nvfp4"])
     assert [caption.split(":")[0] for caption, _ in pictures] == ["nvfp4"] * 6
-    assert all(uri.startswith("data:image/png;base64,") for _, uri in pictures)
+    assert all(uri.startswith("data:image/svg+xml;base64,") for _, uri in pictures)
     assert telemetry_pictures(trained, ["fp16_control"]) == []
 
 
-@pytest.mark.skipif(os.name == "nt", reason="pipes and devices")
-def test_a_picture_of_a_run_that_is_none_is_left_out(tmp_path: Path) -> None:
-    """A run from a stranger: a link would put another file of the reader into the page, a device would never end."""
-    run = Run(tmp_path)
-    folder = heatmap_folder(run, "nvfp4")
-    path = folder / f"{next(iter(REPORTED)).replace('*', 'all')}.png"
-    path.parent.mkdir(parents=True)
-    (tmp_path / "secret").write_text("a private key")
-    for target in (tmp_path / "secret", "/dev/zero", tmp_path / "pipe"):
-        path.symlink_to(target)
-        if target == tmp_path / "pipe":
-            os.mkfifo(target)
-        assert telemetry_pictures(run, ["nvfp4"]) == []
-        path.unlink()
-    Image.new("L", (2, 2)).save(path)
-    assert len(telemetry_pictures(run, ["nvfp4"])) == 1
+def test_a_picture_suits_a_light_and_a_dark_page(trained: Run) -> None:
+    for _, uri in telemetry_pictures(trained, ["nvfp4"]):
+        svg = base64.b64decode(uri.partition(",")[2]).decode()
+        assert "@media(prefers-color-scheme:dark)" in svg
+        inside = re.findall(r"data:image/png;base64,([^\"]+)", svg)
+        shown = [np.array(Image.open(io.BytesIO(base64.b64decode(each)))) for each in inside]
+        light, dark = (pixels[0, 0].mean() for pixels in shown)
+        assert light > 200 > 60 > dark
+        assert shown[0].shape == shown[1].shape
 
 
 @pytest.mark.parametrize(
@@ -344,7 +337,11 @@ def test_a_training_leaves_its_heatmaps_on_one_page(tmp_path: Path) -> None:
     assert draw_trained(run, ["fp16"], off) == {}
     assert not page_path(run).exists()
     on = off.model_copy(update={"plots": True})
+    assert draw_trained(run, ["fp16"], on) == {}, "of a short training the page alone"
+    assert page_path(run).is_file()
+    assert not heatmap_folder(run, "fp16").exists()
+    (run.model_dir("fp16") / FILE).write_text(LONG * snapshot("conv"))
     drawn = draw_trained(run, ["fp16"], on, lambda *progress: told.append(progress))
+    assert drawn["fp16"]
     assert all(path.is_file() for path in drawn["fp16"])
     assert told == [("heatmaps of fp16", 0, 1)]
-    assert page_path(run).is_file()

@@ -14,7 +14,7 @@ def test_what_the_baseline_had_right_is_marked() -> None:
     image = np.zeros((1, 4, 3), np.uint8)
     truth = np.array([[1, 1, 0, IGNORE]], np.uint8)
     before, after = np.array([[[1, 0, 0, 0]], [[0, 0, 0, 0]]], np.uint8)
-    palette = colours(2, background=True)
+    palette = colours(("background", "cat"), background=True)
     both, alone = (_row(image, truth, each, palette) for each in ([before, after], [after]))
     assert (both.shape, alone.shape) == ((1, 20, 3), (1, 16, 3))
     marked = [(each[0, -4:] == DIFFERENCE).all(-1).tolist() for each in (both, alone)]

@@ -52,11 +52,11 @@ def row(path: str, model: str, miou: float | None, size: int) -> ArtifactEntry:
 def report(untrained: Run, shapes: Path) -> ReportData:
     rows = [
         row("fp16/best.safetensors", "fp16", 0.81, 4000),
-        row("export/unet-fp16.onnx", "fp16", 0.81, 2000),
-        row("engines/unet-fp16.plan", "fp16", None, 3000),
+        row("export/unet.fp16.onnx", "fp16", 0.81, 2000),
+        row("engines/unet.fp16.sm120.plan", "fp16", None, 3000),
         row("nvfp4/best.safetensors", "nvfp4", 0.80, 4000),
-        row("export/unet.onnx", "nvfp4", 0.80, 600),
-        row("engines/unet.plan", "nvfp4", None, 1200),
+        row("export/unet.nvfp4.onnx", "nvfp4", 0.80, 600),
+        row("engines/unet.nvfp4.sm120.plan", "nvfp4", None, 1200),
     ]
     measurement = Measurement(
         data=str(shapes),
@@ -87,7 +87,7 @@ def test_the_contract(report: ReportData) -> None:
     found = report.to_json()
     assert found.keys() >= {"models", "artifacts", "environment"}
     assert list(found["models"]) == ["fp16", "nvfp4"]
-    assert found["artifacts"][1]["path"] == "export/unet-fp16.onnx"
+    assert found["artifacts"][1]["path"] == "export/unet.fp16.onnx"
     assert found["environment"].keys() >= {"python", "cpu", "cores", "gpus", "packages"}
     assert found["models"]["nvfp4"]["miou"] == 0.80
     assert found["sizes"] == {".safetensors": [4000, 4000], ".onnx": [600, 2000], ".plan": [1200, 3000]}
@@ -95,22 +95,26 @@ def test_the_contract(report: ReportData) -> None:
 
 
 def test_what_quantize_made_beside_a_file_is_not_its_size(report: ReportData) -> None:
-    graph = next(entry for entry in report.artifacts if entry.path == "export/unet-fp16.onnx")
-    beside = graph.model_copy(update={"path": "export/unet-fp16.nvfp4.onnx", "model": "nvfp4", "size_bytes": 1})
+    graph = next(entry for entry in report.artifacts if entry.path == "export/unet.fp16.onnx")
+    beside = graph.model_copy(update={"path": "export/unet.fp16.nvfp4.onnx", "model": "nvfp4", "size_bytes": 1})
     assert size_pairs([beside, *report.artifacts]) == report.sizes
 
 
 def test_a_model_trained_longer_is_said_to_be(report: ReportData) -> None:
-    assert "NVFP4 was trained 3 epochs longer, which alone helps" in " ".join(summary(report))
+    text = " ".join(summary(report))
+    assert "NVFP4, trained 3 epochs longer than FP16, has 80.00 % mIoU, FP16 81.00 %: the difference of -1.00" in text
+    assert "which was trained 3 epochs less" in render_html(report, Pictures())
     text = " ".join(summary(with_models(report, fp16_control=0.82)))
-    assert "against the FP16 control" in text
+    assert "against the FP16 control, trained as long" in text
     assert "longer" not in text
-    assert "longer" not in " ".join(summary(report.model_copy(update={"fine_tuned": False})))
+    scratch = report.model_copy(update={"fine_tuned": False})
+    assert "NVFP4 loses 1.00 points of mIoU against FP16, trained as long (80.00 and 81.00 %)." in summary(scratch)
+    shorter = {**report.models, "nvfp4": report.models["nvfp4"].model_copy(update={"epochs": 2})}
+    assert "trained" not in " ".join(summary(scratch.model_copy(update={"models": shorter})))
 
 
 def test_the_summary_is_made_of_measured_numbers(report: ReportData) -> None:
     text = " ".join(report.summary)
-    assert "NVFP4 loses 1.00 points of mIoU against FP16 (80.00 and 81.00 %)." in text
     assert "Its ONNX file has 600 B, 30 % of FP16's 2 kB." in text
     assert "Its engine has 1.2 kB, 40 % of FP16's 3 kB" in text
     assert "cannot run the engines" in text
@@ -121,7 +125,7 @@ def test_the_summary_is_made_of_measured_numbers(report: ReportData) -> None:
     [
         (0.80, "NVFP4 gains 1.00 points of mIoU against the FP16 control"),
         (0.78, "NVFP4 loses 1.00 points of mIoU against the FP16 control"),
-        (0.790001, "NVFP4 reaches the same mIoU as the FP16 control (79.00 and 79.00 %)."),
+        (0.790001, "NVFP4 reaches the same mIoU as the FP16 control, trained as long (79.00 and 79.00 %)."),
     ],
 )
 def test_the_summary_compares_with_the_control_where_there_is_one(report: ReportData, nvfp4: float, said: str) -> None:
@@ -136,13 +140,18 @@ def test_the_table_of_artefacts_has_a_cell_for_each_heading(report: ReportData) 
     table = render_html(report, Pictures("", [], [])).partition("<h2>Artefacts</h2>")[2].partition("</table>")[0]
     rows = table.split("<tr>")[1:]
     assert len(rows) == 1 + len(report.artifacts)
+    heads = re.findall(r"<th[^>]*>([^<]*)</th>", rows[0])
+    assert all(re.findall(r'<td data-title="([^"]*)"', row) == heads for row in rows[1:]), "titles of a card"
     assert {row.count("<td") for row in rows[1:]} == {rows[0].count("<th")}
 
 
 def test_markdown(report: ReportData) -> None:
     text = render_markdown(report)
-    assert "| nvfp4 | export/unet.onnx | test | NVFP4 | 600 B | 80.00 | -1.00 | 2 | 3 | 4 | 500 | ok |" in text
-    assert "| nvfp4 | engines/unet.plan | test | NVFP4 | 1.2 kB | – | – | – | – | – | – | built, not run |" in text
+    assert "| nvfp4 | export/unet.nvfp4.onnx | test | NVFP4 | 600 B | 80.00 | -1.00 | 2 | 3 | 4 | 500 | ok |" in text
+    assert (
+        "| nvfp4 | engines/unet.nvfp4.sm120.plan | test | NVFP4 | 1.2 kB | – | – | – | – | – | – | built, not run |"
+        in text
+    )
     assert "| cat | – | – |" in text
     assert "a <remark>" in text
 
@@ -200,6 +209,16 @@ def test_html_shows_telemetry_where_there_is_some(report: ReportData) -> None:
     assert "codes &lt;that&gt; changed" in page
 
 
+def test_pictures_and_scores_come_before_heatmaps(report: ReportData) -> None:
+    overlay = Overlay("a", {"image": "data:image/png;base64,AAAA"}, 0.5, True)
+    heatmaps = [("codes", "data:image/png;base64,AAAA")]
+    page = render_html(report, Pictures("data:image/svg+xml;base64,AAAA", heatmaps, [overlay]))
+    places = [
+        page.index(f"<h2>{title}") for title in ("Artefacts", "Samples", "IoU per class", "Training", "Telemetry")
+    ]
+    assert places == sorted(places)
+
+
 def test_html_needs_no_network_and_runs_its_own_script_alone(report: ReportData) -> None:
     page = render_html(report, Pictures())
     assert "http://" not in page
@@ -228,6 +247,8 @@ def test_curves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert svg.startswith("<svg")
     assert os.environ["SOURCE_DATE_EPOCH"] == "x"
     assert svg == draw_curves({"fp16": epochs, "nvfp4": epochs[:1]}, fine_tuned=True), "the same picture every time"
+    assert svg.count("legend_") == 2, "each chart names its lines"
+    assert "@media(prefers-color-scheme:dark)" in svg
     assert draw_curves({"fp16": []}, fine_tuned=True) is None
     unscored = [epoch.model_copy(update={"miou": None}) for epoch in epochs[:2]]
     assert draw_curves({"fp16": [*unscored, epochs[2]]}, fine_tuned=False) is not None
@@ -263,14 +284,19 @@ def test_equal_models_do_not_differ(untrained: Run, shapes: Path) -> None:
 
 def test_tint() -> None:
     image = np.full((1, 3, 3), 100, np.uint8)
-    drawn = tinted(image, np.array([[0, 1, 255]], np.uint8), colours(2, background=True))
+    drawn = tinted(image, np.array([[0, 1, 255]], np.uint8), colours(("background", "cat"), background=True))
     assert drawn[0, 0].tolist() == [100, 100, 100], "background stays as photographed"
     assert drawn[0, 1].tolist() == [round(0.4 * 100 + 0.6 * value) for value in COLOURS[0]]
     assert drawn[0, 2].tolist() == [round(0.4 * 100 + 0.6 * value) for value in VOID]
 
 
 def test_every_class_has_a_colour_of_its_own() -> None:
-    found = colours(81, background=True)
+    found = colours([str(number) for number in range(81)], background=True)
     assert found[0] is None
     assert len(set(found)) == 81
-    assert None not in colours(11, background=False)
+    assert None not in colours([str(number) for number in range(11)], background=False)
+
+
+def test_a_class_that_is_named_background_has_no_colour() -> None:
+    """As masks have one, anywhere among the classes."""
+    assert colours(("road", "_Background_", "car"), background=False) == [COLOURS[0], None, COLOURS[1]]

@@ -34,17 +34,20 @@ from tests.predict.pointwise import card, photo
 @pytest.fixture(scope="module")
 def repository(untrained: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("served") / "repository"
-    write_repository(untrained.export_dir / "unet.onnx", out)
+    write_repository(untrained.export_dir / "unet.nvfp4.onnx", out)
     return out
 
 
 def test_the_folders(repository: Path) -> None:
     files = sorted(str(path.relative_to(repository)) for path in repository.rglob("*") if path.is_file())
     assert files == [
-        "unet/.fp4deploy.sha256", "unet/1/model.onnx", "unet/config.pbtxt", "unet/labels.txt",
-        "unet_postprocess/.fp4deploy.sha256", "unet_postprocess/1/model.py", "unet_postprocess/config.pbtxt",
-        "unet_preprocess/.fp4deploy.sha256", "unet_preprocess/1/model.py", "unet_preprocess/config.pbtxt",
-        "unet_segment/.fp4deploy.sha256", "unet_segment/1/.keep", "unet_segment/config.pbtxt",
+        f"unet_nvfp4{name}"
+        for name in (
+            "/.fp4deploy.sha256", "/1/model.onnx", "/config.pbtxt", "/labels.txt",
+            "_postprocess/.fp4deploy.sha256", "_postprocess/1/model.py", "_postprocess/config.pbtxt",
+            "_preprocess/.fp4deploy.sha256", "_preprocess/1/model.py", "_preprocess/config.pbtxt",
+            "_segment/.fp4deploy.sha256", "_segment/1/.keep", "_segment/config.pbtxt",
+        )
     ]  # fmt: skip
 
 
@@ -70,8 +73,8 @@ def test_the_server_can_parse_the_configurations(repository: Path) -> None:
         path.parent.name: text_format.Parse(path.read_text(), schema()) for path in repository.glob("*/config.pbtxt")
     }
     assert {name: config.name for name, config in configs.items()} == {name: name for name in configs}
-    network, ensemble = configs["unet"], configs["unet_segment"]
-    session = ort.InferenceSession(repository / "unet" / "1" / "model.onnx", providers=["CPUExecutionProvider"])
+    network, ensemble = configs["unet_nvfp4"], configs["unet_nvfp4_segment"]
+    session = ort.InferenceSession(repository / "unet_nvfp4" / "1" / "model.onnx", providers=["CPUExecutionProvider"])
     for declared, actual in (
         (network.input[0], session.get_inputs()[0]),
         (network.output[0], session.get_outputs()[0]),
@@ -143,14 +146,14 @@ def test_the_backends_give_the_masks_of_predict(
     repository: Path, untrained: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     images = [photo(45, 61), photo(32, 32, 1)]
-    before = _backend(repository, "unet_preprocess", monkeypatch)
-    after = _backend(repository, "unet_postprocess", monkeypatch)
-    session = ort.InferenceSession(repository / "unet" / "1" / "model.onnx", providers=["CPUExecutionProvider"])
+    before = _backend(repository, "unet_nvfp4_preprocess", monkeypatch)
+    after = _backend(repository, "unet_nvfp4_postprocess", monkeypatch)
+    session = ort.InferenceSession(repository / "unet_nvfp4" / "1" / "model.onnx", providers=["CPUExecutionProvider"])
     (ready,) = before.execute([{"IMAGE": np.array([[_encoded(image)] for image in images], dtype=np.object_)}])
     assert ready.outputs["SIZE"].tolist() == [[45, 61], [32, 32]]
     (logits,) = session.run(None, {"image": ready.outputs["image"]})
     (answer,) = after.execute([{"logits": logits, "SIZE": ready.outputs["SIZE"]}])
-    predictor = load(untrained.export_dir / "unet.onnx")
+    predictor = load(untrained.export_dir / "unet.nvfp4.onnx")
     for image, (content,) in zip(images, answer.outputs["MASK"], strict=True):
         mask = Image.open(io.BytesIO(content))
         expected = predictor.predict(image)
@@ -179,7 +182,7 @@ def test_more_classes_than_a_palette_holds(tmp_path: Path, monkeypatch: pytest.M
 def test_logits_that_are_not_finite_are_an_error_and_no_mask(
     repository: Path, monkeypatch: pytest.MonkeyPatch, number: float
 ) -> None:
-    backend = _backend(repository, "unet_postprocess", monkeypatch)
+    backend = _backend(repository, "unet_nvfp4_postprocess", monkeypatch)
     good = np.random.default_rng(0).standard_normal((1, 5, 32, 32)).astype(np.float32)
     bad = good.copy()
     bad[0, 3, 5, 5] = number
@@ -190,7 +193,7 @@ def test_logits_that_are_not_finite_are_an_error_and_no_mask(
 
 
 def test_a_broken_image_is_an_error_of_its_own_request(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = _backend(repository, "unet_preprocess", monkeypatch)
+    backend = _backend(repository, "unet_nvfp4_preprocess", monkeypatch)
     good, bad = (np.array([[content]], dtype=np.object_) for content in (_encoded(photo(32, 32)), b"no image"))
     first, second = backend.execute([{"IMAGE": bad}, {"IMAGE": good}])
     assert "cannot be decoded" in first.error
@@ -207,22 +210,22 @@ def test_a_broken_image_is_an_error_of_its_own_request(repository: Path, monkeyp
 
 
 def test_the_server_decodes_the_formats_of_fp4deploy(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = _backend(repository, "unet_preprocess", monkeypatch)
+    backend = _backend(repository, "unet_nvfp4_preprocess", monkeypatch)
     assert type(backend).initialize.__globals__["FORMATS"] == FORMATS
 
 
 def test_writing_again_replaces_and_keeps_other_models(repository: Path, untrained: Run) -> None:
     (repository / "other").mkdir(exist_ok=True)
-    (repository / "unet" / "2").mkdir()
-    write_repository(untrained.export_dir / "unet.portable.onnx", repository, "unet")
+    (repository / "unet_nvfp4" / "2").mkdir()
+    write_repository(untrained.export_dir / "unet.nvfp4.portable.onnx", repository, "unet_nvfp4")
     assert (repository / "other").is_dir()
-    assert not (repository / "unet" / "2").exists()
+    assert not (repository / "unet_nvfp4" / "2").exists()
     assert not [path for path in repository.iterdir() if path.name.startswith(".")]
 
 
 def test_a_class_name_is_one_line_of_the_labels() -> None:
     named = dataclasses.replace(card(), class_names=("road\nside", "sky"))
-    files = _network("unet", Served(Path("unet.onnx"), named, 2, False, 8, b""))
+    files = _network("unet_nvfp4", Served(Path("unet.nvfp4.onnx"), named, 2, False, 8, b""))
     assert files["labels.txt"] == b"road side\nsky\n"
 
 
@@ -295,14 +298,15 @@ def test_an_rtx_engine_is_refused(plan: Path, tmp_path: Path) -> None:
 def test_the_batch_of_a_plan_is_its_own_limit(plan: Path, tmp_path: Path) -> None:
     ledger = json.loads(plan.with_suffix(".ledger.json").read_text())
     ledger["backend"] = "tensorrt"
-    (tmp_path / "unet.plan").write_bytes(plan.read_bytes())
-    (tmp_path / "unet.ledger.json").write_text(json.dumps(ledger))
-    write_repository(tmp_path / "unet.plan", tmp_path / "out", most=1000)
-    config = (tmp_path / "out" / "unet" / "config.pbtxt").read_text()
+    (tmp_path / "unet.nvfp4.sm120.plan").write_bytes(plan.read_bytes())
+    (tmp_path / "unet.nvfp4.sm120.ledger.json").write_text(json.dumps(ledger))
+    write_repository(tmp_path / "unet.nvfp4.sm120.plan", tmp_path / "out", most=1000)
+    config = (tmp_path / "out" / "unet_nvfp4" / "config.pbtxt").read_text()
     assert f"max_batch_size: {ledger['batch'][2]}\n" in config
     assert "TYPE_FP16" in config
     assert (
-        '"half" value { string_value: "true" }' in (tmp_path / "out" / "unet_preprocess" / "config.pbtxt").read_text()
+        '"half" value { string_value: "true" }'
+        in (tmp_path / "out" / "unet_nvfp4_preprocess" / "config.pbtxt").read_text()
     )
 
 
@@ -312,45 +316,45 @@ def test_the_batch_of_a_plan_is_its_own_limit(plan: Path, tmp_path: Path) -> Non
 )
 def test_a_plan_that_the_repository_does_not_describe(plan: Path, tmp_path: Path, change: dict[str, object]) -> None:
     ledger = json.loads(plan.with_suffix(".ledger.json").read_text()) | {"backend": "tensorrt"} | change
-    (tmp_path / "unet.plan").write_bytes(plan.read_bytes())
-    (tmp_path / "unet.ledger.json").write_text(json.dumps(ledger))
+    (tmp_path / "unet.nvfp4.sm120.plan").write_bytes(plan.read_bytes())
+    (tmp_path / "unet.nvfp4.sm120.ledger.json").write_text(json.dumps(ledger))
     with pytest.raises(InputError, match="does not describe"):
-        write_repository(tmp_path / "unet.plan", tmp_path / "repository")
+        write_repository(tmp_path / "unet.nvfp4.sm120.plan", tmp_path / "repository")
 
 
 @pytest.mark.parametrize("name", ["../unet", "a b", "/tmp/unet", "."])
 def test_names_stay_inside_the_repository(name: str, untrained: Run, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no name of a model"):
-        write_repository(untrained.export_dir / "unet.onnx", tmp_path / "out", name)
+        write_repository(untrained.export_dir / "unet.nvfp4.onnx", tmp_path / "out", name)
 
 
 def test_instance_models_have_no_ensemble(untrained: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fp4deploy.serving import repository as module
 
-    served = module._onnx(untrained.export_dir / "unet.onnx", 8)
+    served = module._onnx(untrained.export_dir / "unet.nvfp4.onnx", 8)
     head = InstanceHead("centres", 4)
     card = dataclasses.replace(served.card, task="instance", head=head)
     monkeypatch.setattr(module, "_served", lambda path, most: dataclasses.replace(served, card=card))
-    assert [path.name for path in write_repository(Path("unet.onnx"), tmp_path)] == ["unet"]
+    assert [path.name for path in write_repository(Path("unet.nvfp4.onnx"), tmp_path)] == ["unet_nvfp4"]
 
 
-@pytest.mark.parametrize("folder", ["unet", "unet_segment"])
+@pytest.mark.parametrize("folder", ["unet_nvfp4", "unet_nvfp4_segment"])
 def test_a_folder_of_the_user_is_never_replaced(untrained: Run, tmp_path: Path, folder: str) -> None:
     mine = tmp_path / folder / "weights.txt"
     mine.parent.mkdir()
     mine.write_text("a month of work")
     with pytest.raises(InputError, match=rf"{folder} is in the way: it holds weights.txt.*Move it away"):
-        write_repository(untrained.export_dir / "unet.onnx", tmp_path)
+        write_repository(untrained.export_dir / "unet.nvfp4.onnx", tmp_path)
     assert mine.read_text() == "a month of work"
     assert [path.name for path in tmp_path.iterdir()] == [folder]
 
 
 def test_a_repository_is_replaced_as_long_as_nobody_has_changed_it(untrained: Run, tmp_path: Path) -> None:
-    model = untrained.export_dir / "unet.onnx"
+    model = untrained.export_dir / "unet.nvfp4.onnx"
     first = write_repository(model, tmp_path)
     assert write_repository(model, tmp_path) == first
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in first)
-    (tmp_path / "unet" / "config.pbtxt").write_text("instance_group [ ]")
+    (tmp_path / "unet_nvfp4" / "config.pbtxt").write_text("instance_group [ ]")
     with pytest.raises(InputError, match=r"its config\.pbtxt was changed"):
         write_repository(model, tmp_path)
-    assert (tmp_path / "unet" / "config.pbtxt").read_text() == "instance_group [ ]"
+    assert (tmp_path / "unet_nvfp4" / "config.pbtxt").read_text() == "instance_group [ ]"

@@ -103,7 +103,7 @@ def test_no_name_is_looked_up(tmp_path: Path) -> None:
 
 
 def test_commands_leave_nothing_outside_their_own_folders(untrained: Run, shapes: Path, tmp_path: Path) -> None:
-    model = untrained.export_dir / "unet.onnx"
+    model = untrained.export_dir / "unet.nvfp4.onnx"
     checkpoint = untrained.checkpoint("nvfp4")
     image = next(path for path in (shapes / "val2017").iterdir() if path.is_file())
     commands = {

@@ -35,6 +35,7 @@ def write(
         UnavailableError: Triton or nvcc is missing, or a kernel does not compile.
     """
     from fp4deploy.bench.locate import or_of_latest_run
+    from fp4deploy.naming import built_name
     from fp4deploy.native import record, write_bundle
     from fp4deploy.native.bundle import SUFFIX
     from fp4deploy.packed import read_packed
@@ -44,7 +45,7 @@ def write(
     file, gpu = read_packed(network), _gpu(arch, tuned_for, processors)
     images = [_image(file, size) for size in sizes] if sizes else [_image(file, None)]
     shapes = list(dict.fromkeys((batch, *image) for image in images for batch in batches or [1]))
-    out = out or network.with_name(f"{network.stem}-{gpu.arch}{SUFFIX}")
+    out = out or network.with_name(built_name(network, str(gpu.arch), SUFFIX))
     with progress("recording plans"):
         plans = [record(file, gpu, shape) for shape in shapes]
     note(f"Compiling the kernels of {counted(len(plans), 'plan')} for {gpu.arch}, {gpu.processors} multiprocessors ...")

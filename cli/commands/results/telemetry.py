@@ -11,7 +11,7 @@ from fp4deploy.errors import InputError, counted
 from fp4deploy.runs import Run, latest_run, open_run
 
 from ... import completion
-from ...console import done, note, shown
+from ...console import done, note, shown, typed
 from ...deferred import deferred
 from ...settings import NamedModelOption, NetworkOption, expect
 
@@ -83,8 +83,9 @@ def show_drawn(run: Run, drawn: dict[str, list[Path]]) -> None:
 
     for model, files in drawn.items():
         note(f"{model}: {counted(len(files), 'heatmap file')} under {shown(heatmap_folder(run, model))}")
-    if drawn:
-        note(f"All of them on one page: {shown(page_path(run))}")
+    if page_path(run).is_file():
+        more = "" if drawn else f"; as single files: fp4deploy telemetry plot {typed(run.path)}"
+        note(f"All heatmaps on one page: {shown(page_path(run))}{more}")
 
 
 def _tracked(run: Run) -> list[str]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MOST_LETTERS = 40  # of the name of a file, before it may be broken over two lines
 ACCURACY, GATE, RUNTIMES, LATENCY = "Accuracy", "Gate", "Runtimes", "Latency"  # headings of the options in --help
 WIDE = 120  # columns of a terminal from which backend and precision have columns of their own
-NOT_NARROW = ("backend", "precision", "p90 ms", "p99 ms")  # columns of wide terminals
+NOT_NARROW = ("backend", "precision", "p90 ms", "p99 ms")  # columns of wide terminals, lines of others in narrow ones
 
 
 def bench(
@@ -181,7 +181,7 @@ def bench(
         _moved(engine, layers, streams, trace, batch, iterations, out)
         return
     from fp4deploy.bench.gate.baseline import find_baseline
-    from fp4deploy.bench.gate.decision import gate_drop, require_passed
+    from fp4deploy.bench.gate.decision import doubt, gate_drop, require_passed
     from fp4deploy.bench.runtimes.like import read_like
     from fp4deploy.data import MEASURED
     from fp4deploy.system.files import require_writable
@@ -213,6 +213,8 @@ def bench(
     if keep is not None:
         _draw(found, decisions, reference, where, split, keep, card)
     if reference is not None:
+        if (weak := doubt(reference)) is not None:
+            note(weak)
         require_passed(decisions)
         note(f"Within {max_drop:g} points of the baseline's {100 * reference.value:.2f} % {reference.metric}.")
     if any(not path.is_dir() for path in engine):
@@ -368,11 +370,14 @@ def _measure(
     like: Like | None,
 ) -> list[ArtifactEntry]:
     from fp4deploy.bench.artifact import bench_artifact, bench_or_explain
+    from fp4deploy.bench.environment import cpu_name
     from fp4deploy.bench.locate import model_of
     from fp4deploy.provenance import outdated
     from fp4deploy.runs import run_of
+    from fp4deploy.system.processors import busy
     from fp4deploy.system.progress import progress
 
+    others = busy()  # before this process keeps the processors busy itself
     run_one = bench_artifact if len(paths) == 1 else bench_or_explain
     found = []
     for path, settings in paths:
@@ -404,6 +409,8 @@ def _measure(
             _keep(path, found[-1], data)
         if folder is not None and found[-1].instances is not None:
             note(f"  Wrote the instances to {shown(folder)}.")
+    if others is not None and any(entry.latency_ms and entry.device == cpu_name() for entry in found):
+        note(others)
     return found
 
 
@@ -473,7 +480,7 @@ def print_table(
     """The comparison table; reasons of rows that were not run follow it.
 
     In a narrow terminal backend and precision stand below the name of the file, instead of columns of a few letters,
-    and p90 and p99 are left to --json.
+    and p90 and p99 below p50.
     """
     from rich.table import Table
 
@@ -487,14 +494,17 @@ def print_table(
     for name in head:
         if wide or name not in NOT_NARROW:
             whole, right = wide and name == "artefact" and longest <= MOST_LETTERS, name in tables.NUMERIC
-            table.add_column(name, justify="right" if right else "left", overflow="fold", no_wrap=whole)
+            title = name if wide or name != "p50 ms" else "ms: p50\np90\np99"
+            table.add_column(title, justify="right" if right else "left", overflow="fold", no_wrap=whole)
     columns = tables.metrics(entries)
     body = tables.rows(entries) if baseline is None else [tables.cells(entry, baseline, columns) for entry in entries]
-    for row, path in zip(body, paths, strict=True):
+    for entry, row, path in zip(entries, body, paths, strict=True):
         model, _, backend, precision, *_ = row
         texts = (path, backend, precision) if wide else (f"{path}\n{backend}\n{precision}",)
-        numbers = [cell for name, cell in zip(head[4:], row[4:], strict=True) if wide or name not in NOT_NARROW]
-        table.add_row(model, *texts, *numbers)
+        found = dict(zip(head[4:], row[4:], strict=True))
+        if not wide and entry.latency_ms is not None:
+            found["p50 ms"] = "\n".join(found[name] for name in ("p50 ms", "p90 ms", "p99 ms"))
+        table.add_row(model, *texts, *(cell for name, cell in found.items() if wide or name not in NOT_NARROW))
     console.print(table)
     for entry in entries:
         if reasons and entry.memory:

@@ -117,7 +117,7 @@ def build(
 ) -> None:
     """Build an engine of each model, and a ledger that says which layer runs in which precision."""
     from fp4deploy.bench.locate import or_of_latest_run
-    from fp4deploy.export.engine.build import prepare_engine
+    from fp4deploy.export.engine.build import prepare_engine, target_arch
     from fp4deploy.export.engine.forms import smaller_in_fp16, smallest
     from fp4deploy.export.lowering.interface import Interface
     from fp4deploy.system.files import require_writable
@@ -129,7 +129,8 @@ def build(
     found = _models([or_of_latest_run(path) for path in models]) if models else _latest()
     if len(found) > 1 and (log is not None or (out is not None and out.suffix == ".plan")):
         raise InputError(f"There are {len(found)} models to build: give one for --log, and a folder for --out.")
-    require_writable(*(target_of(path, out) for path in found), log)
+    target = target_arch(backend, arch)
+    require_writable(*(target_of(path, out, target) for path in found), log)
     options = tuple(name for name, chosen in flags.items() if chosen)
     with progress("lowering"):  # all of them, so that what cannot be built is refused before anything is written
         batches = (min_batch, opt_batch, batch)
@@ -142,7 +143,7 @@ def build(
         note(f"Building {shown(path)} ...")
         with progress("compiling") as bar:
             engine = smallest(partial(prepare, path), bar.phase) if conv == "smallest" else engine
-            result = engine.build(target_of(path, out), strict, log, require_fp4, bar.phase)
+            result = engine.build(target_of(path, out, target), strict, log, require_fp4, bar.phase)
         done(
             describe(result),
             model=str(path),
@@ -203,15 +204,16 @@ def _of_folder(folder: Path) -> list[Path]:
     return found
 
 
-def target_of(path: Path, out: Path | None) -> Path:
+def target_of(path: Path, out: Path | None, arch: str) -> Path:
     """Where an engine goes: `out`, or engines/ of the run that holds the model, or the model's folder."""
+    from fp4deploy.naming import built_name
     from fp4deploy.runs import run_of
 
     if out is not None and out.suffix == ".plan":
         return out
     run = run_of(path)
     folder = out or (run.engine_dir if run is not None else path.parent)
-    return folder / f"{path.stem}.plan"
+    return folder / built_name(path, arch)
 
 
 def _latest() -> list[Path]:

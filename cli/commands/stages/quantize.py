@@ -14,6 +14,7 @@ from fp4deploy.runs import latest_run
 from ...artifacts import next_commands
 from ...console import done, note, shown, typed
 from ...settings import NamedModelOption, RestOption, expect, parse_size
+from . import nnunet
 
 if TYPE_CHECKING:
     from fp4deploy.bench.change import Change
@@ -24,13 +25,16 @@ MOST_IMAGES = 256
 def quantize(
     checkpoint: Annotated[
         Path | None,
-        typer.Argument(help="FP16 checkpoint, or an FP16 or FP32 .onnx file.", show_default="fp16 of the latest run"),
+        typer.Argument(
+            help="FP16 checkpoint, .onnx file, results folder of nnU-Net, or with --model a state dict of PyTorch.",
+            show_default="fp16 of the latest run",
+        ),
     ] = None,
     data: Annotated[
         Path | None,
         typer.Option(
             "--data",
-            help="Dataset folder; for an .onnx file also a folder of images.",
+            help="Dataset, a folder of images without labels, or nnU-Net's raw data set.",
             show_default="what the run was trained on",
         ),
     ] = None,
@@ -81,19 +85,33 @@ def quantize(
         Path | None,
         typer.Option(
             "--out",
-            help="File to write.",
+            help="File to write; of nnU-Net the folder.",
             show_default="nvfp4-METHOD.safetensors beside the source; of NAME.onnx NAME.nvfp4.onnx",
         ),
     ] = None,
     size: Annotated[
         str | None,
-        typer.Option("--size", help="HxW in pixels, of an .onnx file that leaves it open.", show_default="its own"),
+        typer.Option(
+            "--size",
+            help="HxW in pixels, of a state dict, or an .onnx file that leaves it open.",
+            show_default="that of the images, at most 512; the file's own",
+        ),
     ] = None,
     mean: Annotated[
-        str | None, typer.Option("--mean", help="R,G,B that an .onnx file expects.", show_default="ImageNet's")
+        str | None,
+        typer.Option("--mean", help="R,G,B that an .onnx file or state dict expects.", show_default="ImageNet's"),
     ] = None,
     std: Annotated[
-        str | None, typer.Option("--std", help="R,G,B that an .onnx file expects.", show_default="ImageNet's")
+        str | None,
+        typer.Option("--std", help="R,G,B that an .onnx file or state dict expects.", show_default="ImageNet's"),
+    ] = None,
+    classes: Annotated[
+        str | None,
+        typer.Option("--classes", help="Names of a state dict's classes: a,b,c.", show_default="the dataset's"),
+    ] = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="model.args.NAME=VALUE of a state dict's network; repeatable.", show_default="none"),
     ] = None,
     outputs: Annotated[
         list[str] | None,
@@ -104,11 +122,23 @@ def quantize(
             show_default="classes and values",
         ),
     ] = None,
+    fold: nnunet.FoldOption = None,
     model: NamedModelOption = None,
 ) -> None:
     """Write an NVFP4 checkpoint that export, bench and predict take like a trained one; of ONNX the canonical file."""
     expect(model)
     settings = {"correction": correction, "activations": activations, "iterations": iterations, "seed": seed}
+    if checkpoint is not None and nnunet.is_folder(checkpoint):
+        if config is not None or digits or any(each is not None for each in (size, mean, std, outputs)):
+            raise InputError(
+                "--config, --digits, --size, --mean, --std and --outputs are not for a folder of nnU-Net, which says "
+                "what its networks read; it takes --include, --exclude, --fp8 and --fold."
+            )
+        given = {"include": include, "exclude": exclude, "fp8": fp8, "rest": rest, "batch": batch, **settings}
+        nnunet.quantize(checkpoint, fold, data, out, method=method, patches=images, **given)
+        return
+    if fold:
+        raise InputError("--fold is for a results folder of nnU-Net.")
     if checkpoint is not None and checkpoint.suffix == ".onnx":
         if config is not None or digits or rest is not None:
             raise InputError(
@@ -118,12 +148,13 @@ def quantize(
         chosen = settings | layers | {"outputs": _meanings(outputs)}
         _of_onnx(checkpoint, data, out, method, images, batch, parse_size(size), (mean, std), chosen)
         return
-    if any(each is not None for each in (size, mean, std, outputs)):
-        raise InputError("--size, --mean, --std and --outputs are for .onnx files: a checkpoint says them itself.")
+    if outputs is not None:
+        raise InputError("--outputs is for .onnx files: the output of a checkpoint is a map of classes.")
     import torch
 
     from fp4deploy import provenance
     from fp4deploy.bench.locate import data_of
+    from fp4deploy.models.state_dict import is_state_dict
     from fp4deploy.ptq.checkpoint import calibration_images, quantize_checkpoint
     from fp4deploy.ptq.methods import find_method
     from fp4deploy.system.files import require_writable
@@ -133,10 +164,17 @@ def quantize(
     if config is not None:
         include, exclude, fp8 = _layers(config, include or exclude or fp8)
     source = checkpoint or _latest()
+    if is_state_dict(source):
+        source = _of_state_dict(source, model, sets, data, size, (mean, std), classes)
+    elif any(each is not None for each in (size, mean, std, classes, sets)):
+        raise InputError(
+            "--size, --mean, --std, --classes and --set are for .onnx files and state dicts of PyTorch: a checkpoint "
+            "of fp4deploy says them itself."
+        )
     if source.suffix != ".safetensors":
         raise InputError(
-            f"quantize takes a checkpoint (.safetensors) or an ONNX file (.onnx), not {source}. Write one with: "
-            "fp4deploy train"
+            f"quantize takes a checkpoint (.safetensors), an ONNX file (.onnx) or a state dict of PyTorch (.pth), not "
+            f"{source}. Write one with: fp4deploy train"
         )
     target = out or source.with_name(f"nvfp4-{method.replace('/', 'o')}.safetensors")
     if target.exists() and source.exists() and target.samefile(source):
@@ -173,6 +211,48 @@ def quantize(
     if change is not None:
         note(f"{shown(target)}: {change.sentence(shown(source))}")
     note(next_commands(target, source, where, model, given=data is not None))
+
+
+def _of_state_dict(
+    source: Path,
+    model: str | None,
+    sets: list[str] | None,
+    data: Path | None,
+    size: str | None,
+    normalisation: tuple[str | None, str | None],
+    classes: str | None,
+) -> Path:
+    """The FP16 checkpoint NAME.fp16.safetensors of a state dict, written beside it."""
+    from fp4deploy import provenance
+    from fp4deploy.data import IMAGE_MEAN, IMAGE_STD, PhotoDataset, are_photos, open_dataset, usual_size
+    from fp4deploy.models.spec import parse_spec
+    from fp4deploy.models.state_dict import ADVICE, checkpoint_of, is_state_dict
+    from fp4deploy.system.files import require_writable
+    from fp4deploy.train import load_config
+
+    if not source.is_file():
+        raise InputError(f"There is no file {source} with weights.")
+    if model is None:
+        raise InputError(f"{source} holds weights alone. {ADVICE}")
+    if data is None:
+        raise InputError(f"{source} does not say what its images are. Give a dataset or a folder of images: --data DIR")
+    chosen = load_config(None, sets or []).model
+    images = PhotoDataset(data) if are_photos(data) or not data.is_dir() else open_dataset(data, "train")
+    pixels = parse_size(size) or usual_size(images)
+    target = source.with_name(f"{source.stem.removesuffix('.fp16')}.fp16.safetensors")
+    if target == source or is_state_dict(target):
+        raise InputError(f"{target} would be replaced, and holds weights of another program. Give it another name.")
+    require_writable(target)
+    mean, std = (_rgb(text, usual) for text, usual in zip(normalisation, (IMAGE_MEAN, IMAGE_STD), strict=True))
+    names = tuple(name.strip() for name in classes.split(",") if name.strip()) if classes else images.class_names
+    spec = parse_spec(model, chosen.args, chosen.output)
+    said = checkpoint_of(source, spec, target, pixels, mean, std, names, images.background and not classes)
+    provenance.record("quantize", target, [source])
+    note(said)
+    taken = [f"images of {pixels[0]}x{pixels[1]} (HxW{'' if size else '; another: --size'})"]
+    taken += [] if any(normalisation) else ["ImageNet's mean and standard deviation (others: --mean, --std)"]
+    note(f"{shown(target)} is its FP16 checkpoint: {', '.join(taken)}.")
+    return target
 
 
 def _change(source: Path, target: Path, data: Path, images: int) -> Change | None:

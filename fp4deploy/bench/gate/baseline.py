@@ -98,7 +98,7 @@ def find_baseline(
 
 
 def _recorded(path: Path, split: str, artefact: str | None) -> Baseline:
-    advice = f"Write a baseline with: fp4deploy bench --engine unet-fp16.onnx --split {split} --json {path}"
+    advice = f"Write a baseline with: fp4deploy bench --engine fp16.onnx --split {split} --json {path}"
     source = f"The baseline {path}"
     document = validated(RecordedBench, read_json(path, advice, MOST_BYTES), source, advice)
     place = _chosen(document.artifacts, source, artefact, advice)

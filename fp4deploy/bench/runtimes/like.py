@@ -26,8 +26,9 @@ from fp4deploy.bench.runtimes.ports import Port
 from fp4deploy.data import IMAGE_MEAN, IMAGE_STD
 from fp4deploy.errors import InputError
 from fp4deploy.models import read_card
-from fp4deploy.models.card import Channel, ModelCard, Pixels, Spread
+from fp4deploy.models.card import Channel, ModelCard, Spread, numbered
 from fp4deploy.models.heads import MOST_CLASSES
+from fp4deploy.models.volumes import Side
 from fp4deploy.system.schema import Bool, Name, read_yaml, validated
 from fp4deploy.tasks import task_of
 
@@ -37,14 +38,14 @@ ADVICE = "The fields are in: docs/your-model.md."
 
 @dataclass(frozen=True)
 class Like:
-    """Classes and input of a semantic network; a size of None is that of the ONNX file."""
+    """Classes and input of a semantic network; a size of None is that of the ONNX file, no names numbers."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     class_names: Annotated[tuple[Name, ...], Field(min_length=2, max_length=MOST_CLASSES)]
     background: Bool = False
-    height: Pixels | None = None
-    width: Pixels | None = None
+    height: Side | None = None
+    width: Side | None = None
     mean: tuple[Channel, Channel, Channel] = IMAGE_MEAN
     std: tuple[Spread, Spread, Spread] = IMAGE_STD
 
@@ -56,15 +57,26 @@ class Like:
         """
         height, width = self._size(inputs, source)
         name, shape = output
-        expected = (None, len(self.class_names), height, width)
+        names = self.class_names or self._numbers(shape, source)
+        expected = (None, len(names), height, width)
         if shape and (len(shape) != 4 or any(_differ(*pair) for pair in zip(shape, expected, strict=True))):
             raise InputError(
                 f"{source}: its first output, {name} {_text(shape)}, is no map of logits [N, {expected[1]}, {height}, "
-                f"{width}], which --like asks for with {expected[1]} classes: {', '.join(self.class_names[:8])}. Name "
+                f"{width}], which --like asks for with {expected[1]} classes: {', '.join(names[:8])}. Name "
                 "the network's own classes, or export it with the resize to its input's size inside."
             )
         precision = "nvfp4" if fp4 else "unknown"
-        return ModelCard(precision, 1.0, self.class_names, height, width, self.mean, self.std, self.background)  # type: ignore[arg-type]
+        return ModelCard(precision, 1.0, names, height, width, self.mean, self.std, self.background)  # type: ignore[arg-type]
+
+    @staticmethod
+    def _numbers(shape: Sequence[Any], source: Path) -> tuple[str, ...]:
+        """The classes of an output whose channels nobody has named."""
+        if len(shape) != 4 or not isinstance(shape[1], int):
+            raise InputError(
+                f"{source}: neither --like nor the first output, {_text(shape)}, says how many classes there are. "
+                f"Write their names into a YAML file, class_names: [a, b], and give it as --like. {ADVICE}"
+            )
+        return numbered(shape[1])
 
     def _size(self, inputs: Sequence[Port], source: Path) -> tuple[int, int]:
         given = (self.height, self.width)
@@ -101,9 +113,11 @@ def read_like(path: Path) -> Like:
             raise InputError(f"{path}: class_names: a name is given twice. {ADVICE}")
         return found
     card = read_card(path) if suffix == ".safetensors" else _onnx_card(path)
+    if card.volume is not None:
+        raise InputError(f"--like {path} is of volumes; networks of other tools are scored on images alone.")
     if task_of(card).counts_objects:
         raise InputError(f"--like {path} is of the {card.task} task; networks of other tools are scored by mIoU alone.")
-    return Like(card.class_names, card.background, card.height, card.width, card.mean, card.std)
+    return Like(card.class_names, card.background, card.height, card.width, card.mean, card.std)  # type: ignore[arg-type]
 
 
 def _onnx_card(path: Path) -> ModelCard:

@@ -52,6 +52,10 @@ def open_runtime(
     path = Path(path)
     opener = RUNTIMES.get(path.suffix.lower())
     if opener is None:
+        from fp4deploy.models.checkpoint import PICKLED, state_dict_advice
+
+        if path.is_file() and path.suffix.lower() in PICKLED:
+            raise InputError(state_dict_advice(path))
         raise InputError(
             f"{path} is of an unknown kind. Taken are .onnx (canonical or portable), .safetensors "
             "(a checkpoint), .fp4 (a packed network) and .plan (an engine); make one with: fp4deploy export"

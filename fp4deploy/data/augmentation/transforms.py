@@ -38,7 +38,7 @@ from fp4deploy.data.sample import IGNORE, IMAGE_MEAN, IMAGE_STD, InstanceIds, Pi
 from fp4deploy.errors import InputError
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom in pixels of the source
-Rgb = tuple[float, float, float]
+Rgb = tuple[float, ...]  # three values
 Labels = Pixels | InstanceIds  # [H, W] of class ids, or [2, H, W] of class ids and numbers of instances
 _GREY = np.array([0.299, 0.587, 0.114])  # ITU-R BT.601 luma
 _YIQ = np.array([[0.299, 0.587, 0.114], [0.596, -0.274, -0.322], [0.211, -0.523, 0.312]])  # NTSC, 1953

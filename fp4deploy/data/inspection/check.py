@@ -7,7 +7,6 @@ a defect. Nor is an annotation without a segmentation where no annotation has on
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,12 +20,15 @@ from fp4deploy.data.coco.annotations import Annotation, CocoFile, Defect, ImageR
 from fp4deploy.data.coco.regions import MIN_COORDINATES, RegionError, encode, pixel_count
 from fp4deploy.data.dataset import has_split
 from fp4deploy.data.images import ImageError, check_size, read_class_ids, read_image
-from fp4deploy.data.inspection.labels import Histogram, crowd_defect, mask_defects
-from fp4deploy.data.inspection.summary import parse_splits, shared_images
+from fp4deploy.data.inspection.labels import Histogram, annotation_defect, mask_defects
+from fp4deploy.data.inspection.summary import Shared, parse_splits, shared_images
 from fp4deploy.data.layouts import find_images, has_masks, mask_files, split_images
 from fp4deploy.data.masks import are_numbers, class_colours, class_values
 from fp4deploy.data.sample import SPLITS, TEST, TRAIN
+from fp4deploy.data.volumes.check import check_volumes
+from fp4deploy.data.volumes.layout import is_volumes
 from fp4deploy.errors import InputError
+from fp4deploy.system.processors import cores
 
 if TYPE_CHECKING:
     from fp4deploy.system.progress import Phase
@@ -56,6 +58,9 @@ def check_dataset(
     """
     root = Path(root)
     files = parse_splits(root) if parsed is None else parsed
+    if is_volumes(root):
+        shared = shared_images(root, files)
+        return check_volumes(root, progress) + [_shared(pair) for pair in shared]
     defects: list[Defect] = []
     masks = has_masks(root) and not boxes
     counts: dict[str, Histogram] = {}
@@ -75,8 +80,7 @@ def check_dataset(
         if file.categories != listed[0].categories:
             file.report("different-categories", f"lists other categories than {listed[0].path.name}.")
             defects.append(file.defects[-1])
-    for pair in shared_images(root, files):
-        defects.append(Defect(pair.second, None, "shared-image", f"is the same image as {pair.first}: scores mislead."))
+    defects += [_shared(pair) for pair in shared_images(root, files)]
     if masks:
         try:
             values = class_values(root)
@@ -84,6 +88,10 @@ def check_dataset(
         except InputError as error:
             defects.append(Defect("masks", None, "no-classes", str(error)))
     return defects
+
+
+def _shared(pair: Shared) -> Defect:
+    return Defect(pair.second, None, "shared-image", f"is the same image as {pair.first}: scores mislead.")
 
 
 def has_boxes_alone(files: Mapping[str, CocoFile]) -> bool:
@@ -98,8 +106,8 @@ def _check_annotations(
     """`advance`: the images are read, and it is called; None: they only have to be there. `boxes`: boxes suffice."""
     yield from parsed.defects
     file = parsed.file
-    if split == TRAIN and (crowds := crowd_defect(parsed.annotations)):
-        yield Defect(file, None, *crowds)
+    if split == TRAIN and parsed.images and (wrong := annotation_defect(parsed.annotations)):
+        yield Defect(file, None, *wrong)
     names = Counter(record.file_name for record in parsed.images.values())
     for name in (name for name, count in names.items() if count > 1):
         yield Defect(file, None, "repeated-image", f"lists the image {name} {names[name]} times, under several ids.")
@@ -136,7 +144,7 @@ def _check_images(
             return Defect(_relative(root, path), None, _image_kind(path, str(error)), str(error))
         return None
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(cores()) as pool:
         for number, defect in enumerate(pool.map(check, images)):
             advance(number + 1, len(images))
             if defect is not None:

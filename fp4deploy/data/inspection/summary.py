@@ -6,10 +6,12 @@ bytes, whatever their names are (COCO128's two splits are one folder of the same
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +21,8 @@ from fp4deploy.data.images import ImageError, image_size, read_class_ids
 from fp4deploy.data.layouts import find_annotations, find_images, has_masks, mask_files, split_images
 from fp4deploy.data.masks import class_colours, class_values
 from fp4deploy.data.sample import ALL_SPLITS
+from fp4deploy.data.volumes.check import grids_of, masks_with
+from fp4deploy.data.volumes.layout import is_volumes, read_layout
 from fp4deploy.errors import InputError
 from fp4deploy.system.files import file_digest
 from fp4deploy.system.progress import Phase
@@ -28,6 +32,8 @@ from fp4deploy.system.progress import Phase
 class SplitSummary:
     """One split; `sizes` are width and height of the smallest, the median and the largest image by pixels.
 
+    Of volumes: width, height and depth; `spacings`: millimetres along them of the finest, median and coarsest grid.
+
     `annotations` counts regions by class, None for semantic masks; `in_masks` counts the masks that a class is in, None
     where there are none.
     """
@@ -35,8 +41,9 @@ class SplitSummary:
     split: str
     images: int
     annotations: dict[str, int] | None
-    sizes: tuple[tuple[int, int], ...]
+    sizes: tuple[tuple[int, ...], ...]
     in_masks: dict[str, int] | None = None
+    spacings: tuple[tuple[float, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,11 @@ def shared_images(root: Path, parsed: Mapping[str, CocoFile] | None = None) -> l
 
 def _summary(root: Path, split: str, parsed: CocoFile | None, phase: Phase) -> SplitSummary:
     files = _files(root, split, parsed)
+    if is_volumes(root):
+        grids = grids_of(root, split)
+        sizes = _three([grid.size[::-1] for grid in grids])
+        spacings = _three([tuple(round(step, 6) for step in grid.spacing[::-1]) for grid in grids])
+        return SplitSummary(split, len(grids), None, sizes, masks_with(root, split, phase), spacings)
     annotations = None
     if parsed is not None and not has_masks(root):
         annotations = dict.fromkeys(parsed.categories.values(), 0)
@@ -122,6 +134,8 @@ def _in_masks(root: Path, split: str, phase: Phase) -> dict[str, int]:
 
 
 def _files(root: Path, split: str, parsed: CocoFile | None) -> list[Path]:
+    if is_volumes(root):
+        return [path for case in read_layout(root).cases(split) for path in case.images]
     if has_masks(root):
         return list(split_images(root, split).values())
     folder = find_images(root, split)
@@ -137,5 +151,10 @@ def _sizes(files: Sequence[Path]) -> tuple[tuple[int, int], ...]:
             sizes.append(image_size(path))
         except ImageError:
             continue  # `check_dataset` lists it
-    sizes.sort(key=lambda size: size[0] * size[1])
-    return (sizes[0], sizes[len(sizes) // 2], sizes[-1]) if sizes else ()
+    return _three(sizes)
+
+
+def _three(values: Sequence[tuple[Any, ...]]) -> tuple[tuple[Any, ...], ...]:
+    """Of sizes, or of sides of voxels, the smallest, the median and the largest by their product."""
+    ordered = sorted(values, key=math.prod)
+    return (ordered[0], ordered[len(ordered) // 2], ordered[-1]) if ordered else ()

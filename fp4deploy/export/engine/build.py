@@ -263,11 +263,7 @@ def _sized(
 def _check_choices(
     backend: str, arch: str | None, conv: str, batch: tuple[int, int, int], options: tuple[str, ...]
 ) -> tuple[Backend, str]:
-    if backend not in BACKENDS:
-        raise InputError(
-            f"--backend {backend} is unknown.{suggest(backend, BACKENDS)} Valid values: {', '.join(BACKENDS)}."
-        )
-    chosen = BACKENDS[backend]
+    chosen = _backend(backend)
     check_conv_mode(conv, backend)
     target = check_arch(arch, backend) if arch is not None else None
     Profile(batch)
@@ -277,9 +273,27 @@ def _check_choices(
             f"{chosen.title} does not offer {', '.join(lacking)}: its package has no lean runtime, and its engines run "
             "on every GPU of their generation. Leave it out, or use --backend tensorrt."
         )
-    if arch is None:
-        chosen.require_installed()
-    return chosen, target if target is not None else chosen.default_arch()
+    return chosen, target if target is not None else target_arch(backend)
+
+
+def _backend(name: str) -> Backend:
+    if name not in BACKENDS:
+        raise InputError(f"--backend {name} is unknown.{suggest(name, BACKENDS)} Valid values: {', '.join(BACKENDS)}.")
+    return BACKENDS[name]
+
+
+def target_arch(backend: str = "tensorrt-rtx", arch: str | None = None) -> str:
+    """The architecture that `build_engine` builds for: `arch`, or the library's default.
+
+    Raises:
+        InputError: there is no such library, or it builds no engine for `arch`.
+        UnavailableError: no `arch` is given, and the library is not installed or there is no GPU.
+    """
+    chosen = _backend(backend)
+    if arch is not None:
+        return check_arch(arch, backend)
+    chosen.require_installed()
+    return chosen.default_arch()
 
 
 def check_arch(arch: str, backend: str = "tensorrt-rtx") -> str:

@@ -41,7 +41,7 @@ from torch.overrides import TorchFunctionMode
 
 from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.bf16 import WidenEnds, WidenOperators
-from fp4deploy.export.onnx.canonical import CANONICAL, FORM_KEY, IR_VERSION, LAYERS_KEY, OPSET, REST_KEY
+from fp4deploy.export.onnx.canonical import CANONICAL, FORM_KEY, IR_VERSION, LAYERS_KEY, OPSET, REST_KEY, WIDE_KEY
 from fp4deploy.export.onnx.exporter import short_export
 from fp4deploy.export.onnx.floor import TRANSLATIONS
 from fp4deploy.export.onnx.layer_constants import CONVOLUTIONS, Fp8Constants, LayerConstants, layer_constants
@@ -85,7 +85,7 @@ def export_graph(
     input_shape: tuple[int, ...] | Inputs,
     card: ModelCard | None = None,
     dynamic_size: bool = False,
-    rest: str | None = None,
+    rest: str | Rest | None = None,
     dynamic: Dynamic | None = None,
     batch: int | None = None,
 ) -> onnx.ModelProto:
@@ -99,7 +99,8 @@ def export_graph(
         card: stored in the file, so that it can be evaluated on its own.
         dynamic_size: leave all axes of a sample but the first (the channels) open. ONNX Runtime takes any size that the
             network takes; for an engine, `fp4deploy build --size HxW` fixes one.
-        rest: "fp16", "bf16" or "fp32" (`fp4deploy.rest`); None: as the card says, FP16 without one.
+        rest: "fp16", "bf16" or "fp32", or one with modules in FP32 (`fp4deploy.rest`); None: as the card says, FP16
+            without one.
         dynamic: more open axes with their names, by input: {"input_ids": {1: "L"}, "attention_mask": {1: "L"}}.
         batch: the only number of samples that the file takes; None: any.
 
@@ -127,7 +128,7 @@ def export_graph(
     traced = _trace(_traceable(model, constants, refused, precision), examples, open_axes, dynamic_size, precision)
     reached = marked_layers(traced)
     operators = WidenOperators()
-    wide = (operators, WidenEnds()) if precision is BF16 else ()
+    wide = (operators, WidenEnds()) if precision.name == BF16.name else ()
     leaves = {name for name, module in model.named_modules() if not any(module.children())}
     for each in (NameAfterModules(leaves), ForgetTracing(), LowerMarkers(constants, precision), *wide, NameFixPass()):
         each(traced)
@@ -141,8 +142,10 @@ def export_graph(
     traced.graph.name = card.architecture if card else type(model).__name__.lower()
     traced.metadata_props[FORM_KEY] = CANONICAL
     traced.metadata_props[LAYERS_KEY] = json.dumps(_layers(model, reached, precision, operators.widened, examples))
-    if precision is not FP16:
+    if precision.name != FP16.name:
         traced.metadata_props[REST_KEY] = precision.name
+    if precision.wide:
+        traced.metadata_props[WIDE_KEY] = "\n".join(precision.wide)
     if card:
         traced.metadata_props[CARD_KEY] = replace(card, rest=precision.name).to_json()
     proto = ir.to_proto(traced)
@@ -224,6 +227,9 @@ def _layers(
             if plan.name in widened:
                 precision, reason = FP32.label, f"{reason}; ONNX does not define it for {rest.label}"
         found[plan.name] = {"kind": plan.kind, "precision": precision, "reason": reason}
+    for path in rest.wide:
+        kind = type(model.get_submodule(path)).__name__
+        found[path or kind] = {"kind": kind, "precision": FP32.label, "reason": f"leaves {rest.label}'s range"}
     return found
 
 

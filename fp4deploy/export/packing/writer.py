@@ -52,6 +52,7 @@ class Writer:
         self.names: set[str] = set()
         self.tensors: Tensors = {}
         self.nodes: list[packed.Node] = []
+        self.wide: dict[str, list[str]] = {}  # module of `Rest.wide` -> what its code writes
 
     def write(self) -> tuple[Graph, Tensors]:
         for node in self.captured.nodes:
@@ -72,7 +73,7 @@ class Writer:
         for node in self.captured.nodes:
             self._emit(node)
         outputs = [Output(name=name, activation=self.read(value, None)) for name, value in self.captured.outputs]
-        settings: dict[str, Any] = {"digits": self.digits, "rest": self.rest.name}
+        settings: dict[str, Any] = {"digits": self.digits, "rest": self.rest.name, "wide": self.wide}
         graph = Graph(inputs=inputs, nodes=self.nodes, outputs=outputs, tensors={}, **settings)
         return graph, self.tensors
 
@@ -270,7 +271,10 @@ class Writer:
         if computed is not None:
             raise refuse(node, f"its {computed} is what other nodes compute")
         try:
-            self.nodes.append(writer(self, node, forms))
+            written = writer(self, node, forms)
+            self.nodes.append(written)
+            if node.layer in self.rest.wide and not isinstance(written, packed.Layer):
+                self.wide.setdefault(node.layer, []).extend(form.name for form in forms)
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(map(str, first["loc"]))

@@ -45,9 +45,10 @@ from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.card import ModelCard
 from fp4deploy.models.checkpoint import read_card, read_signed
 from fp4deploy.models.meaning import UNKNOWN, OutputMeanings
-from fp4deploy.qat import quantized_layers
-from fp4deploy.qat.ranges import Ranges
-from fp4deploy.tasks import task_of
+from fp4deploy.qat import load_model, quantized_layers
+from fp4deploy.qat.ranges import Ranges, automatic_rest
+from fp4deploy.rest import AUTO, FP32, Rest, rest_of
+from fp4deploy.tasks import images_for, task_of
 
 NOTHING_WRITTEN = "Nothing was written; to write the file all the same, export with --no-verify."
 ALLOWED_ELEMENTS = 0.001  # of a layer's quantised input, with reference inputs
@@ -222,20 +223,33 @@ def check_request(checkpoint: Path, out: Path, suffix: str, data: Path | None, i
         read_signed(checkpoint)
         raise InputError(
             f"Exporting {checkpoint} needs real images to verify the file on, and no data was given. "
-            "Give --data DIR with a validation split."
+            "Give --data DIR, a dataset or a folder of images."
         )
     if images < 1:
         raise InputError(f"At least one image is needed to verify an export, not {images}.")
+
+
+def rest_for(rest: str, checkpoint: Path, data: Path | None, images: int) -> Rest:
+    """The precision of the rest that a name asks for; `auto` by what a checkpoint reaches on validation images.
+
+    Raises:
+        InputError: another name; or `auto` without data.
+    """
+    if rest != AUTO:
+        return rest_of(rest)
+    if data is None:
+        raise InputError("--rest auto measures the network's ranges on images. Give --data DIR.")
+    model, card = load_model(checkpoint, rest=FP32)
+    return automatic_rest(model, validation_images(data, card, images))
 
 
 def validation_images(data: Path, card: ModelCard, count: int) -> Iterator[torch.Tensor]:
     """`count` validation images, spread evenly over the set, each float32 [1, 3, H, W], prepared as the card says.
 
     Raises:
-        InputError: there is no usable validation set at `data`.
+        InputError: there are no validation images at `data`, nor is it a plain folder of images.
     """
-    task = task_of(card)
-    dataset = task.open(data, VAL, labelled=False)
+    task, dataset = task_of(card), images_for(card, data, VAL)
     if not len(dataset):
         raise InputError(f"{data} has no validation images to verify the export on. Give another --data.")
     transform = task.transform(card.height, card.width, card.mean, card.std)

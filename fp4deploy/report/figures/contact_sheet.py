@@ -29,8 +29,7 @@ def draw_contact_sheet(root: Path, split: str, out: Path, boxes: bool = False) -
     """
     dataset = open_boxes(root, split) if boxes else open_dataset(root, split)
     chosen = np.unique(np.linspace(0, len(dataset) - 1, min(len(dataset), COLUMNS * ROWS)).round().astype(int))
-    palette = colours(len(dataset.class_names), dataset.background)
-    legend = [(name, colour) for name, colour in zip(dataset.class_names, palette, strict=True) if colour is not None]
+    palette = colours(dataset.class_names, dataset.background)
     present: set[int] = set()
     cells = []
     for index in chosen:
@@ -44,7 +43,8 @@ def draw_contact_sheet(root: Path, split: str, out: Path, boxes: bool = False) -
         else:
             present |= _draw_boxes(image, sample.boxes, image.width / sample.image.shape[1], palette)
         cells.append((sample.name, image))
-    shown = [entry for number, entry in enumerate(legend, int(dataset.background)) if number in present]
+    legend = enumerate(zip(dataset.class_names, palette, strict=True))
+    shown = [(name, colour) for number, (name, colour) in legend if colour is not None and number in present]
     rows = -(-len(cells) // COLUMNS)
     sheet = Image.new("RGB", (COLUMNS * SIDE, rows * (SIDE + LINE) + _legend_height(shown)), PAPER)
     pen = ImageDraw.Draw(sheet)

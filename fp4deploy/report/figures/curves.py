@@ -2,7 +2,8 @@
 
 A fine-tuned model starts where FP16 ended, so its epochs are drawn after FP16's: the picture shows the dip of
 quantisation and what fine-tuning wins back. One run has a colour a model. Several runs have a colour and a marker a
-run and a line style a model; the colours are Okabe and Ito's without yellow, which is hardly visible on paper.
+run and a line style a model; the colours are Okabe and Ito's without yellow, which is hardly visible on paper. Where a
+page is dark, a style sheet in the picture makes text and axes light: SVG knows the colour scheme of where it stands.
 """
 
 from __future__ import annotations
@@ -39,6 +40,13 @@ STYLE: Any = {
     "svg.hashsalt": "fp4deploy",
 }
 
+_DARK = {"#495057": "#adb5bd", "#ced4da": "#4a525a", "#eef0f2": "#2d333a", "#000000": "#e6e9ec"}  # by STYLE's colours
+_DARK_RULES = "text,g[id^=text] use{fill:#e6e9ec}" + "".join(
+    f'[style*="{name}: {light}"]{{{name}:{dark}!important}}'
+    for light, dark in _DARK.items()
+    for name in ("fill", "stroke")
+)
+
 Histories = dict[str, list[Epoch]]  # model -> its epochs
 
 
@@ -61,7 +69,8 @@ def draw_curves(histories: Histories, fine_tuned: bool) -> str | None:
             style = {"color": MODEL_COLOURS[model], "label": MODEL_TITLES[model], "linewidth": 2}
             _plot(axes, ("loss", metric), epochs, 0 if model == "fp16" else offset, marker="o", markersize=3, **style)
         _finish(axes, ("loss", metric))
-        axes[1].legend(frameon=False, loc="lower right")
+        for axis in axes:
+            axis.legend(frameon=False, loc="best")
         return _svg(figure)
 
 
@@ -137,10 +146,12 @@ def _svg(figure: Any) -> str:
     target = io.StringIO()
     date = os.environ.pop("SOURCE_DATE_EPOCH", None)  # matplotlib parses it, though no date is written
     try:
-        figure.savefig(target, format="svg", metadata={"Date": None})
+        figure.savefig(target, format="svg", metadata={"Date": None}, transparent=True)
     finally:
         if date is not None:
             os.environ["SOURCE_DATE_EPOCH"] = date
         _pyplot().close(figure)
     text = target.getvalue()
-    return text[text.index("<svg") :]
+    text = text[text.index("<svg") :]
+    start = text.index(">") + 1
+    return f"{text[:start]}<style>@media(prefers-color-scheme:dark){{{_DARK_RULES}}}</style>{text[start:]}"

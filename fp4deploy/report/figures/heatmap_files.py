@@ -21,6 +21,8 @@ from fp4deploy.system.files import atomic_write
 
 MOST_TICKS = 17
 STEPS = (1, 2, 4, 10, 16, 20, 40, 100, 200, 400, 1000)  # between labels
+_INK = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor"), "#e6e9ec")
+_DARK: Any = {**_INK, "figure.facecolor": "#15181c"}  # of style.css
 INCH = {"cell": 0.19, "letter": 0.072, "left": 0.55, "right": 1.35, "top": 0.62, "bottom": 0.62}
 
 
@@ -53,8 +55,8 @@ def _json(heatmap: Heatmap) -> bytes:
     return (json.dumps(data, allow_nan=False) + "\n").encode()
 
 
-def picture(heatmap: Heatmap) -> bytes:
-    """The picture as PNG."""
+def picture(heatmap: Heatmap, dark: bool = False) -> bytes:
+    """The picture as PNG; dark: for a dark page."""
     from PIL import Image
 
     longest = max((len(label) for label in heatmap.rows), default=0)
@@ -62,7 +64,7 @@ def picture(heatmap: Heatmap) -> bytes:
     wide = heatmap.cell * len(heatmap.columns) if heatmap.cell else _fitting(len(heatmap.columns))
     width = math.ceil(2 * max(left + wide + INCH["right"], _needed(heatmap))) / 2
     labels = tuple(heatmap.rows), tuple(heatmap.columns), heatmap.row_title, heatmap.column_title
-    canvas = _canvas(*labels, heatmap.cell, left, wide, width)
+    canvas = _canvas(*labels, heatmap.cell, left, wide, width, dark)
     canvas.draw(heatmap)
     target = io.BytesIO()
     Image.fromarray(canvas.pixels()).convert("RGB").save(target, "png", compress_level=4)
@@ -87,8 +89,12 @@ def _canvas(
     left: float,
     wide: float,
     width: float,
+    dark: bool,
 ) -> _Canvas:
-    return _Canvas(rows, columns, row_title, column_title, cell, left, wide, width)
+    from matplotlib import rc_context
+
+    with rc_context(_DARK if dark else {}):
+        return _Canvas(rows, columns, row_title, column_title, cell, left, wide, width)
 
 
 class _Canvas:
@@ -107,6 +113,7 @@ class _Canvas:
     ) -> None:
         """Lengths are in inches: of a cell, of the left margin, of the cells and of the picture."""
         import numpy as np
+        from matplotlib import rcParams
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.lines import Line2D
@@ -135,13 +142,15 @@ class _Canvas:
         self.cells = axis.imshow(empty, aspect="auto", interpolation="nearest", extent=extent)
         self.colours = bar.imshow(empty, aspect="auto", interpolation="nearest", extent=(0, 1, 0, 1))
         self.frames = [*axis.spines.values(), *bar.spines.values()]
-        self.mark = Line2D([end, end + 0.04 / width], [0, 0], linewidth=0.8, color="black", figure=figure)
+        self.mark = Line2D(
+            [end, end + 0.04 / width], [0, 0], linewidth=0.8, color=rcParams["axes.edgecolor"], figure=figure
+        )
         self.mark.set_transform(figure.transFigure)
         self.value = figure.text(end + 0.07 / width, 0, "", fontsize=7.5, va="center")
         middle = self.low + self.share / 2
         self.unit = figure.text(end + 0.66 / width, middle, "", fontsize=8.5, rotation=90, ha="left", va="center")
         self.title = figure.text(0.15 / width, 1 - 0.08 / height, "", fontsize=10.5, va="top")
-        self.note = figure.text(0.15 / width, 1 - 0.32 / height, "", fontsize=8, va="top", color="#555555")
+        self.note = figure.text(0.15 / width, 1 - 0.32 / height, "", fontsize=8, va="top", alpha=0.7)
 
     def draw(self, heatmap: Heatmap) -> None:
         """Draw a table onto the labels."""

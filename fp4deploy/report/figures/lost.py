@@ -88,7 +88,7 @@ def _semantic(card: ModelCard, sample: Sample, models: Sequence[Runtime]) -> Pix
     image = ((tensor.numpy() * std + mean).clip(0, 1) * 255).round().astype(np.uint8).transpose(1, 2, 0)
     outputs = [model.infer(tensor.numpy()[None])[0] for model in models]
     predictions = [output.argmax(0).astype(np.uint8) for output in outputs]
-    palette = colours(len(card.class_names), card.background)
+    palette = colours(card.class_names, card.background)
     return _row(image, mask.numpy().astype(np.uint8), predictions, palette)
 
 

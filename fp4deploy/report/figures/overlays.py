@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import io
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ SHOWN = 4
 MOST_RUNS = 4  # of a comparison: columns of predictions and of heatmaps that stay legible
 DIFFERENCE = (214, 51, 108)
 PAIR = "FP16 | NVFP4"
+SVG = "http://www.w3.org/2000/svg"
 
 Pixels = NDArray[np.uint8]
 
@@ -71,7 +73,7 @@ def draw_overlays(fp16: Path, nvfp4: Path, data: Path) -> list[Overlay]:
     card = models[0].card
     dataset = validation_set(card, data)
     transform = EvalTransform(card.height, card.width, card.mean, card.std)
-    palette = colours(len(card.class_names), card.background)
+    palette = colours(card.class_names, card.background)
     mean, std = (np.array(values, dtype=np.float32)[:, None, None] for values in (card.mean, card.std))
     found: list[_Prediction] = []
     for index in sorted({round(place) for place in np.linspace(0, len(dataset) - 1, CANDIDATES)}):
@@ -136,6 +138,18 @@ def png_uri(pixels: Pixels, largest: int | None = None) -> str:
     target = io.BytesIO()
     image.save(target, format="PNG")
     return data_uri("png", target.getvalue())
+
+
+def themed_uri(light: bytes, dark: bytes) -> str:
+    """Two PNG pictures of one size as one image, which shows the one that suits the colour scheme where it stands."""
+    width, height = struct.unpack(">II", light[16:24])  # of the header
+    both = "".join(
+        f'<image class="{name}" width="{width}" height="{height}" href="{data_uri("png", content)}"/>'
+        for name, content in (("light", light), ("dark", dark))
+    )
+    style = ".dark{display:none}@media(prefers-color-scheme:dark){.dark{display:inline}.light{display:none}}"
+    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+    return data_uri("svg+xml", f'<svg xmlns="{SVG}" {size}><style>{style}</style>{both}</svg>'.encode())
 
 
 def data_uri(kind: str, content: bytes) -> str:

@@ -89,7 +89,7 @@ def _rows(
     dataset: Any = task_of(card).for_card(card, data, labelled=True)
     if not len(dataset):
         raise InputError(f"the validation split of {data} holds no images.")
-    palette = colours(len(card.class_names), card.background)
+    palette = colours(card.class_names, card.background)
     found = []
     for index in sorted({round(place) for place in np.linspace(0, len(dataset) - 1, CANDIDATES)}):
         sample = dataset.load(index)

@@ -11,8 +11,8 @@
     plots/heatmaps/<model>/gradients/                    of the weights: <task>_mean, ...; <task>_<layer>
     plots/heatmaps/<model>/output_gradients/...          where the recipe quantises them, as activations
 
-Each as .png, .html and .json. This module draws the statistics, `weights` the windows. telemetry.jsonl has one line a
-snapshot, of every N-th step of a training.
+Each as .png, .html and .json, of a long training at its end and of any on request (`telemetry_page`). This module draws
+the statistics, `weights` the windows. telemetry.jsonl has one line a snapshot, of every N-th step of a training.
 """
 
 from __future__ import annotations
@@ -32,19 +32,17 @@ from fp4deploy.report.comparison import PREFERRED
 from fp4deploy.report.figures.heatmap import AMOUNT, COUNT, PHASES, SIGNED, Heatmap
 from fp4deploy.report.figures.heatmap_files import picture, save_heatmap
 from fp4deploy.report.figures.heatmap_page import save_script
-from fp4deploy.report.figures.overlays import MOST_RUNS, PictureRow, data_uri
+from fp4deploy.report.figures.overlays import MOST_RUNS, PictureRow, themed_uri
 from fp4deploy.report.figures.weights import weight_heatmaps
 from fp4deploy.report.model import MODEL_TITLES
 from fp4deploy.report.run_folder import RunData
 from fp4deploy.runs import Run
-from fp4deploy.system.schema import read_bytes, read_yaml
+from fp4deploy.system.schema import read_yaml
 from fp4deploy.tasks import TASKS
 
 if TYPE_CHECKING:
     from fp4deploy.system.progress import Phase
 
-PNG = b"\x89PNG\r\n\x1a\n"
-MOST_PICTURE = 16 << 20  # bytes
 TITLES = {
     "weight": "weights",
     "activation": "activations",
@@ -105,12 +103,12 @@ STATISTICS: dict[str, Shown] = {
 
 
 REPORTED = {
-    "weights/quantized/*_flips": "codes of the weights that changed since the snapshot before",
-    "weights/quantized/*_occupancy": "codes of the weights, at the end",
-    "weights/dequantized/*_sqnr_db": "signal to quantisation noise of the weights",
-    "activations/prequantize/*_kurtosis": "kurtosis of the activations",
-    "activations/dequantized/*_sqnr_db": "signal to quantisation noise of the activations",
-    "gradients/*_std": "standard deviation of the weight gradients",
+    "weights/quantized/flips": "codes of the weights that changed since the snapshot before",
+    "weights/quantized/occupancy": "codes of the weights, at the end",
+    "weights/dequantized/sqnr_db": "signal to quantisation noise of the weights",
+    "activations/prequantize/kurtosis": "kurtosis of the activations",
+    "activations/dequantized/sqnr_db": "signal to quantisation noise of the activations",
+    "gradients/std": "standard deviation of the weight gradients",
 }
 
 
@@ -192,26 +190,18 @@ def heatmap_folder(run: Run, model: str) -> Path:
 
 
 def telemetry_pictures(run: Run, models: Iterable[str]) -> list[tuple[str, str]]:
-    """(caption, data URI) of the heatmaps that a report shows, of NVFP4 where it has them."""
+    """(caption, data URI) of the heatmaps that a report shows, of NVFP4 where it was tracked."""
     for model in sorted(models, key=lambda name: name != "nvfp4"):
-        folder = heatmap_folder(run, model)
-        found = [
-            (caption, path) for name, caption in REPORTED.items() for path in sorted(folder.glob(f"{name}.png"))[:1]
-        ]
-        if found:
-            return [
-                (f"{model}: {caption}", data_uri("png", content)) for caption, path in found for content in _png(path)
-            ]
+        snapshots = read_snapshots(run, model)
+        if snapshots:
+            found = {place.as_posix(): heatmap for place, heatmap in time_series(snapshots, model)}
+            shown = [(caption, found[name]) for name, caption in REPORTED.items() if name in found]
+            return [(f"{model}: {caption}", _themed(heatmap)) for caption, heatmap in shown]
     return []
 
 
-def _png(path: Path) -> list[bytes]:
-    """The content of a picture; [] where it is none, such as a link to a device or to another file of the reader."""
-    try:
-        content = read_bytes(path, MOST_PICTURE)
-    except InputError:
-        return []
-    return [content] if content.startswith(PNG) else []
+def _themed(heatmap: Heatmap) -> str:
+    return themed_uri(picture(heatmap), picture(heatmap, dark=True))
 
 
 def time_series(snapshots: Sequence[Snapshot], model: str) -> Iterator[tuple[Path, Heatmap]]:
@@ -330,7 +320,7 @@ def draw_telemetry(runs: Sequence[RunData], tracked: Sequence[Tracked]) -> list[
         present = [(title, found[stem]) for title, found in drawn if stem in found]
         if present:
             alike = _one_scale(present)
-            rows.append(PictureRow(caption, [(found.title, data_uri("png", picture(found))) for found in alike]))
+            rows.append(PictureRow(caption, [(found.title, _themed(found)) for found in alike]))
     return rows
 
 

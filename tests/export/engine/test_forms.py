@@ -22,7 +22,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
         asked.append((model.stem, conv))
         if conv == "fp8":
             raise InputError("the compiler refuses it")
-        layer = SimpleNamespace(requested="FP16" if model.stem == "unet-fp16" else "FP4")
+        layer = SimpleNamespace(requested="FP16" if model.stem == "unet.fp16" else "FP4")
         return SimpleNamespace(plan=target, ledger=SimpleNamespace(layers=[layer], summary=lambda: "one layer"))
 
     monkeypatch.setattr(forms, "build_engine", build_engine)
@@ -31,12 +31,17 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
 def test_a_quantised_model_is_built_in_every_form(built: list[tuple[str, str]], tmp_path: Path) -> None:
     said: list[str] = []
-    models = [tmp_path / "unet-fp16.onnx", tmp_path / "unet.onnx"]
+    models = [tmp_path / "unet.fp16.onnx", tmp_path / "unet.nvfp4.onnx"]
     plans, refused = build_forms(models, tmp_path, "tensorrt-rtx", "sm120", said.append)
-    assert [path.name for path in plans] == ["unet-fp16-auto.plan", "unet-auto.plan", "unet-gemm.plan", "unet-qdq.plan"]
-    assert built == [("unet-fp16", "auto"), *(("unet", form) for form in ("auto", "gemm", "fp8", "qdq"))]
-    assert "unet-fp8.plan was not built: the compiler refuses it" in said
-    assert refused == {"unet-fp8.plan": "the compiler refuses it"}
+    assert [path.name for path in plans] == [
+        "unet.fp16-auto.plan",
+        "unet.nvfp4-auto.plan",
+        "unet.nvfp4-gemm.plan",
+        "unet.nvfp4-qdq.plan",
+    ]
+    assert built == [("unet.fp16", "auto"), *(("unet.nvfp4", form) for form in ("auto", "gemm", "fp8", "qdq"))]
+    assert "unet.nvfp4-fp8.plan was not built: the compiler refuses it" in said
+    assert refused == {"unet.nvfp4-fp8.plan": "the compiler refuses it"}
 
 
 def test_the_library_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

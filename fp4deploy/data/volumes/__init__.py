@@ -1,0 +1,1 @@
+"""Volumes: NIfTI files, folders of them, resampling, and what `data check` finds."""
