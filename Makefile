@@ -1,4 +1,5 @@
-# make demo   train, export, build and measure an FP16 and an NVFP4 UNet on generated data, and print the table
+# make demo   train, export, build and measure an FP16 and an NVFP4 UNet on generated data, and print the table;
+#             a smaller one: make demo DEMO="--epochs 2 --size 64"
 # make test   formatting, lint, types, layers, sizes (make check) and, beside them, tests: of long lists of kernels a sample
 # make emulate   the whole lists: kernels in the PTX emulator, with planted faults, and compiled for every architecture
 # make libraries   tests that skip where the libraries of networks, ModelOpt, Ray or a tracker are missing; here they fail
@@ -19,7 +20,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 	install install-dev install-docs clean
 
 demo: install
-	$(BIN)/fp4deploy run --demo
+	$(BIN)/fp4deploy run --demo $(DEMO)
 
 test: install-dev
 	$(MAKE) --jobs 2 check pytest
@@ -38,10 +39,10 @@ emulate: install-dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "emulate or variants"
 
 LIBRARY_TESTS := tests/models tests/cli/test_quantize_networks.py tests/benchmarks/test_architectures.py \
-	tests/interop/test_modelopt.py tests/experiments/test_sweep_cluster.py tests/train/test_trackers.py
+	tests/interop/test_modelopt.py tests/interop/test_nnunet*.py tests/experiments/test_sweep_cluster.py tests/train/test_trackers.py
 
 libraries: install-dev
-	$(INSTALL) --editable '.[zoo,modelopt,distributed,tensorboard,wandb,mlflow]'
+	$(INSTALL) --editable '.[zoo,nnunet,modelopt,distributed,tensorboard,wandb,mlflow]'
 	FP4DEPLOY_NEED_LIBRARIES=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile $(LIBRARY_TESTS)
 
 GPU_LOG = benchmarks/logs/gpu-tests-$$($(BIN)/fp4deploy --version | cut -d ' ' -f 2).log

@@ -16,7 +16,7 @@ import platform
 from pathlib import Path
 
 from fp4deploy.data import cache_dataset, open_dataset
-from fp4deploy.system.children import cores
+from fp4deploy.system.processors import cores
 from fp4deploy.train import load_config
 from fp4deploy.train.batches import make_loaders
 from fp4deploy.train.estimate import loader_speed

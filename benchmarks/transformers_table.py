@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -43,6 +43,7 @@ from torch.utils._pytree import tree_leaves
 import fp4deploy as fd
 from fp4deploy.errors import Fp4DeployError
 from fp4deploy.qat import deployed, quantized_layers
+from fp4deploy.qat.experts import experts_of
 
 Inputs = dict[str, torch.Tensor]
 TOKENS = 96  # of a vocabulary
@@ -51,7 +52,7 @@ TEXT = {
     "vocab_size": TOKENS, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
     "num_attention_heads": 4, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-GROUPED = {**TEXT, "num_key_value_heads": 2}
+GROUPED = {**TEXT, "num_key_value_heads": 2, "use_cache": False}  # a cache is no tensor that a file gives
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 IMAGE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
          "image_size": 32, "patch_size": 8, "num_labels": 10}  # fmt: skip
@@ -102,7 +103,7 @@ NETWORKS: dict[str, Network] = {
     "gpt2": Network(
         "transformers", "GPT2LMHeadModel", "GPT2Config",
         {"vocab_size": TOKENS, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64,
-         "bos_token_id": 1, "eos_token_id": 2}, ids,
+         "bos_token_id": 1, "eos_token_id": 2, "use_cache": False}, ids,
     ),
     "mixtral": Network(
         "transformers", "MixtralForCausalLM", "MixtralConfig", {**GROUPED, "num_local_experts": 4}, ids
@@ -178,6 +179,9 @@ def measure(name: str, engine: bool = False) -> dict[str, Any]:
         return row
     _stage(row, "train", lambda: _train(model, inputs))
     model.eval()
+    if experts_of(model):
+        row["files"] = "experts in high precision"  # which no file has in FP4
+        _stage(row, "without experts", lambda: _without_experts(model, inputs))
     with tempfile.TemporaryDirectory() as folder:
         onnx, packed = Path(folder) / "model.onnx", Path(folder) / "model.fp4"
         if _stage(row, "export", lambda: _export(model, inputs, onnx)) is not None:
@@ -215,12 +219,21 @@ def _prepare(model: nn.Module, inputs: Inputs) -> dict[str, Any]:
     fd.calibrate(model, inputs)
     total = sum(each.numel() for each in model.parameters())
     quantised = sum(each.weight.numel() for each in quantized_layers(model).values())
+    for experts in experts_of(model).values():
+        quantised += sum(experts._parameters[each].numel() for each in experts.names)  # type: ignore[union-attr]
     return {
         "layers": len(plans),
-        "fp4_layers": sum(plan.precision == "FP4" for plan in plans),
+        "fp4_layers": sum(plan.precision != "FP16" for plan in plans),
         "parameters": total,
         "fp4_share": round(quantised / total, 4),
     }
+
+
+def _without_experts(model: nn.Module, inputs: Inputs) -> None:
+    """For files: one product of all chosen experts has no loop that depends on values."""
+    fd.prepare(model, exclude=["experts"], example_inputs=inputs)
+    fd.calibrate(model, inputs)
+    cast(Any, model).set_experts_implementation("batched_mm")
 
 
 def _train(model: nn.Module, inputs: Inputs) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from typer.core import TyperGroup
 
 from fp4deploy import __version__
 from fp4deploy.errors import Fp4DeployError, InputError, Interrupted, UnavailableError, printable
+from fp4deploy.system.processors import limit_threads
 from fp4deploy.system.search_path import ignore_local_settings, keep_absolute, keep_python_safe
 from fp4deploy.system.terminal import QUIET
 
@@ -268,6 +269,7 @@ def main() -> None:
     """Entry point of the `fp4deploy` command."""
     keep_absolute(os.environ)  # Triton and torch.compile start the host compiler by name, too
     keep_python_safe(os.environ)
+    limit_threads(os.environ)
     ignore_local_settings()
     status: Any = 0
     try:

@@ -57,7 +57,8 @@ ModelOption = Annotated[
     str | None,
     typer.Option(
         "--model",
-        help="Network: unet:0.5, smp:Unet/resnet34, torchvision:NAME, monai:NAME, timm:NAME, net.py:factory.",
+        help="Network: unet:0.5, smp:Unet/resnet34, torchvision:NAME, monai:NAME, timm:NAME, nnunet:FOLDER, "
+        "net.py:factory.",
         show_default="unet",
     ),
 ]
@@ -67,9 +68,19 @@ NamedModelOption = Annotated[
         "--model", help="The checkpoint's network; needed for one in your own code.", show_default="as the file says"
     ),
 ]
+REST_HELP = "Precision of all that is not quantised"
+REST_DEFAULT = "as the checkpoint says, fp16"
 RestOption = Annotated[
     Literal["fp16", "bf16", "fp32"] | None,
-    typer.Option("--rest", help="Precision of all that is not quantised.", show_default="as the checkpoint says, fp16"),
+    typer.Option("--rest", help=f"{REST_HELP}.", show_default=REST_DEFAULT),
+]
+ExportedRestOption = Annotated[
+    Literal["auto", "fp16", "bf16", "fp32"] | None,
+    typer.Option(
+        "--rest",
+        help=f"{REST_HELP}; auto: fp16, with fp32 for modules that leave its range on --data, bf16 where layers do.",
+        show_default=REST_DEFAULT,
+    ),
 ]
 NetworkOption = Annotated[
     str | None,

@@ -40,12 +40,14 @@ def run_chain(
     models: Sequence[str],
     *,
     from_scratch: bool = False,
+    resume: bool = False,
     arch: str = "sm120",
     say: Say = print,
     commands: Sequence[str] = (),
 ) -> Report:
     """Take every model from training to its line in the report.
 
+    resume: go on with a training that was interrupted; what follows it is made again.
     commands: what repeats this run, for the report.
 
     Raises:
@@ -55,7 +57,7 @@ def run_chain(
 
     measurement = Measurement(artifacts=[], commands=list(commands), data=str(data))
     with stage(1, "train", say, measurement):
-        train_models(config, run, models, from_scratch=from_scratch)
+        train_models(config, run, models, from_scratch=from_scratch, resume=resume)
         with progress("drawing") as bar:
             draw_trained(run, models, config.telemetry, bar.phase)
     with stage(2, "export and verify", say, measurement):

@@ -120,6 +120,7 @@ EMULATOR = Library(
     "pip install ./tools/emulator (in a clone of fp4deploy)",
 )
 NIBABEL = Library("nibabel", "reads and writes NIfTI volumes", _extra("medical"))
+NNUNET = Library("nnunetv2", "networks, preprocessing and prediction of nnU-Net", _extra("nnunet"))
 RAY = Library("ray", "runs sweeps on a cluster", _extra("distributed"))
 
 

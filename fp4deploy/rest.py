@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -27,21 +27,34 @@ import torch
 from fp4deploy.errors import InputError
 
 RestName = Literal["fp16", "bf16", "fp32"]
+AUTO = "auto"  # FP16, with FP32 for modules whose code leaves its range; BF16 where a layer does (`qat.ranges`)
 POSITIONS = 2048  # whole numbers up to here are held only if they are exact: they may be positions
-ADVICE = "Deploy it with --rest bf16 (rest='bf16'), train it under FP16 autocast, or scale down what is computed there."
+ADVICE = (
+    "Deploy it with --rest auto (rest='auto'), which computes such modules in FP32, or with --rest bf16, or train it "
+    "under FP16 autocast."
+)
 
 
 @dataclass(frozen=True)
 class Rest:
-    """A precision of the rest: its name and torch's type."""
+    """A precision of the rest: its name and torch's type.
+
+    wide: paths of modules whose own code, outside of layers, computes in FP32 all the same.
+    """
 
     name: RestName
     dtype: torch.dtype
+    wide: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
         """The name in tables and ledgers: "FP16"."""
         return self.name.upper()
+
+    @property
+    def described(self) -> str:
+        """The label, with the modules that are FP32: "FP16, FP32 in attention"."""
+        return f"{self.label}, FP32 in {', '.join(self.wide)}" if self.wide else self.label
 
     @property
     def bytes(self) -> int:
@@ -146,7 +159,8 @@ RESTS: dict[str, Rest] = {rest.name: rest for rest in (FP16, BF16, FP32)}
 
 
 def rest_of(named: Any) -> Rest:
-    """The precision of a name, of a type of torch, of what has an attribute `rest` (a model card); FP16 of None.
+    """The precision of a name, of a type of torch, of what has an attribute `rest` (a model card, the graph of a packed
+    network, whose attribute `wide` names modules in FP32); FP16 of None.
 
     Raises:
         InputError: another name.
@@ -156,7 +170,10 @@ def rest_of(named: Any) -> Rest:
     """
     if isinstance(named, torch.dtype):
         return next(rest for rest in RESTS.values() if rest.dtype == named)
+    if isinstance(named, Rest):
+        return named
     name = "fp16" if named is None else named if isinstance(named, str) else named.rest
     if name not in RESTS:
         raise InputError(f"The precision of the rest is '{name}'. Valid: {', '.join(RESTS)}.")
-    return RESTS[name]
+    wide = tuple(getattr(named, "wide", ()))
+    return replace(RESTS[name], wide=wide) if wide else RESTS[name]

@@ -48,6 +48,7 @@ MEASURED = {  # by script, or command of fp4deploy: folders of fp4deploy
     "emulated": ("plugins",),
     "engine_forms": _ENGINES,
     "estimate": _TRAINING,
+    "first_hour": ("data", "models", "ptq", "export", "bench", "predict", "train"),
     "four_over_six_cost": ("plugins/quantize",),
     "fp4_training": (*_TRAINING, "plugins/gemm"),
     "fuzz": ("system", "data", "packed", "models", "export"),
@@ -81,6 +82,7 @@ MEASURED = {  # by script, or command of fp4deploy: folders of fp4deploy
     "train": _TRAINING,
     "training_models": _TRAINING,
     "training_step": _TRAINING,
+    "transformers_table": ("qat", "graph", *_ENGINES, *_PACKED),
     "vit_digits": ("formats", "qat"),
     "warpgroup_conv": ("plugins/gemm",),
 }

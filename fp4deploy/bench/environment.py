@@ -10,7 +10,7 @@ from typing import Any
 from fp4deploy.architecture import Architecture
 from fp4deploy.errors import UnavailableError
 from fp4deploy.requirements import LIBRARIES, Fault, package_version, reasons
-from fp4deploy.system.children import cores
+from fp4deploy.system.processors import cores
 
 PACKAGES = ("torch", "onnx", "onnxruntime", "tensorrt_rtx", "tensorrt", "triton", "pycuda", "numpy")
 

@@ -54,6 +54,12 @@ class PixelCounts:
         absent = (self.truth.sum(0) > 0) & (self.predicted.sum(0) == 0)
         return [name for name, each in zip(self.classes, absent, strict=True) if each]
 
+    def constant(self) -> tuple[str, float]:
+        """The class that scores best when every pixel is called it, and the mIoU of that in [0, 1]."""
+        truth = self.truth.sum(0)
+        best = int(truth.argmax())
+        return self.classes[best], float(truth[best] / max(1, truth.sum()) / max(1, np.count_nonzero(truth)))
+
     def iou(self, weights: NDArray[np.float64]) -> NDArray[np.float64]:
         """IoU [..., C] of the images weighted by [..., N]; NaN for a class that occurs in none of them."""
         hit = weights @ self.hit

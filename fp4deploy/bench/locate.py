@@ -55,22 +55,27 @@ def _of_latest_run(name: str, root: Path) -> Path | None:
 
 
 def _missing(name: Path, root: Path) -> InputError:
-    suffixes = f"taken are {', '.join(RUNTIMES)}"
+    """There is no such artefact: what is near that name, here and in the latest run, and what would make it."""
+    suffixes = f"Taken are {', '.join(RUNTIMES)} files, by path or by their name in the latest run"
+    near = suggest(name.name, _artifacts_in(name.parent))
     try:
         run = latest_run(root)
     except InputError:
-        return InputError(
-            f"There is no file {name}, and no run under {root}/ to look in; {suffixes}. Start with: fp4deploy train"
-        )
+        return InputError(f"There is no file {name}.{near} {suffixes}, and there is no run under {root}/.")
     artifacts = run_artifacts(run)
     if not artifacts:
-        return InputError(
-            f"There is no file {name}, and {run.path} has no artefacts yet. Continue with: fp4deploy train"
-        )
+        return InputError(f"There is no file {name}.{near} {suffixes}, and {run.path} has no artefacts yet.")
+    near = near or suggest(name.name, artifacts)
     return InputError(
-        f"There is no file {name}.{suggest(name.name, artifacts)} {run.path} has: {', '.join(artifacts)}. "
-        f"{_next_command(name, run)}"
+        f"There is no file {name}.{near} {run.path} has: {', '.join(artifacts)}. {_next_command(name, run)}"
     )
+
+
+def _artifacts_in(folder: Path) -> list[str]:
+    try:
+        return [path.name for path in folder.iterdir() if path.suffix in RUNTIMES]
+    except OSError:
+        return []
 
 
 def _next_command(name: Path, run: Run) -> str:
@@ -78,7 +83,7 @@ def _next_command(name: Path, run: Run) -> str:
     if name.suffix == ".fp4":
         return "Pack the models with: fp4deploy export --format packed"
     if name.suffix == ".safetensors":
-        return "Train a model with: fp4deploy train"
+        return "Name one of these, or the path of a file."
     if name.suffix != ".onnx" and any(run.export_dir.glob("*.onnx")):
         return "Make an engine with: fp4deploy build"
     built = ", then build an engine with: fp4deploy build" if name.suffix == ".plan" else ""

@@ -9,6 +9,7 @@ from fp4deploy.data.coco.dataset import CocoDataset
 from fp4deploy.data.dataset import has_split, open_boxes, open_dataset, open_instances
 from fp4deploy.data.for_model import box_set, instance_set, validation_set
 from fp4deploy.data.generated.shapes import generate_shapes
+from fp4deploy.data.importing.anything import import_folder
 from fp4deploy.data.importing.folder import import_coco
 from fp4deploy.data.inspection.balance import ClassCounts, cached_counts, class_balance, count_classes
 from fp4deploy.data.inspection.check import check_dataset
@@ -64,6 +65,7 @@ __all__ = [
     "generate_shapes",
     "has_split",
     "import_coco",
+    "import_folder",
     "instance_set",
     "letterbox",
     "open_boxes",

@@ -29,15 +29,19 @@ from fp4deploy.export.verify.outputs import (
     check_request,
     require_agreement,
     require_same_boxes,
+    rest_for,
     validation_images,
     verify_decomposed,
 )
 from fp4deploy.export.verify.sizes import require_open_sizes
 from fp4deploy.graph.capture import Inputs
+from fp4deploy.graph.copied import copied
 from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.card import ModelCard
 from fp4deploy.models.meaning import Outputs, known_outputs
 from fp4deploy.qat import deployed, load_model, quantized_layers
+from fp4deploy.qat.ranges import automatic_rest
+from fp4deploy.rest import AUTO
 from fp4deploy.system.files import atomic_write, file_digest
 
 QUANTIZED = ("FP4", "FP4 weights", "FP8")  # precisions of layers
@@ -142,7 +146,8 @@ def export_onnx(
         dynamic_size: leave height and width open; the file is then verified at two other sizes, too (`verify.sizes`).
         card: of a module, stored in the file.
         outputs: of a module: what its outputs are, as of `verify`; by default as the card says.
-        rest: what is neither FP4 nor FP8: "fp16", "bf16" or "fp32" (`fp4deploy.rest`); None: as the card says.
+        rest: what is neither FP4 nor FP8: "fp16", "bf16" or "fp32" (`fp4deploy.rest`), or "auto": by the ranges that
+            are seen (`qat.ranges.automatic_rest`); None: as the card says.
 
     Raises:
         GateError: ONNX Runtime and torch disagree by more than FP4 explains (see `verify`).
@@ -165,10 +170,11 @@ def export_onnx(
         return _export_module(checkpoint, out, Path(portable), data, verify, **given)
     checkpoint, out = Path(checkpoint), Path(out)
     check_request(checkpoint, out, ".onnx", data, images, verify)
-    model, found = load_model(checkpoint, rest=rest)
+    chosen = None if rest is None else rest_for(rest, checkpoint, None if data is None else Path(data), images)
+    model, found = load_model(checkpoint, rest=chosen)
     if size is not None:
         found = replace(found, height=size[0], width=size[1])
-    canonical = export_graph(model, (3, found.height, found.width), found, dynamic_size)
+    canonical = export_graph(model, (3, found.height, found.width), found, dynamic_size, chosen)
     _describe(canonical, found, checkpoint)
     decomposed = to_portable(canonical) if portable or verify else None
     verification = None
@@ -196,7 +202,10 @@ def _export_module(
         raise InputError(f"{out} should end in .onnx.")
     card, portable = options["card"], options["portable"]
     meanings = known_outputs(card, said=options["outputs"])
-    canonical = export_graph(model, example, card, options["dynamic_size"], options["rest"])
+    rest = options["rest"]
+    if rest == AUTO:
+        rest = automatic_rest(copied(model).eval(), batches_of(example if inputs is None else inputs, 0))
+    canonical = export_graph(model, example, card, options["dynamic_size"], rest)
     _describe(canonical, card, None)
     verification, decomposed = None, to_portable(canonical) if portable or verify else None
     if verify and decomposed is not None:

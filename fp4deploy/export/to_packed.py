@@ -21,7 +21,7 @@ from fp4deploy import provenance
 from fp4deploy.about import about
 from fp4deploy.errors import InputError
 from fp4deploy.export.packing import Tensors, packed_graph
-from fp4deploy.export.verify.outputs import check_request, validation_images
+from fp4deploy.export.verify.outputs import check_request, rest_for, validation_images
 from fp4deploy.export.verify.packed import PackedAgreement, require_packed, verify_packed
 from fp4deploy.export.verify.sizes import packed_differs
 from fp4deploy.graph import UnsettledSizes, capture
@@ -35,8 +35,10 @@ from fp4deploy.packed.capture import CapturedNetwork, graphs_enabled
 from fp4deploy.packed.file import SUFFIX
 from fp4deploy.packed.program import compile_mode
 from fp4deploy.qat import load_model, restore, round_to_deployed
+from fp4deploy.qat.experts import refuse_experts
 from fp4deploy.qat.layers import QuantizedLayer
-from fp4deploy.rest import FP16, Rest, rest_of
+from fp4deploy.qat.ranges import automatic_rest
+from fp4deploy.rest import AUTO, FP16, Rest, rest_of
 from fp4deploy.system.files import file_digest
 
 
@@ -69,8 +71,8 @@ def pack(
         example_inputs: of a module: a tensor, several, or a dict of tensors, on which it is captured and compared.
             Height and width stay free where the module's code allows it.
         outputs: of a module: what its outputs are, as of `verify`.
-        rest: what is not packed: "fp16", "bf16" or "fp32" (`fp4deploy.rest`); None: as the checkpoint's card says, of
-            a module FP16.
+        rest: what is not packed: "fp16", "bf16" or "fp32" (`fp4deploy.rest`), or "auto": by the ranges that are seen
+            (`qat.ranges.automatic_rest`); None: as the checkpoint's card says, of a module FP16.
 
     Raises:
         GateError: the packed network computes something else than torch (see `verify.packed`).
@@ -82,15 +84,16 @@ def pack(
     """
     out = Path(out)
     if isinstance(checkpoint, nn.Module):
-        return _pack_module(checkpoint, out, example_inputs, verify, known_outputs(said=outputs), rest_of(rest))
+        return _pack_module(checkpoint, out, example_inputs, verify, known_outputs(said=outputs), rest)
     if example_inputs is not None or outputs is not None:
         raise InputError("A checkpoint's card says what it reads and gives; these arguments are for modules.")
     checkpoint, data = Path(checkpoint), None if data is None else Path(data)
     check_request(checkpoint, out, SUFFIX, data, images, verify)
-    model, card = load_model(checkpoint, rest=rest)
+    chosen = None if rest is None else rest_for(rest, checkpoint, data, images)
+    model, card = load_model(checkpoint, rest=chosen)
     example = torch.zeros(1, 3, card.height, card.width)
     origin = json.dumps(about(card, file_digest(checkpoint)))
-    packed = pack_model(model, example, dynamic_size=card.architecture != "unet", rest=rest_of(card))
+    packed = pack_model(model, example, dynamic_size=card.architecture != "unet", rest=chosen or rest_of(card))
     file = packed_file(out, card, *packed, about=origin)
     verification = None
     if verify and data is not None:
@@ -126,8 +129,15 @@ def compile(model: nn.Module, example_inputs: Inputs, rest: str = "fp16") -> Cap
     torch.Size([2, 8, 14, 14])
     """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    file = _deployed_file(model, Path("compiled.fp4"), tree_map(_float, example_inputs), rest_of(rest))[1]
+    example_inputs = tree_map(_float, example_inputs)
+    file = _deployed_file(model, Path("compiled.fp4"), example_inputs, _chosen(rest, model, example_inputs))[1]
     return CapturedNetwork(PackedNetwork(file, device), graphs_enabled(), compile_mode())
+
+
+def _chosen(rest: str | None, model: nn.Module, example_inputs: Inputs) -> Rest:
+    if rest != AUTO:
+        return rest_of(rest)
+    return automatic_rest(copied(model).cpu().float().eval(), [example_inputs])
 
 
 def _float(x: Any) -> Any:
@@ -159,6 +169,7 @@ def pack_model(
         InputError: a module that cannot be captured, an operation or recipe without packed form, a value that is not
             finite.
     """
+    refuse_experts(model)
     if not any(True for _ in model.children()):  # a single layer has no name of its own
         model = nn.Sequential(model)
     digits = bool(getattr(model, "digits", False))
@@ -215,7 +226,7 @@ def _pack_module(
     example_inputs: Inputs | None,
     verify: bool,
     meanings: OutputMeanings,
-    rest: Rest,
+    rest: str | None,
 ) -> PackedResult:
     if example_inputs is None:
         raise InputError(
@@ -224,7 +235,7 @@ def _pack_module(
     if out.suffix != SUFFIX:
         raise InputError(f"The name of a packed network should end in {SUFFIX}, and {out.name} does not.")
     example_inputs = tree_map(_float, example_inputs)
-    deployed, file = _deployed_file(model, out, example_inputs, rest)
+    deployed, file = _deployed_file(model, out, example_inputs, _chosen(rest, model, example_inputs))
     verification = None
     if verify:
         verification = verify_packed(deployed, file, [example_inputs], meanings)

@@ -54,6 +54,10 @@ class Mxfp4Tensor:
     scales: torch.Tensor
     shape: torch.Size
 
+    def __repr__(self) -> str:
+        stored = self.codes.nbytes + self.scales.nbytes
+        return f"Mxfp4Tensor({tuple(self.shape)}, {stored} bytes, {self.codes.device})"
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Decode to `dtype`, shape `self.shape`."""
         blocks = decode_e2m1(unpack_codes(self.codes)).unflatten(-1, (self.scales.shape[-1], MXFP4_BLOCK))

@@ -58,6 +58,10 @@ class Nvfp4Tensor:
     shape: torch.Size
     e4m3_max: int = int(E4M3_MAX)
 
+    def __repr__(self) -> str:
+        stored = self.codes.nbytes + self.scales.nbytes
+        return f"Nvfp4Tensor({tuple(self.shape)}, {stored} bytes, {self.codes.device})"
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Decode to `dtype`, shape `self.shape`."""
         blocks = decode_e2m1(unpack_codes(self.codes)).unflatten(-1, (self.scales.shape[-1], NVFP4_BLOCK))

@@ -19,7 +19,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,6 +32,7 @@ from fp4deploy.graph.divided import Divided
 from fp4deploy.graph.growth import BoundedSizes, undecided, unsettled
 from fp4deploy.graph.ir import COMPUTED, Graph, Node, Value
 from fp4deploy.graph.operators import ALIAS, NO_OUTPUT, Call, Step, is_known, parts_of, steps_of
+from fp4deploy.graph.own_linear import call_linear
 from fp4deploy.graph.retraced import decomposed, inline_regions, made_functional
 from fp4deploy.graph.sizes import Size, SizeError, axes_of, size_of
 from fp4deploy.graph.specialized import Specializing, fixed_axis
@@ -109,21 +110,35 @@ def arguments(example_inputs: Inputs) -> tuple[tuple[torch.Tensor, ...], dict[st
 def _export(
     model: nn.Module, positional: tuple[torch.Tensor, ...], named: dict[str, torch.Tensor], dynamic_size: bool
 ) -> torch.export.ExportedProgram:
-    batch, auto = torch.export.Dim("batch", min=1), torch.export.Dim.AUTO
+    auto = torch.export.Dim.AUTO
 
-    def axes(x: torch.Tensor) -> dict[int, Any]:
-        return {0: batch} | (dict.fromkeys(range(2, x.ndim), auto) if dynamic_size else {})
+    def shapes(most: int | None = None) -> Any:
+        batch = torch.export.Dim("batch", min=1, max=most)
 
-    shapes: Any = tuple(axes(x) for x in positional) if positional else {name: axes(x) for name, x in named.items()}
+        def axes(x: torch.Tensor) -> dict[int, Any]:
+            return {0: batch} | (dict.fromkeys(range(2, x.ndim), auto) if dynamic_size else {})
+
+        return tuple(axes(x) for x in positional) if positional else {name: axes(x) for name, x in named.items()}
+
+    def exported(most: int | None = None) -> torch.export.ExportedProgram:
+        return torch.export.export(plain, positional, named, dynamic_shapes=shapes(most), strict=False)
+
     plain = copied(model).cpu().eval()
-    bound, specializing = BoundedSizes(), Specializing(plain)
+    call_linear(plain)
+    bound, specializing, most = BoundedSizes(), Specializing(plain), None
     make_no_folder()
     try:
         with (
             quiet(), torch.no_grad(), bound if dynamic_size else nullcontext(), specializing, Divided(pools=False),
             Unpooling(),
         ):  # fmt: skip
-            program = torch.export.export(plain, positional, named, dynamic_shapes=shapes, strict=False)
+            try:
+                program = exported()
+            except Exception as error:
+                most = _largest_batch(error)
+                if most is None:
+                    raise
+                program = exported(most)
     except OSError:  # of the machine, such as no room for temporary files
         raise
     except Exception as error:
@@ -134,7 +149,21 @@ def _export(
         raise InputError(why_not_captured(model, error, lambda: specializing)) from error
     if axis := fixed_axis(program):
         raise InputError(fixes_an_axis(type(model).__name__, axis, specializing))
+    if most is not None:
+        warnings.warn(
+            f"{type(model).__name__} goes another way for a batch above {most}; captured is that of smaller ones.",
+            stacklevel=4,
+        )
     return program
+
+
+def _largest_batch(error: Exception) -> int | None:
+    """The batch up to which a network goes one way, where that is all that torch.export says against it.
+
+    Such as `if x.shape[0] >= 64: x = x.contiguous()` of diffusers. torch suggests "batch = Dim('batch', max=63)".
+    """
+    found = re.search(r"Suggested fixes:\s+batch = Dim\('batch', max=(\d+)\)\s*$", str(error).partition("\n\n")[0])
+    return int(found[1]) if found else None
 
 
 def why_not_captured(model: nn.Module, error: Exception, watched: Callable[[], Specializing] | None = None) -> str:
@@ -155,6 +184,15 @@ def why_not_captured(model: nn.Module, error: Exception, watched: Callable[[], S
         return fixes_an_axis(kind, fixed[1], watched and watched())
     if "user-specified ranges and inferred ranges" in message or "inconsistencies were found" in message:
         return fixes_an_axis(kind, "height or width", watched and watched())
+    if untyped := re.search(r"Found <class '([\w.]+)'> in output", message):
+        kept = untyped[1].rpartition(".")[2]
+        advice = "Return tensors, or a tuple or dict of them."
+        if "cache" in kept.lower():
+            advice = (
+                "Export it without the cache of keys and values: model.config.use_cache = False, or use_cache=False in "
+                "its configuration. The file then computes a whole sequence in each call."
+            )
+        return f"{kind} returns a {kept}, which is no tensor. {advice}"
     if "translating node return" in message:
         return f"{kind} returns something that is no tensor. Return tensors, or a tuple or dict of them."
     if untranslated := re.search(r"translating node .*target=torch\.ops\.(.+?)\]", message):
@@ -368,7 +406,7 @@ class _Reader:
             return False
         read = (self.tensors[each.name][0] for each in node.all_input_nodes if each.name in self.tensors)
         owners = {name.removesuffix(".weight") for name in read if name.endswith(".weight")}
-        return any(each in self.kept for each in (*owners, _module(node)))
+        return any(each in self.kept for each in (*owners, module_of(node)))
 
     def _bound(self, node: fx.Node, schema: Any, name: str) -> Call:
         tensors: dict[str, tuple[str, bool]] = {}
@@ -495,11 +533,11 @@ def _layer(node: fx.Node, parameters: Mapping[str, str]) -> str:
     for role in ("weight", "bias", *owned):  # an input can be a parameter, too
         if role in owned:
             return owned[role].rpartition(".")[0]
-    return _module(node)
+    return module_of(node)
 
 
-def _module(node: fx.Node) -> str:
-    """The path of the module whose forward made a call."""
+def module_of(node: fx.Node) -> str:
+    """The path of the module whose forward made a call; "" of the whole network's."""
     stack = node.meta.get("nn_module_stack") or {}
     paths = [path for path, _ in stack.values()]
     return str(paths[-1]) if paths else ""
@@ -517,9 +555,10 @@ def _where(node: fx.Node) -> str:
 
 def output_names(program: torch.export.ExportedProgram, count: int) -> list[str]:
     """Names of `count` outputs: "" for a single tensor, the keys of a dict, the places in a tuple."""
-    tree = torch.utils._pytree
     spec: Any = program.call_spec.out_spec
-    return [_path(path) for path, _ in tree.tree_leaves_with_path(tree.tree_unflatten(list(range(count)), spec))]
+    result = torch.utils._pytree.tree_unflatten(list(range(count)), spec)
+    paths = dict(sorted((number, ".".join(path)) for path, number in _leaves(result)))
+    return [paths[number] for number in range(count)]
 
 
 def file_names(names: Sequence[str], inputs: Sequence[str], single: str = "logits") -> list[str]:
@@ -537,9 +576,22 @@ def file_names(names: Sequence[str], inputs: Sequence[str], single: str = "logit
     return found
 
 
-def _path(path: Sequence[Any]) -> str:
-    """ "" for a single tensor, "out", "aux" of a dict, "0", "1" of a tuple; deeper ones joined by points."""
-    return ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
+def _leaves(result: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int]]:
+    """The numbers in what a module returns, each with the keys and places on the way to it.
+
+    Not `tree_leaves_with_path`, which refuses classes that a library registers without names, as diffusers does.
+    """
+    if isinstance(result, int):
+        yield path, result
+        return
+    if isinstance(result, Mapping):
+        items: Iterable[tuple[Any, Any]] = result.items()
+    elif is_dataclass(result):
+        items = ((each.name, getattr(result, each.name)) for each in fields(result))
+    else:
+        items = enumerate(result) if isinstance(result, (tuple, list)) else ()
+    for key, value in items:
+        yield from _leaves(value, (*path, str(key)))
 
 
 @contextmanager

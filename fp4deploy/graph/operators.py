@@ -19,7 +19,7 @@
 | `pixel_shuffle`, `pixel_unshuffle` | the same | factor |
 | `unfold`, `fold` | im2col, col2im of a batch | kernel_size, stride, padding, dilation; output_size |
 | `reshape` | view, reshape, flatten, unflatten, squeeze, unsqueeze | shape |
-| `expand` | expand, broadcast_to; copy; full, zeros_like, new_ones, ... of the inputs' sizes, from one number | shape |
+| `expand` | expand, broadcast_to; copy; full, zeros_like, new_ones, ...; arange of the batch | shape |
 | `permute` | permute, transpose, movedim, t, mT; also the last node of Tensor.unfold | dims |
 | `slice` | slice, split, chunk, narrow, select (and a reshape) | dim, start, end, step |
 | `roll`, `flip`, `repeat` | the same | shifts, dims; dims; repeats |
@@ -230,6 +230,20 @@ def _filled(call: Call) -> list[Step] | None:
     if not isinstance(number, int | float) or not call.shape:
         return None
     return [Step("expand", {"shape": call.shape}, {}, constants={"input": torch.tensor([float(number)])})]
+
+
+def _arange(call: Call) -> list[Step] | None:
+    """The places of a batch: sums of ones. Those of pixels or tokens grow beyond what FP16 holds."""
+    start, step, (size,) = call.arguments.get("start", 0), call.arguments.get("step", 1), call.shape
+    batch = not isinstance(size, int) and len(size) == 1 and str(size[0]).endswith(".0")
+    if not batch or call.dtype.is_floating_point or not isinstance(start, int) or not isinstance(step, int):
+        return None
+    return [
+        Step("expand", {"shape": call.shape}, {}, constants={"input": torch.ones(1)}),
+        Step("cumsum", {"dim": 0}, {}, after=True),
+        Step("mul", {"number": step}, {}, after=True),
+        Step("add", {"number": start - step}, {}, after=True),
+    ]
 
 
 def _slice_scatter(call: Call) -> list[Step] | None:
@@ -586,6 +600,7 @@ _KNOWN: dict[str, Callable[[Call], list[Step] | None]] = {
     "rsub": _reversed_subtraction,
     **dict.fromkeys(("cat", "concat", "concatenate"), _concat),
     **dict.fromkeys(FILLED, _filled),
+    "arange": _arange,
     "slice_scatter": _slice_scatter,
     "copy": _copy,
     **dict.fromkeys(("max_pool1d", "max_pool2d", "max_pool3d"), _max_pool),

@@ -10,7 +10,8 @@ One rule, for the graph that becomes an ONNX file (`keep_wide`) and for the node
   FP32;
 * so does what reads a result in FP32, up to a layer, norm or product of activations: those cast it back. Results of
   such operators may be as small or as large as the number;
-* so do the sums and squares before it that nobody else reads: what is compared with 1e-12 is as small.
+* so do the sums and squares before it that nobody else reads: what is compared with 1e-12 is as small;
+* and so does everything that the code of a module of `Rest.wide` calls, products included.
 
 It is what autocast does, and what torch computes in when the network is evaluated.
 """
@@ -27,6 +28,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
 
+from fp4deploy.graph.capture import module_of
 from fp4deploy.graph.folded import parameters_of
 from fp4deploy.rest import POSITIONS, Rest
 
@@ -83,7 +85,8 @@ def keep_wide(program: torch.export.ExportedProgram, rest: Rest) -> None:
     seeds = {
         node
         for node in calls
-        if not casts_operands(node.target) and (_unheld(node, rest) or _reads(node, wide_constants))
+        if module_of(node) in rest.wide
+        or (not casts_operands(node.target) and (_unheld(node, rest) or _reads(node, wide_constants)))
     }
     if not seeds:
         return

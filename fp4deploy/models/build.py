@@ -20,9 +20,10 @@ from fp4deploy.errors import InputError, suggest
 from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.card import ModelCard
 from fp4deploy.models.detector import UNetDetector, pyramid_detector
+from fp4deploy.models.nnunet.network import untrained_network
 from fp4deploy.models.output import with_logits
 from fp4deploy.models.sources import BACKBONES, SOURCES, call_factory, torchvision_detector
-from fp4deploy.models.spec import KNOWN, UNET, ModelSpec, require_named
+from fp4deploy.models.spec import KNOWN, NNUNET, UNET, ModelSpec, require_named
 from fp4deploy.models.torchvision_detectors import require_layout
 from fp4deploy.models.unet import build_unet
 from fp4deploy.models.volumes import IMAGES, NetworkInput
@@ -69,7 +70,9 @@ def build_model(
             return torchvision_detector(spec.name, head, spec.arguments)
     if head is not None:
         return pyramid_detector(_backbone(spec, channels, head), head, spec.text)
-    if spec.known:
+    if spec.source == NNUNET:
+        network = untrained_network(spec.location, channels, inputs)
+    elif spec.known:
         with offline(spec.text):
             network = SOURCES[spec.source](spec.name, channels, spec.arguments, inputs)
     else:
@@ -95,7 +98,7 @@ def network_for(card: ModelCard, where: object = "The model card", model: str | 
 
 
 def _backbone(spec: ModelSpec, channels: int, head: DetectionHead) -> nn.Module:
-    if not spec.known:
+    if not spec.known and spec.source != NNUNET:
         return call_factory(_factory(spec), spec.text, channels, spec.arguments)
     if spec.source not in BACKBONES:
         raise InputError(

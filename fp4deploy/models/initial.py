@@ -1,9 +1,10 @@
 """Initial weights from a file (`--init`): safetensors, or a PyTorch file that holds nothing but tensors.
 
-A `.pth` file is unpickled with `weights_only=True`, which builds tensors and containers and calls nothing else. The
-state dict may lie under "state_dict", "model" or "model_state_dict", and its names may begin with "module." of
-DistributedDataParallel. Names and shapes must be those of the network, or of one of its children: the weights of a
-backbone fit the `encoder` of a network.
+A `.pth` file is unpickled with `weights_only=True`, which builds tensors and containers and calls nothing else; numbers
+of numpy beside them are read as Python's (`pickled`). The state dict may lie under "state_dict", "model",
+"model_state_dict" or "network_weights" (nnU-Net), and its names may begin with "module." of DistributedDataParallel.
+Names and shapes must be those of the network, or of one of its children: the weights of a backbone fit the `encoder` of
+a network.
 
 Tensors of output layers may differ in the number of their output channels: such a layer keeps its random weights, since
 it has other classes. So may be absent what a backbone's file cannot have. A notice lists both.
@@ -25,8 +26,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fp4deploy.errors import InputError, counted, first_line
+from fp4deploy.models.pickled import numbers_of_numpy
 
-CONTAINERS = ("state_dict", "model_state_dict", "model")
+CONTAINERS = ("state_dict", "model_state_dict", "model", "network_weights")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 NOT_NEGATIVE = ("running_var", "num_batches_tracked")
 WRAPPERS = ("module.", "_orig_mod.")  # of DataParallel and AveragedModel, of torch.compile
@@ -133,7 +135,8 @@ def read_containers(path: Path) -> Any:
         if path.suffix == ".safetensors":
             return load_file(path)
         _require_stored(path)
-        return torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251  tensors alone
+        with numbers_of_numpy():
+            return torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251  tensors alone
     except (
         SafetensorError,
         OSError,

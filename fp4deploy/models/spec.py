@@ -9,11 +9,12 @@
 | `timm:resnet18` | a timm backbone under the decoder of `models.pyramid` | known |
 | `FILE.py:factory` | what a function (or class) of a file returns | user's code |
 | `package.module:factory` | what a function (or class) of an importable module returns | user's code |
+| `nnunet:FOLDER` | the network of a results folder of nnU-Net v2 | user's folder |
 
 **A file never makes code run.** A checkpoint keeps the spec in its card. Known sources are built from it: their names
 are looked up in the library, their arguments are numbers, texts and lists, and nothing is downloaded. User's code is
 imported only where the user named it in this process (`name_model`, the option `--model`, `model=`), whatever a
-checkpoint or a settings file says. `models.build` builds networks.
+checkpoint or a settings file says; likewise a folder of nnU-Net is read. `models.build` builds networks.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 from fp4deploy.errors import InputError, suggest
 
 UNET = "unet"
+NNUNET = "nnunet"
 KNOWN = (UNET, "smp", "torchvision", "monai", "timm")
 EXAMPLES = "unet:1.0, smp:Unet/resnet34, torchvision:deeplabv3_resnet50, monai:BasicUNet, timm:resnet18, net.py:build"
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z")
@@ -40,9 +42,9 @@ class UnnamedCodeError(InputError):
 class ModelSpec:
     """A parsed spec.
 
-    source: one of `KNOWN`, or "file" or "module" for user's code. name: what follows the colon. location: the file or
-    module of user's code. scale: of a UNet, where the text gives one. arguments: further arguments by name. output:
-    which of several outputs holds the logits (`models.output`).
+    source: one of `KNOWN`, or "file" or "module" for user's code, or "nnunet". name: what follows the colon. location:
+    the file or module of user's code, or the folder. scale: of a UNet, where the text gives one. arguments: further
+    arguments by name. output: which of several outputs holds the logits (`models.output`).
     """
 
     source: str
@@ -62,13 +64,15 @@ class ModelSpec:
         """The spec as it is written; a UNet's without its scale, which cards and settings hold by itself."""
         if self.source == UNET:
             return UNET
+        if self.source == NNUNET:
+            return f"{NNUNET}:{self.location}"
         return f"{self.source if self.known else self.location}:{self.name}"
 
     def same_network(self, other: ModelSpec) -> bool:
         """Whether both name one network, arguments aside; a file may have moved."""
         if (self.source, self.name) != (other.source, other.name):
             return False
-        if self.source == "file":
+        if self.source in ("file", NNUNET):
             return Path(self.location).name == Path(other.location).name
         return self.location == other.location
 
@@ -88,6 +92,8 @@ def parse_spec(text: str, arguments: Mapping[str, Any] | None = None, output: st
     if not colon:
         head, name = name, ""
     rest: dict[str, Any] = {"arguments": dict(arguments or {}), "output": output}
+    if text.strip().startswith(f"{NNUNET}:") and name:
+        return ModelSpec(NNUNET, location=text.strip().removeprefix(f"{NNUNET}:"), **rest)
     if head == UNET:
         return ModelSpec(UNET, scale=_scale(name) if colon else None, **rest)
     if head in KNOWN and name:
@@ -144,6 +150,11 @@ def require_named(spec: ModelSpec, where: object, given: str | None = None) -> M
     if spec.known:
         return spec
     named = next((each for each in reversed([*_named, *wanted]) if each.same_network(spec)), None)
+    if named is None and spec.source == NNUNET:
+        raise UnnamedCodeError(
+            f"{where} is of the network in a results folder of nnU-Net, and a file never says which folder is read. "
+            f"Name it again: --model {spec.text} (in Python: model=, or fp4deploy.models.name_model)."
+        )
     if named is None:
         raise UnnamedCodeError(
             f"{where} is of a model in your own code, {spec.text}, and a file never makes code run. If you trust that "

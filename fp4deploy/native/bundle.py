@@ -43,8 +43,8 @@ from fp4deploy.plugins.aot.build import build
 from fp4deploy.plugins.aot.compile import signature
 from fp4deploy.plugins.aot.spec import Launch
 from fp4deploy.plugins.runtime.nvcc import KernelError, compile_cubin
-from fp4deploy.system.children import cores
 from fp4deploy.system.files import digest_of
+from fp4deploy.system.processors import cores
 
 SUFFIX = ".kernels"
 FORMAT = "kernels/1"

@@ -38,6 +38,7 @@ from fp4deploy.plugins.quantize.norm_pack import FeatureMap, OutputForm, apply_k
 from fp4deploy.plugins.quantize.statistics import Moments, chunk_moments, combine
 from fp4deploy.plugins.runtime.launch import substituted
 from fp4deploy.plugins.runtime.torch_library import THREADS
+from fp4deploy.rest import rest_of
 
 PLAIN_NVFP4 = [0, 448, 0, 0, 0, 0]  # the variant of `operators`: NVFP4, E = 448, nearest, no transform
 MOST_CLASSES = 256  # of a class map of bytes
@@ -67,9 +68,9 @@ class _Network:
 
     def plan(self, shape: Shape) -> Plan:
         graph = self.file.graph
-        if graph.rest != "fp16":
+        if graph.rest != "fp16" or graph.wide:
             raise InputError(
-                f"The C library runs networks whose rest is FP16, and this one's is {graph.rest.upper()}. "
+                f"The C library runs networks whose rest is FP16, and this one's is {rest_of(graph).described}. "
                 "Run its file with Python: fp4deploy predict --model FILE."
             )
         if len(graph.inputs) != 1 or len(graph.inputs[0].shape) != 4:

@@ -97,7 +97,8 @@ class CapturedNetwork:
             self.network.sizes(inputs)  # refused before another shape is dropped for it
             if len(self._runs) >= SHAPES:
                 del self._runs[next(iter(self._runs))]
-            static = tuple(x.to(device, dtype).clone() for x in inputs)
+            wanted = [torch.int64 if each.dtype == "int64" else dtype for each in self.network.graph.inputs]
+            static = tuple(x.to(device, each).clone() for x, each in zip(inputs, wanted, strict=True))
             self._runs[shapes] = static, *self._run(static)
         static, run, _ = self._runs[shapes]
         for held, x in zip(static, inputs, strict=True):

@@ -32,7 +32,6 @@ from fp4deploy.packed.graph import (
     Aten,
     Attention,
     Compare,
-    Constant,
     Conv2d,
     ConvTranspose2d,
     Form,
@@ -49,6 +48,7 @@ from fp4deploy.packed.graph import (
     Resize,
     Roll,
     axes_of,
+    constants_of,
     named,
     tensors_of,
     weight_names,
@@ -86,6 +86,7 @@ def check_graph(graph: Graph, channels: int | None = None, head: Head | None = N
         except InputError as error:
             raise InputError(f"Node {number} of the graph ({node.op} '{named(node)}'): {error}") from None
     _check_used(graph)
+    _check_wide(graph)
     _check_complex(graph)
     try:
         shapes = shapes_of(graph)
@@ -110,7 +111,7 @@ def check_values(tensors: Mapping[str, torch.Tensor], graph: Graph) -> None:
     """
     amaxes = {form.amax for form in graph.forms().values() if form.amax}
     rest = rest_of(graph)
-    constants = {node.tensor for node in graph.nodes if isinstance(node, Constant)}
+    constants = constants_of(graph)
     for name, tensor in tensors.items():
         if tensor.dtype == torch.uint8:
             continue
@@ -134,8 +135,11 @@ def _check_inputs(graph: Graph) -> None:
     if len(set(names)) != len(names):
         raise InputError(f"Two inputs of the graph have one name. {AGAIN}")
     for each in graph.inputs:
-        if 0 not in each.free or 1 in each.free or each.shape[0] != 1 or max(each.free) >= len(each.shape):
+        channels = 1 in each.free and len(each.shape) > 3
+        if 0 not in each.free or channels or each.shape[0] != 1 or max(each.free) >= len(each.shape):
             raise InputError(f"The input '{each.name}' needs a free batch of 1 as its first axis, and fixed channels.")
+        if each.dtype == "int64" and any(form.amax or form.pooled for form in each.outputs):
+            raise InputError(f"The input '{each.name}' holds whole numbers, which are never packed. {AGAIN}")
     if graph.digits and (len(graph.inputs) != 1 or len(graph.inputs[0].shape) != 4 or graph.inputs[0].shape[1] != 3):
         raise InputError(f"Only an RGB image is encoded as multi-term FP4. {AGAIN}")
 
@@ -169,6 +173,14 @@ def _check_schema(node: Aten) -> None:
     unknown = [name for name in given if name not in known]
     _require(not unknown, f"{node.function} has no argument '{unknown[0] if unknown else ''}'")
     _require(node.result < len(schema.returns), f"{node.function} has {len(schema.returns)} results")
+
+
+def _check_wide(graph: Graph) -> None:
+    """What is FP32 whatever the rest is, is written by nodes that are no layers."""
+    written = {form.name for node in graph.nodes if not isinstance(node, Layer) for form in node.outputs}
+    wrong = [name for names in graph.wide.values() for name in names if name not in written]
+    if wrong:
+        raise InputError(f"'{wrong[0]}' is said to be FP32, and no node but a layer writes it. {AGAIN}")
 
 
 def _check_complex(graph: Graph) -> None:

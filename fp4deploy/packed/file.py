@@ -4,7 +4,7 @@ The metadata is one entry, `fp4deploy.packed`: a JSON object of strings.
 
 | key | what it is |
 |---|---|
-| `format` | `packed/7` to 3, the oldest that has all nodes; `packed/2` and `packed/1` (`legacy`) are read too |
+| `format` | `packed/8` to 3, the oldest that has all nodes; `packed/2` and `packed/1` (`legacy`) are read too |
 | `version` | version of fp4deploy that wrote it |
 | `card` | the model card, or "" |
 | `graph` | JSON: inputs, nodes, outputs, and of each tensor type, shape and SHA-256 (`graph.Graph`) |
@@ -38,10 +38,18 @@ from fp4deploy.models.checkpoint import digest, read_tensors, write_tensors
 from fp4deploy.packed.check import check_graph, check_values
 from fp4deploy.packed.graph import Graph, Layer, TensorInfo, format_of
 from fp4deploy.packed.legacy import LegacyGraph
+from fp4deploy.rest import rest_of
 from fp4deploy.system.files import digest_of
 
 SUFFIX = ".fp4"
-FORMATS = ("packed/7", "packed/6", "packed/5", "packed/4", "packed/3")  # the oldest that has all nodes is written
+FORMATS = (
+    "packed/8",
+    "packed/7",
+    "packed/6",
+    "packed/5",
+    "packed/4",
+    "packed/3",
+)  # the oldest that has all nodes is written
 LEGACY = ("packed/2", "packed/1")
 KEY = "fp4deploy.packed"
 SIGNED = ("format", "version", "card", "graph")
@@ -65,6 +73,9 @@ class PackedFile:
     tensors: dict[str, torch.Tensor]
     version: str
     about: str = ""
+
+    def __repr__(self) -> str:
+        return f"PackedFile({str(self.path)!r}, {len(self.graph.nodes)} nodes, {self.weight_bytes} bytes)"
 
     @property
     def weight_bytes(self) -> int:
@@ -143,13 +154,10 @@ def _graph(path: Path, metadata: Mapping[str, str]) -> Graph:
     try:
         if metadata["format"] in FORMATS:
             graph = Graph.model_validate_json(metadata["graph"])
-            if graph.rest != "fp16" and metadata["format"] != FORMATS[0]:
-                raise InputError(f"{path}: {metadata['format']} has no rest in {graph.rest}. {AGAIN}")
-            later = [node for node in graph.nodes if f"packed/{format_of(node)}" > metadata["format"]]
-            if later:
-                raise InputError(
-                    f"{path}: {metadata['format']} has no node such as '{later[0].op}' of this graph. {AGAIN}"
-                )
+            if f"packed/{graph.format()}" > metadata["format"]:
+                later = [node for node in graph.nodes if f"packed/{format_of(node)}" > metadata["format"]]
+                said = f"node such as '{later[0].op}' of this graph" if later else f"rest in {rest_of(graph).described}"
+                raise InputError(f"{path}: {metadata['format']} has no {said}. {AGAIN}")
             return graph
         return LegacyGraph.model_validate_json(metadata["graph"]).converted()
     except ValidationError as error:

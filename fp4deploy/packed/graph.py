@@ -54,7 +54,8 @@ Extent = Annotated[int, Field(ge=0, le=1 << 12)]
 Steps = Annotated[int, Field(ge=1, le=1 << 10)]
 Axis = Annotated[int, Field(ge=0, le=7)]
 Number = Annotated[float, Field(ge=-FP32.largest, le=FP32.largest)]
-Epsilon = Annotated[float, Field(gt=1e-12, lt=1)]
+Epsilon = Annotated[float, Field(gt=0, lt=1)]
+LEAST_EPSILON = 1e-12  # up to packed/7, and excluded
 Whole = Annotated[int, Field(ge=-(1 << 31), le=1 << 31)]
 Tokens = Annotated[list[Whole | Name], Field(min_length=1, max_length=64)]
 Size = Whole | Tokens
@@ -94,12 +95,14 @@ class Form(Strict):
 class Input(Strict):
     """An input of the network.
 
-    shape: an example, batch 1; free: the axes that may have another size than there, the batch included.
+    shape: an example, batch 1; free: the axes that may have another size than there, the batch included. dtype: what is
+    given; whole numbers, such as token ids, keep their values until a node computes with them.
     """
 
     name: Name
     shape: Annotated[list[Annotated[int, Field(ge=1, le=1 << 20)]], Field(min_length=1, max_length=6)]
     free: list[Axis]
+    dtype: Literal["float32", "int64", "bool"] = "float32"
     outputs: Annotated[list[Form], Field(min_length=1, max_length=MOST_FORMS)]
 
 
@@ -464,7 +467,7 @@ class Graph(Strict):
     """The whole network.
 
     digits: its input is encoded as multi-term FP4 (`models.input_encoding`) before it is read. rest: what is not packed
-    (`fp4deploy.rest`).
+    (`fp4deploy.rest`). wide: path of a module -> activations that its code writes, in FP32 whatever the rest is.
     """
 
     inputs: Annotated[list[Input], Field(min_length=1, max_length=8)]
@@ -473,15 +476,21 @@ class Graph(Strict):
     tensors: dict[Name, TensorInfo]
     digits: bool = False
     rest: RestName = "fp16"
+    wide: dict[Annotated[str, Field(max_length=400)], Annotated[list[Name], Field(min_length=1)]] = {}
 
     def to_json(self, **options: Any) -> str:
-        """Serialise; without `rest` of FP16, which older versions do not know."""
-        exclude = options.pop("exclude", {}) | ({"rest": True} if self.rest == "fp16" else {})
+        """Serialise; without `rest` of FP16, types of numbers and no `wide`, which older versions do not know."""
+        usual = {"rest": self.rest == "fp16", "wide": not self.wide}
+        exclude = options.pop("exclude", {}) | {name: True for name, unsaid in usual.items() if unsaid}
+        if all(each.dtype == "float32" for each in self.inputs):
+            exclude["inputs"] = {"__all__": {"dtype"}}
         return self.model_dump_json(exclude=exclude, **options)
 
     def format(self) -> int:
         """The oldest format `packed/N` that has all of it."""
-        return max(7 if self.rest != "fp16" else 3, *map(format_of, self.nodes))
+        typed = any(each.dtype != "float32" or 1 in each.free for each in self.inputs)
+        beside = 7 if self.rest != "fp16" or self.wide else 3
+        return max(8 if typed else beside, *map(format_of, self.nodes))
 
     def forms(self) -> dict[str, Form]:
         """Every form that an input or a node writes, by name."""
@@ -490,6 +499,10 @@ class Graph(Strict):
 
 def format_of(node: Node) -> int:
     """The oldest format `packed/N` that has a node of this kind, from 3 on."""
+    if isinstance(node, Norm | GroupNormReLU) and node.eps <= LEAST_EPSILON:
+        return 8
+    if isinstance(node, Aten) and node.function.partition(".")[0] in ("embedding", "index", "index_select"):
+        return 8
     if any(abs(number) > FP16.largest for number in numbers_of(node)):
         return 6
     return 5 if isinstance(node, Aten) else 3 if in_packed_3(node) else 4
@@ -552,6 +565,11 @@ def tensors_of(node: Node | Input) -> list[str]:
         names.append(node.tensor)
     names += [form.amax for form in node.outputs]
     return [name for name in dict.fromkeys(names) if name]
+
+
+def constants_of(graph: Graph) -> set[str]:
+    """Names of the tensors that nodes read as activations."""
+    return {node.tensor for node in graph.nodes if isinstance(node, Constant)}
 
 
 def named(node: Node) -> str:

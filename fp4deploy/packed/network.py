@@ -60,10 +60,11 @@ from fp4deploy.packed.graph import (
     Linear,
     Node,
     Norm,
+    constants_of,
     weight_names,
 )
 from fp4deploy.packed.on_cpu import convolution
-from fp4deploy.packed.operators import Context, channels_last, compute, convolve, positions_of
+from fp4deploy.packed.operators import Context, as_numbers, channels_last, compute, convolve, positions_of
 from fp4deploy.packed.plain_layers import convolve_small_k, plain_geometry, plain_kernel, read_as_given, small_k_kernel
 from fp4deploy.packed.producers import Move, Produce, Step, label, moved, normalized, plan
 from fp4deploy.packed.shapes import Shape, expected, fitting, shapes_of, weight_order, weight_shape
@@ -150,6 +151,7 @@ class PackedNetwork:
                 self._load_weight(node, tuple(shapes[name][_axis(node)] for name in node.inputs))
         small_k = partial(small_k_kernel, weights=self._plain, device=self.device)
         self._as_given = set[str]() if self._own else read_as_given(self.graph, inputs, steps, small_k)
+        names -= constants_of(self.graph)  # an embedding may share the weight of the output layer
         others = {name: tensor for name, tensor in file.tensors.items() if name not in names}
         self._vectors = {name: tensor.to(self.device, torch.float32) for name, tensor in others.items()}
         self._positions = positions_of(self.graph, self.device)
@@ -207,6 +209,8 @@ class PackedNetwork:
         """
         if each.outputs[0].name in self._as_given and x.dtype in (torch.float32, torch.float16):
             return [x.to(self.device)] * len(each.outputs)
+        if each.dtype == "int64":
+            return [x.to(self.device, torch.int64)] * len(each.outputs)
         x = x.to(self.device, self.input_dtype)
         if self.graph.digits:
             x = encode_input(x).to(self.dtype)
@@ -243,12 +247,14 @@ class PackedNetwork:
         dtype = self._dtype_of(node)
         if self.wide:
             inputs = [_typed(x, dtype) for x in inputs]
+        if isinstance(node, (GroupNormReLU, Layer)):
+            inputs = [as_numbers(x, dtype) if isinstance(x, torch.Tensor) else x for x in inputs]
         if isinstance(node, GroupNormReLU):
             return self._norm(node, cast(torch.Tensor, inputs[0]), given, pack)
         if isinstance(node, Layer):
             return self._layer(node, inputs, moments, pack)
         y = compute(node, cast("list[torch.Tensor]", inputs), self._context(sizes or {}, dtype))
-        return self.forms(y if y.is_complex() else y.to(dtype), node.outputs, pack)
+        return self.forms(y if y.is_complex() or y.dtype == torch.int64 else y.to(dtype), node.outputs, pack)
 
     def _dtype_of(self, node: Step) -> torch.dtype:
         """What a node computes with: FP32 where the rest does not hold its numbers."""

@@ -93,12 +93,13 @@ def positions_of(graph: Graph, device: torch.device) -> dict[tuple[int, ...], to
 # Operators of ATen that a file may name: functions of their arguments alone, whose result has a size that follows from
 # sizes. One more is one name here, in every way of running a network.
 ATEN = (
-    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cosh", "cumprod", "erfc", "exp2", "fmod", "frac",
-    "gather", "grid_sampler_2d", "grid_sampler_3d", "hypot", "lgamma", "log10", "log2", "logaddexp", "prod",
-    "remainder", "sinh", "sort", "tan", "topk", "tril", "triu", "trunc", "_fft_c2c", "_fft_c2r", "_fft_r2c",
+    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cosh", "cumprod", "embedding", "erfc", "exp2", "fmod",
+    "frac", "gather", "grid_sampler_2d", "grid_sampler_3d", "hypot", "index", "index_select", "lgamma", "log10", "log2",
+    "logaddexp", "prod", "remainder", "sinh", "sort", "tan", "topk", "tril", "triu", "trunc", "_fft_c2c", "_fft_c2r",
+    "_fft_r2c",
 )  # fmt: skip
 COMPLEX = ("_fft_c2c", "_fft_r2c")  # of these the results
-INDICES = ("index",)  # arguments that are positions
+INDICES = ("index", "indices")  # arguments that are positions
 
 
 def aten_function(name: str) -> torch._ops.OpOverload:
@@ -160,8 +161,15 @@ POOLS: dict[str, tuple[Callable[..., torch.Tensor], ...]] = {  # over one, two a
 
 
 def compute(node: Step, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
-    """The plain result of a node that is no `Layer`, from plain inputs."""
+    """The plain result of a node that is no `Layer`, from plain inputs; whole numbers stay so where they only move."""
+    if not isinstance(node, TAKES_WHOLE):
+        inputs = [as_numbers(x, context.dtype) for x in inputs]
     return _TABLE[type(node)](node, inputs, context)
+
+
+def as_numbers(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Whole numbers as floating point ones; others as they are."""
+    return x if x.is_floating_point() or x.is_complex() else x.to(dtype)
 
 
 def convolve(node: Layer, inputs: list[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -228,9 +236,9 @@ def _arithmetic(node: Arithmetic, inputs: list[torch.Tensor], _: Context) -> tor
     return functions[node.op](inputs[0], other)
 
 
-def _compare(node: Compare, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
+def _compare(node: Compare, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
     other: Any = inputs[1] if len(inputs) == 2 else node.number
-    return COMPARISONS[node.op](inputs[0], other).to(inputs[0].dtype)
+    return COMPARISONS[node.op](inputs[0], other).to(context.dtype)
 
 
 def _where(_: Where, inputs: list[torch.Tensor], __: Context) -> torch.Tensor:
@@ -370,8 +378,13 @@ def _aten(node: Aten, inputs: list[torch.Tensor], context: Context) -> torch.Ten
             given.setdefault(name, []).append(_operand(node, name, x))
         else:
             given[name] = _operand(node, name, x)
-    if node.function.startswith("gather"):  # a GPU would end the process
+    if node.function.startswith(("gather", "index_select")):  # a GPU would end the process
         given["index"] = given["index"].clamp(0, given["self"].shape[given["dim"]] - 1)
+    elif node.function.startswith("embedding"):
+        given["indices"] = given["indices"].clamp(0, given["weight"].shape[0] - 1)
+    elif node.function.startswith("index."):
+        sizes = given["self"].shape
+        given["indices"] = [at.clamp(-size, size - 1) for at, size in zip(given["indices"], sizes, strict=False)]
     results = function(**given)
     y = results[node.result] if isinstance(results, tuple | list) else results
     if not y.is_complex() and not y.is_floating_point() and max(inputs[0].shape, default=1) > POSITIONS:
@@ -431,6 +444,9 @@ _TABLE: dict[type[Step], Callable[..., torch.Tensor]] = {
     Attention: _attention,
     Aten: _aten,
 }
+
+
+TAKES_WHOLE = (Aten, Compare, Concat, Flip, Permute, Repeat, Reshape, Roll, Select, Slice, Take)
 
 
 def channels_last(x: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Which activations of a packed network stay FP32 where the others are FP16 or BF16: the rule of `graph.wide` on its
 nodes.
 
-BF16 does not hold positions beyond 256: what gives positions stays FP32 there, too.
+BF16 does not hold positions beyond 256: what gives positions stays FP32 there, too. And so does what the file says
+(`Graph.wide`).
 """
 
 from __future__ import annotations
@@ -41,7 +42,12 @@ def wide_activations(graph: Graph, tensors: Mapping[str, torch.Tensor], rest: Re
         return frozenset()
     nodes = graph.nodes
     writer = {form.name: at for at, node in enumerate(nodes) for form in node.outputs}
-    seeds = {at for at, node in enumerate(nodes) if _is_seed(node, tensors, rest)}
+    said = {name for names in graph.wide.values() for name in names}
+    seeds = {
+        at
+        for at, node in enumerate(nodes)
+        if _is_seed(node, tensors, rest) or any(form.name in said for form in node.outputs)
+    }
     if not seeds:
         return frozenset()
     found = wide_steps(

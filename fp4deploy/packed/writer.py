@@ -55,6 +55,7 @@ from fp4deploy.packed.graph import (
     Select,
     Slice,
     Take,
+    constants_of,
     weight_names,
 )
 from fp4deploy.packed.operators import Context, compute, positions_of
@@ -91,7 +92,7 @@ class Writer:
         self.wide = wide_activations(self.graph, file.tensors, rest_of(dtype))
         self.narrow = dtype != torch.float32
         layers = [node for node in file.graph.nodes if isinstance(node, Layer)]
-        held = {name for node in layers for name in weight_names(node)}
+        held = {name for node in layers for name in weight_names(node)} - constants_of(file.graph)
         self.vectors = {k: v.to(device, torch.float32) for k, v in file.tensors.items() if k not in held}
         self.scales = self._scales(file, layers)
         shapes = shapes_of(file.graph)
@@ -125,7 +126,8 @@ class Writer:
             for axis, size in enumerate(x.shape)
         }
         for each, x in zip(self.graph.inputs, inputs, strict=True):
-            x = encode_input(x).to(self.dtype) if self.graph.digits else x.to(self.dtype)
+            if each.dtype != "int64":
+                x = encode_input(x).to(self.dtype) if self.graph.digits else x.to(self.dtype)
             live |= {form.name: self._form(x, form, tensors) for form in each.outputs}
         for number, node in enumerate(self.graph.nodes):
             read = [live[name] for name in node.inputs]
@@ -145,7 +147,7 @@ class Writer:
             y = self._layer(node, read, tensors) if isinstance(node, Layer) else self._compute(node, read, context)
             written = {form.name for form in node.outputs}
             is_map = any(map(is_channels_last, read)) and not isinstance(node, LAYOUT)
-            if not y.is_complex() and (is_map or written & self.convolved):
+            if y.is_floating_point() and (is_map or written & self.convolved):
                 y = in_channels_last(y.to(dtype))
             live |= {form.name: self._form(y, form, tensors) for form in node.outputs if form not in early}
         return [live[each.activation] for each in self.graph.outputs]
@@ -153,7 +155,7 @@ class Writer:
     def _form(self, y: torch.Tensor, form: Form, tensors: Tensors) -> torch.Tensor:
         """A plain activation in one of its forms."""
         x = F.max_pool2d(y, 2) if form.pooled else y
-        if x.is_complex():
+        if not x.is_floating_point():
             return x
         if form.amax is not None:
             return self._quantized(x, form, tensors)

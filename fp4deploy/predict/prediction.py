@@ -35,6 +35,11 @@ class Prediction:
     instances: Instances | None = None
     detections: Detections | None = None
 
+    def __repr__(self) -> str:
+        height, width = self.mask.shape
+        named = ", ".join(f"{each['name']} {each.get('objects', each.get('pixels'))}" for each in self.classes()[:8])
+        return f"Prediction({height} x {width} pixels: {named or 'nothing found'})"
+
     @property
     def counts_objects(self) -> bool:
         """Whether objects were looked for."""

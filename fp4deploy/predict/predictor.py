@@ -98,6 +98,9 @@ class Predictor:
         if tile and (untiled := task.untiled(card)):
             raise InputError(f"{untiled} Leave out --tile.")
 
+    def __repr__(self) -> str:
+        return f"Predictor({self.runtime!r}, {len(self.card.class_names)} classes)"
+
     @property
     def class_names(self) -> tuple[str, ...]:
         """Names of the classes by id; "class 3" where the file does not name them."""

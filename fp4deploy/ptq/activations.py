@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from fp4deploy.errors import InputError
 from fp4deploy.ptq.forward import deployed_rest
 from fp4deploy.qat import calibrate, quantized_layers
+from fp4deploy.qat.batches import run
 from fp4deploy.qat.calibration import calibrate_percentile
 from fp4deploy.qat.operators.quantizers import quantize_operand
 
@@ -32,7 +33,7 @@ PERCENTILE = 99.99
 
 @torch.no_grad()
 def calibrate_activations(
-    model: nn.Module, batches: Sequence[Tensor], choice: str = "amax", percentile: float = PERCENTILE
+    model: nn.Module, batches: Sequence[Any], choice: str = "amax", percentile: float = PERCENTILE
 ) -> None:
     """Set every `input_amax` of a prepared model, quantisers switched off while it is measured.
 
@@ -49,7 +50,7 @@ def calibrate_activations(
         _search(model, batches)
 
 
-def _search(model: nn.Module, batches: Sequence[Tensor]) -> None:
+def _search(model: nn.Module, batches: Sequence[Any]) -> None:
     layers = {name: layer for name, layer in quantized_layers(model).items() if layer.input_amax is not None}
     device = next(model.parameters()).device
     errors = {name: torch.zeros(len(SHARES), dtype=torch.float64, device=device) for name in layers}
@@ -70,7 +71,7 @@ def _search(model: nn.Module, batches: Sequence[Tensor]) -> None:
         for layer in layers.values():
             layer.observing = True
         for batch in batches:
-            model(batch)
+            run(model, batch)
     finally:
         for handle in handles:
             handle.remove()

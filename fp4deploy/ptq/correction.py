@@ -39,7 +39,7 @@ LEAST, MOST = 0.5, 2.0  # of a slope: beyond that the channel carries nothing to
 def correct(
     model: nn.Module,
     reference: nn.Module,
-    batches: Sequence[Tensor],
+    batches: Sequence[Any],
     choice: str,
     progress: Phase = lambda phase, done, of: None,
 ) -> list[str]:
@@ -78,7 +78,7 @@ def _kind(layer: Any) -> str:
 
 
 def _moments(
-    model: nn.Module, reference: nn.Module, name: str, batches: Sequence[Tensor]
+    model: nn.Module, reference: nn.Module, name: str, batches: Sequence[Any]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(mean of y, mean of y', variance of y', covariance) of each channel, float32 [C]."""
     sums: list[Tensor] = []

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fp4deploy.errors import InputError
+from fp4deploy.qat.batches import first_tensor, run
 from fp4deploy.rest import FP16, Rest
 
 _rest: ContextVar[Rest] = ContextVar("rest", default=FP16)
@@ -33,9 +34,9 @@ def deployed_rest() -> Rest:
     return _rest.get()
 
 
-def autocast(x: Tensor) -> torch.autocast:
-    """The precision of a forward pass on the device of `x`."""
-    return deployed_rest().autocast(x.device.type)
+def autocast(batch: Any) -> torch.autocast:
+    """The precision of a forward pass on the device of a batch."""
+    return deployed_rest().autocast(first_tensor(batch).device.type)
 
 
 class _Stop(BaseException):
@@ -57,7 +58,7 @@ class Call:
 
 
 @torch.no_grad()
-def call_of(model: nn.Module, name: str, batch: Tensor) -> Call:
+def call_of(model: nn.Module, name: str, batch: Any) -> Call:
     """The first call of the module `name` in a forward pass of the model, which ends there.
 
     A network that catches everything may go on after the signal, or end with an error of its own: what was asked for
@@ -80,7 +81,7 @@ def call_of(model: nn.Module, name: str, batch: Tensor) -> Call:
     handles = [module.register_forward_pre_hook(enter, with_kwargs=True), module.register_forward_hook(leave)]
     try:
         with autocast(batch):
-            model(batch)
+            run(model, batch)
     except _Stop:
         pass
     except Exception:
@@ -90,7 +91,8 @@ def call_of(model: nn.Module, name: str, batch: Tensor) -> Call:
         for handle in handles:
             handle.remove()
     if not found:
-        raise InputError(f"The forward pass of images {list(batch.shape)} does not call {name or 'the network'}.")
+        shape = list(first_tensor(batch).shape)
+        raise InputError(f"The forward pass of inputs {shape} does not call {name or 'the network'}.")
     return found[0]
 
 
@@ -104,7 +106,7 @@ def _cloned(value: Any) -> Any:
 
 
 @torch.no_grad()
-def order_of(model: nn.Module, names: list[str], batch: Tensor) -> list[str]:
+def order_of(model: nn.Module, names: list[str], batch: Any) -> list[str]:
     """`names` of modules in the order in which they run; those that do not run are left out."""
     found: list[str] = []
     handles = [
@@ -113,7 +115,7 @@ def order_of(model: nn.Module, names: list[str], batch: Tensor) -> list[str]:
     ]
     try:
         with autocast(batch):
-            model(batch[:1])
+            run(model, tree_map(lambda each: each[:1] if isinstance(each, Tensor) else each, batch))
     finally:
         for handle in handles:
             handle.remove()

@@ -10,7 +10,7 @@ it is saved, exported, packed and benched like a trained one.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from fp4deploy.ptq.grid import choose_scales, diagonal_blocks, encode, hold_amax
 from fp4deploy.ptq.matrix import WeightMatrix, blocks, fp4_layers, has_hessian, input_rows
 from fp4deploy.ptq.methods import LEARNED, Method, find_method
 from fp4deploy.ptq.reconstruct import align, reconstruct, units_of
+from fp4deploy.qat.batches import arguments_of, batches_of, first_tensor, run
 from fp4deploy.qat.layers import QuantizedLayer
 from fp4deploy.qat.prepare import prepare
 from fp4deploy.qat.selection import Selection
@@ -55,7 +56,7 @@ class Result:
 
 def quantize(
     model: nn.Module,
-    images: Tensor | Iterable[Tensor],
+    images: Tensor | Mapping[str, Tensor] | Iterable[Any],
     method: str = "gptq",
     *,
     include: Selection = None,
@@ -73,7 +74,8 @@ def quantize(
 
     Args:
         model: any module that `qat.prepare` takes, on any device.
-        images: model inputs [N, 3, H, W], normalised: one batch or several, on the model's device.
+        images: model inputs, such as normalised images [N, 3, H, W]: one batch or several, on the model's device, as of
+            `qat.calibrate`: tensors, dicts of arguments, or samples of a DataLoader.
         method: one of `methods.METHODS`.
         include: which layers, as of `prepare`.
         exclude: likewise.
@@ -93,8 +95,9 @@ def quantize(
     chosen = find_method(method)
     if correction not in corrections.CHOICES:
         raise InputError(f"--correction is '{correction}'. Valid: {', '.join(corrections.CHOICES)}.")
-    batches = [images] if isinstance(images, Tensor) else list(images)
-    if not batches or not sum(len(batch) for batch in batches):
+    batches = list(batches_of(images))
+    count = sum(len(first_tensor(batch)) for batch in batches)
+    if not count:
         raise InputError("Quantisation needs images to calibrate on. Give some with: --data DIR")
     with ExitStack() as stack:
         report = progress or stack.enter_context(shown("quantising")).phase
@@ -104,8 +107,9 @@ def quantize(
         reference = copied(model)
         for parameter in reference.parameters():
             parameter.requires_grad_(False)
-        prepare(model, chosen.recipe, include, exclude, fp8)
-        result = Result(method, chosen.recipe, correction, sum(len(batch) for batch in batches))
+        example = arguments_of(model, batches[0])
+        prepare(model, chosen.recipe, include, exclude, fp8, example)
+        result = Result(method, chosen.recipe, correction, count)
         say(f"Activations: {activations or chosen.activations} over {result.images} images.")
         with autocast(batches[0]):
             calibrate_activations(model, batches, activations or chosen.activations, percentile)
@@ -120,7 +124,7 @@ def quantize(
 def _quantize_weights(
     model: nn.Module,
     reference: nn.Module,
-    batches: list[Tensor],
+    batches: list[Any],
     method: Method,
     iterations: int,
     seed: int,
@@ -175,7 +179,7 @@ def set_weight(layer: QuantizedLayer, rows: Tensor) -> None:
 
 @torch.no_grad()
 def hessians_of(
-    model: nn.Module, batches: Sequence[Tensor], seed: int = 0, progress: Phase = lambda phase, done, of: None
+    model: nn.Module, batches: Sequence[Any], seed: int = 0, progress: Phase = lambda phase, done, of: None
 ) -> dict[str, Tensor]:
     """H = X^T X / n [K, K] of the quantised inputs of every layer whose inputs can be written as rows."""
     layers = {name: layer for name, layer in fp4_layers(model).items() if has_hessian(layer)}
@@ -198,7 +202,7 @@ def hessians_of(
         for number, batch in enumerate(batches):
             progress("inputs of the layers", number, len(batches))
             with autocast(batch):
-                model(batch)
+                run(model, batch)
     finally:
         for handle in handles:
             handle.remove()

@@ -9,6 +9,8 @@ The weight that such a layer multiplies with is computed from its parameters, an
 training gradients flow through quantiser and computation into the parameters, and a file holds the codes of the weight
 as computed. Layers with `torch.nn.utils.parametrizations`, such as weight_norm, are of this kind too.
 
+Linear layers of classes outside torch (`own_linear`) have a quantised class here as well.
+
 Their quantised class has a property `weight`, the computed one, and computes as that of the torch class does; what it
 is computed from keeps its names in the state dict. For it to be right, forward may do nothing else: one call of the
 torch class's operator, on the layer's input, with the layer's bias, stride, padding, dilation and groups, whose result
@@ -28,7 +30,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from fp4deploy.graph.copied import copied
+from fp4deploy.graph.own_linear import weight_axis
 from fp4deploy.models.checkpoint import QUANTIZER_BUFFERS
+from fp4deploy.qat.experts import QuantExperts
 from fp4deploy.qat.layers import QUANTIZED, QuantizedLayer
 from fp4deploy.rest import Rest
 
@@ -67,6 +71,27 @@ class ComputedWeight(QuantizedLayer):
             del vars(self)["inside_plain"]
 
 
+class OwnLinear(ComputedWeight):
+    """What the quantised classes of linear layers outside torch add: the parameter as a weight [out, in]."""
+
+    input_axis: int
+
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override]
+        """The parameter, its input channels last."""
+        return cast(torch.Tensor, self._parameters["weight"]).movedim(self.input_axis, -1)
+
+    @property
+    def in_features(self) -> int:
+        """Input channels."""
+        return self.weight.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        """Output channels."""
+        return self.weight.shape[0]
+
+
 def masters(model: nn.Module) -> set[str]:
     """Names of the parameters and buffers that the weights of quantised layers are, or are computed from."""
     found = set()
@@ -74,6 +99,8 @@ def masters(model: nn.Module) -> set[str]:
         if isinstance(layer, QuantizedLayer):
             own = [key for key in layer.state_dict(keep_vars=True) if key != "bias"]
             found |= {f"{name}.{key}" for key in own if isinstance(layer, ComputedWeight) or key == "weight"}
+        elif isinstance(layer, QuantExperts):
+            found |= {f"{name}.{key}" for key in layer.names}
     return found
 
 
@@ -87,13 +114,18 @@ def rest_tensors(model: nn.Module, rest: Rest) -> Iterator[tuple[str, torch.Tens
 
 
 def torch_class(layer: nn.Module) -> type[nn.Module] | None:
-    """The class of torch that a layer is, or is a subclass of, and that has a quantised class."""
-    return next((kind for kind in QUANTIZED if isinstance(layer, kind)), None)
+    """The class of torch that a layer is, is a subclass of or computes as, and that has a quantised class."""
+    found = next((kind for kind in QUANTIZED if isinstance(layer, kind)), None)
+    return nn.Linear if found is None and weight_axis(layer) is not None else found
 
 
 def quantized_class(layer: nn.Module) -> type[QuantizedLayer]:
     """The class that `prepare` gives a layer without reasons against it."""
     exact = QUANTIZED.get(type(layer))
+    if exact is None and not isinstance(layer, cast(Any, torch_class(layer))):
+        return _linear_of(
+            cast(Any, type(layer)), cast(int, weight_axis(layer)), layer._parameters.get("bias") is not None
+        )
     return exact or _class_of(cast(Any, type(layer)), cast(Any, torch_class(layer)))
 
 
@@ -110,6 +142,12 @@ def _class_of(plain: type[nn.Module], kind: type[nn.Module]) -> type[QuantizedLa
     return cast("type[QuantizedLayer]", type(f"Quant{plain.__name__}", bases, {"plain": plain}))
 
 
+@lru_cache(maxsize=512)
+def _linear_of(plain: type[nn.Module], input_axis: int, has_bias: bool) -> type[QuantizedLayer]:
+    own = {"plain": plain, "input_axis": input_axis} | ({} if has_bias else {"bias": None})
+    return cast("type[QuantizedLayer]", type(f"Quant{plain.__name__}", (OwnLinear, QUANTIZED[nn.Linear], plain), own))
+
+
 @torch.no_grad()
 def why_not_plain(layer: nn.Module) -> str | None:
     """Why the forward of a subclass is not one product with a weight of its own; None where it is.
@@ -117,7 +155,7 @@ def why_not_plain(layer: nn.Module) -> str | None:
     Args:
         layer: of a class for which `torch_class` has one.
     """
-    if type(layer) in QUANTIZED or isinstance(layer, QuantizedLayer):
+    if type(layer) in QUANTIZED or isinstance(layer, QuantizedLayer) or weight_axis(layer) is not None:
         return None
     if isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention multiplies its weight itself"

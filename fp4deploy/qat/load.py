@@ -30,7 +30,7 @@ AMAX = ".input_amax"
 
 
 def load_model(
-    path: Path | str, device: str | torch.device = "cpu", model: str | None = None, rest: str | None = None
+    path: Path | str, device: str | torch.device = "cpu", model: str | None = None, rest: str | Rest | None = None
 ) -> tuple[nn.Module, ModelCard]:
     """Build the network that the checkpoint's card describes, with its weights as deployed, in evaluation mode.
 

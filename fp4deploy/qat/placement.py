@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from fp4deploy.graph.own_linear import weight_axis
+
 
 def is_pointwise(layer: nn.Module) -> bool:
     """A 1x1 convolution of one group."""
@@ -31,4 +33,5 @@ def is_upsampling(layer: nn.Module) -> bool:
 
 def is_single_gemm(layer: nn.Module) -> bool:
     """Whether FP4 tensor cores compute the layer without im2col."""
-    return isinstance(layer, nn.Linear) or is_pointwise(layer) or is_upsampling(layer)
+    linear = isinstance(layer, nn.Linear) or weight_axis(layer) is not None
+    return linear or is_pointwise(layer) or is_upsampling(layer)

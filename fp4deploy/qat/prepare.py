@@ -17,8 +17,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from inspect import Parameter, signature
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -26,8 +25,12 @@ from torch.nn.parameter import is_lazy
 
 from fp4deploy.errors import InputError
 from fp4deploy.formats import MXFP4_BLOCK, NVFP4_BLOCK
+from fp4deploy.graph.own_linear import weight_axis
+from fp4deploy.qat.batches import batches_of, run
 from fp4deploy.qat.computed import plain_class, quantized_class, torch_class, why_not_plain
 from fp4deploy.qat.ends import Ends, Inputs, ends_of
+from fp4deploy.qat.experts import PRECISION as EXPERTS
+from fp4deploy.qat.experts import QuantExperts, attach, described, detach, expert_weights, experts_of, why_not_experts
 from fp4deploy.qat.fp4_gemms.requirements import PRODUCTS, require_packed
 from fp4deploy.qat.layers import QUANTIZED, QuantizedLayer
 from fp4deploy.qat.placement import is_single_gemm
@@ -41,7 +44,10 @@ NORMS = (nn.GroupNorm, nn.LayerNorm, nn.modules.batchnorm._BatchNorm, nn.modules
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What one layer computes in, and why. `precision` is "FP4", "FP8" or "FP16"; `kind` the torch class name."""
+    """What one layer computes in, and why.
+
+    `precision` is "FP4", "FP8", "FP16", or of experts (`qat.experts`) "FP4 weights"; `kind` the torch class name.
+    """
 
     name: str
     kind: str
@@ -91,26 +97,30 @@ def layer_plan(
         return [LayerPlan(name, _kind(layer), "FP16", "FP16 model") for name, layer in layers]
     chosen = find_recipe(recipe)
     included, excluded, eight = (predicate_of(each, dict(layers)) for each in (include, exclude, fp8))
-    impossible = {name: _reason_impossible(layer) for name, layer in layers}  # once: it tries a subclass's forward
+    # Once: it tries a subclass's forward.
+    impossible = {name: _reason_impossible(layer, chosen) for name, layer in layers}
     ends = ends_of(model, _is_gemm, example_inputs) if include is None else Ends((), ())  # it traces a copy
     of_groups = {
         name: crossed_groups(layer, recipe_of(chosen, name, layer, eight))
         for name, layer in layers
-        if not impossible[name]
+        if not impossible[name] and not expert_weights(layer)
     }
     require_possible(include, impossible | of_groups)
     as_it_is = include is None and exclude is None and fp8 is None
-    prepared = as_it_is and any(isinstance(layer, QuantizedLayer) for _, layer in layers)
+    prepared = as_it_is and any(isinstance(layer, QuantizedLayer | QuantExperts) for _, layer in layers)
     hidden = _hidden_children(model)
     plans = []
     for name, layer in layers:
         kept = hidden.get(name) or impossible[name]
         kept = kept or _reason_to_keep(name, layer, ends, included, excluded)
-        kept = kept or of_groups[name]
-        if prepared and isinstance(layer, QuantizedLayer):
+        kept = kept or of_groups.get(name)
+        if prepared and isinstance(layer, QuantizedLayer | QuantExperts):
             kept = None
         elif prepared and kept is None:
             kept = "excluded when the model was prepared"
+        if expert_weights(layer):
+            plans.append(LayerPlan(name, _kind(layer), "FP16" if kept else EXPERTS, kept or described(layer)))
+            continue
         own = layer.recipe if prepared and isinstance(layer, QuantizedLayer) else recipe_of(chosen, name, layer, eight)
         precision = "FP16" if kept else "FP8" if is_fp8(own) else "FP4"
         plans.append(LayerPlan(name, _kind(layer), precision, kept or _quantized_reason(layer, own)))
@@ -168,6 +178,9 @@ def prepare(
     restore(model)
     for name in names:
         layer = model.get_submodule(name)
+        if plans[name].precision == EXPERTS:
+            attach(layer, chosen)
+            continue
         layer.__class__ = quantized_class(layer)
         layer.attach(recipe_of(chosen, name, layer, eight), calibrated.get(name), name)  # type: ignore[operator]
     return model
@@ -218,6 +231,8 @@ def restore(model: nn.Module) -> nn.Module:
     for layer in quantized_layers(model).values():
         layer.detach()
         layer.__class__ = plain_class(layer)  # type: ignore[assignment]
+    for experts in experts_of(model).values():
+        detach(experts)
     return model
 
 
@@ -233,10 +248,9 @@ def calibrate(model: nn.Module, batches: torch.Tensor | Iterable[Any], rest: str
     Warns of what is on the way too large for FP16, or what else the rest will be deployed in (`ranges`).
 
     Args:
-        batches: one batch as a tensor, such as [N, 3, H, W], or an iterable of batches, on the model's device. Of a
-            batch that is a tuple or a list, such as (images, labels) of a DataLoader, the first elements are the
-            inputs: as many as the forward needs. An input that is a dict, or a first element that is a tuple, holds all
-            arguments.
+        batches: one batch as a tensor, such as [N, 3, H, W], or a dict of arguments, or an iterable of batches, on the
+            model's device. Of a batch that is a tuple or a list, such as (images, labels) of a DataLoader, the first
+            elements are the inputs: as many as the forward needs (`batches.arguments_of`).
         rest: "fp16", "bf16" or "fp32" (`fp4deploy.rest`).
 
     Raises:
@@ -257,16 +271,16 @@ def calibrate(model: nn.Module, batches: torch.Tensor | Iterable[Any], rest: str
     try:
         for layer in layers:
             layer.observing = True
+        for experts in experts_of(model).values():
+            experts.quantizing = False
         with ranges if not _is_compiled(model) else nullcontext():
-            for batch in [batches] if isinstance(batches, torch.Tensor | Mapping) else batches:
-                given = _inputs_of(model, batch)
-                if isinstance(given, Mapping):
-                    model(**given)
-                else:
-                    model(*given)
+            for batch in batches_of(batches):
+                run(model, batch)
     finally:
         for layer in layers:
             layer.observing = False
+        for experts in experts_of(model).values():
+            experts.quantizing = True
         model.train(was_training)
     if beyond := ranges.beyond():
         warnings.warn(beyond, stacklevel=3)
@@ -275,25 +289,6 @@ def calibrate(model: nn.Module, batches: torch.Tensor | Iterable[Any], rest: str
 def _is_compiled(model: nn.Module) -> bool:
     """Whether torch.compile runs a part of the model, of which no operator is seen."""
     return any(hasattr(module, "_orig_mod") for module in model.modules())
-
-
-def _inputs_of(model: nn.Module, batch: Any) -> tuple[Any, ...] | list[Any] | Mapping[str, Any]:
-    """The arguments of the forward among the elements of a batch."""
-    if isinstance(batch, Mapping):
-        return batch
-    if not isinstance(batch, tuple | list):
-        batch = (batch,)
-    elif batch and isinstance(batch[0], tuple | list | Mapping):
-        return batch[0]
-    positional = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    inner = getattr(model, "_orig_mod", getattr(model, "module", model))  # of torch.compile, of DataParallel
-    arguments = signature(inner.forward).parameters.values()
-    needed = [each.name for each in arguments if each.kind in positional and each.default is Parameter.empty]
-    if len(batch) < max(1, len(needed)):
-        raise InputError(
-            f"The forward of {type(inner).__name__} needs {', '.join(needed)}; elements of the batch: {len(batch)}."
-        )
-    return batch[: max(1, len(needed))]
 
 
 def _layers_with_weights(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -319,6 +314,8 @@ def _reason_to_keep(
         return "excluded by name"
     if include is not None:
         return None if include(name, layer) else "not in the layers to include"
+    if expert_weights(layer):
+        return None
     channels, groups = _input_channels(layer)
     if channels == 1 and groups > 1:
         return f"depthwise: {groups} groups of one input channel, nothing for a block of {NVFP4_BLOCK} to share"
@@ -357,8 +354,10 @@ def crossed_groups(layer: nn.Module, recipe: Recipe) -> str | None:
     return None
 
 
-def _reason_impossible(layer: nn.Module) -> str | None:
-    """Why no recipe can quantise this layer; None where one can."""
+def _reason_impossible(layer: nn.Module, recipe: Recipe) -> str | None:
+    """Why a recipe cannot quantise this layer; None where it can."""
+    if expert_weights(layer):
+        return why_not_experts(layer, recipe)
     parent = torch_class(layer)
     if parent is not None and (hooked := _hooked(layer)):
         return hooked
@@ -418,5 +417,7 @@ def _input_channels(layer: nn.Module) -> tuple[int, int]:
     """(input channels of one group, groups)."""
     if isinstance(layer, nn.Linear):
         return layer.in_features, 1
+    if (axis := weight_axis(layer)) is not None:
+        return cast(torch.Tensor, layer.weight).shape[axis], 1
     assert isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose2d)
     return layer.in_channels // layer.groups, layer.groups

@@ -9,24 +9,29 @@ infinite in FP16 beyond 65504.
 Every operator that a forward calls is seen, with the module that calls it, outside of quantised layers, of which the
 result counts. A result that stays FP32 in the files (`graph.wide`) may be of any size: the rule is applied while the
 operators run. It costs one more pass over each result.
+
+`automatic_rest` chooses the precision of the rest by it: FP16 where everything fits; where the code of a module leaves
+its range, such as an attention without a scale, FP32 for that module (`Rest.wide`); BF16 where a layer does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fp4deploy.errors import InputError
+from fp4deploy.graph.capture import Inputs
 from fp4deploy.graph.wide import casts_operands, is_sum, numbers_of, operator_name
 from fp4deploy.qat.computed import rest_tensors
 from fp4deploy.qat.layers import QuantizedLayer
-from fp4deploy.rest import Rest
+from fp4deploy.rest import BF16, FP16, Rest
 
 
 @dataclass
@@ -51,6 +56,7 @@ class Ranges(TorchDispatchMode):
         super().__init__()
         self.model, self.rest = model, rest
         self.largest: dict[str, float] = {}
+        self.modules: dict[str, str] = {}  # place -> path of the module whose own code it is; of no layer
         self._path = [""]
         self._inside = 0  # of quantised layers
         self._open: list[_Result] = []  # not yet in `largest`: what reads them may make them FP32
@@ -96,10 +102,13 @@ class Ranges(TorchDispatchMode):
             return result
         if casts_operands(func):  # also what was FP32 before
             self._open += [_Result(each.place, each.largest) for each in known if each.wide]
-        wide = not casts_operands(func) and (
-            any(each.wide for each in known)
-            or any(not self.rest.holds(number) for number in numbers_of(func, args, kwargs).values())
-            or any(self.rest.is_wide_number(each) for each in read if each not in self._made and _is_floating(each))
+        wide = self._path[-1] in self.rest.wide or (
+            not casts_operands(func)
+            and (
+                any(each.wide for each in known)
+                or any(not self.rest.holds(number) for number in numbers_of(func, args, kwargs).values())
+                or any(self.rest.is_wide_number(each) for each in read if each not in self._made and _is_floating(each))
+            )
         )
         if wide:
             _widen_sums(known)
@@ -115,8 +124,12 @@ class Ranges(TorchDispatchMode):
 
     def _place(self, func: Any) -> str:
         name = self._path[-1]
-        own = name and type(self.model.get_submodule(name)).__module__.startswith("torch.nn.modules")
-        return name if own else f"{name or type(self.model).__name__} ({operator_name(func)})"
+        module = self.model.get_submodule(name)
+        own = name and type(module).__module__.startswith("torch.nn.modules")
+        place = name if own else f"{name or type(self.model).__name__} ({operator_name(func)})"
+        if not (own and any(True for _ in module.parameters(recurse=False))):
+            self.modules[place] = name
+        return place
 
     def _record(self, result: _Result, tensor: torch.Tensor) -> None:
         self._made[tensor] = result
@@ -131,6 +144,39 @@ class Ranges(TorchDispatchMode):
     def beyond(self, **options: str) -> str:
         """What does not fit, as a sentence with the limit and what to do, as `Rest.beyond`; or ""."""
         return self.rest.beyond(self.largest, **options)
+
+
+def automatic_rest(model: nn.Module, batches: Iterable[Inputs]) -> Rest:
+    """FP16, with the modules in FP32 whose code leaves its range on these inputs; BF16 where that does not suffice.
+
+    model: as deployed (`deployed`). Where a layer's result does not fit, or one of its parameters, it is BF16.
+    """
+    kept = list(batches)
+    try:
+        for name, tensor in rest_tensors(model, FP16):
+            FP16.require(name, tensor[tensor.isfinite()])
+        rest = FP16
+        for _ in range(2):
+            ranges = Ranges(model, rest)
+            with torch.no_grad(), ranges:
+                for batch in kept:
+                    _call(model, tree_map(torch.clone, batch))
+            beyond = [place for place, size in ranges.largest.items() if size > FP16.largest]
+            if not beyond:
+                return rest
+            rest = replace(FP16, wide=tuple(sorted({ranges.modules[place] for place in beyond})))
+    except (InputError, KeyError):  # a tensor or the result of a layer
+        pass
+    return BF16
+
+
+def _call(model: nn.Module, inputs: Inputs) -> None:
+    if isinstance(inputs, torch.Tensor):
+        model(inputs)
+    elif isinstance(inputs, Mapping):
+        model(**inputs)
+    else:
+        model(*inputs)
 
 
 def _is_view(func: Any) -> bool:

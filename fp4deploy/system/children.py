@@ -54,11 +54,6 @@ sys.exit(getattr(importlib.import_module(module), function)(*arguments))
 _starting = threading.RLock()
 
 
-def cores() -> int:
-    """CPU cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def import_path() -> list[str]:
     """This process's path of modules without relative folders and the current one; that of this package is last."""
     here = ""

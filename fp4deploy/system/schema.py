@@ -116,15 +116,15 @@ def read_json(path: Path, advice: str = "", most: int = MOST_BYTES) -> Any:
     return parse_json(read_text(path, most, advice), path, advice)
 
 
-def parse_yaml(text: str, source: object, advice: str = "") -> Any:
-    """The value of a YAML text, None where it is empty.
+def parse_yaml(text: str, source: object, advice: str = "", numbered: bool = False) -> Any:
+    """The value of a YAML text, None where it is empty. numbered: keys may also be whole numbers.
 
     Raises:
         InputError: it is not YAML, or the module's table says what else.
     """
     try:
         value = yaml.load(text, Loader=_Yaml)
-        _check_tree(value)
+        _check_tree(value, numbered)
     except RecursionError:
         raise InputError(_sentence(f"{source} is nested deeper than {MOST_DEPTH} levels", advice)) from None
     except (yaml.YAMLError, ValueError) as error:
@@ -132,9 +132,9 @@ def parse_yaml(text: str, source: object, advice: str = "") -> Any:
     return value
 
 
-def read_yaml(path: Path, advice: str = "") -> Any:
+def read_yaml(path: Path, advice: str = "", numbered: bool = False) -> Any:
     """`read_text` and `parse_yaml`."""
-    return parse_yaml(read_text(path, MOST_YAML_BYTES, advice), path, advice)
+    return parse_yaml(read_text(path, MOST_YAML_BYTES, advice), path, advice, numbered)
 
 
 def read_lines(path: Path, advice: str = "") -> Iterator[tuple[int, Any]]:
@@ -301,8 +301,11 @@ def _repeated(keys: Iterable[str]) -> str | None:
     return None
 
 
-def _check_tree(tree: Any) -> None:
-    """Refuse deep nesting, keys that are no text and text that UTF-8 cannot hold; without recursion."""
+def _check_tree(tree: Any, numbered: bool = False) -> None:
+    """Refuse deep nesting, keys that are no text and text that UTF-8 cannot hold; without recursion.
+
+    numbered: keys may be whole numbers.
+    """
     rest: list[tuple[Any, int]] = [(tree, 1)]
     while rest:
         value, depth = rest.pop()
@@ -312,16 +315,16 @@ def _check_tree(tree: Any) -> None:
             if depth > MOST_DEPTH:
                 raise RecursionError
             if isinstance(value, dict):
-                _check_keys(value)
+                _check_keys(value, numbered)
             inside: Iterable[Any] = value.values() if isinstance(value, dict) else value
             rest += [(each, depth + 1) for each in inside if isinstance(each, (str, dict, list))]
 
 
-def _check_keys(keys: Iterable[Any]) -> None:
+def _check_keys(keys: Iterable[Any], numbered: bool = False) -> None:
     for key in keys:
-        if not isinstance(key, str):
+        if not isinstance(key, str) and not (numbered and type(key) is int):
             raise ValueError(f"the key {briefly(key)} is not text; put it in quotation marks")
-        _check_text(key)
+        _check_text(str(key))
 
 
 def _check_text(text: str) -> None:

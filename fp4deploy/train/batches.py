@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from fp4deploy.data import (
@@ -13,6 +11,7 @@ from fp4deploy.data import (
     repeated,
     train_loader,
 )
+from fp4deploy.system.processors import cores
 from fp4deploy.tasks import TASKS
 from fp4deploy.train.config import Config
 from fp4deploy.train.distributed import join
@@ -55,4 +54,4 @@ def _workers(given: int | None) -> int:
 
 def share_of_workers(trainings: int) -> int:
     """Loader processes that feed a GPU, where so many trainings share the CPU cores."""
-    return min(MOST_WORKERS, (os.cpu_count() or 1) // trainings)
+    return min(MOST_WORKERS, cores() // trainings)

@@ -15,7 +15,7 @@ from fp4deploy.bench.artifact import bench_artifact
 from fp4deploy.bench.evidence import PixelCounts, read_evidence, write_matches, write_pixels
 from fp4deploy.bench.gate.baseline import Baseline, find_baseline
 from fp4deploy.bench.gate.bootstrap import FEW_IMAGES, Interval, paired_drop, value
-from fp4deploy.bench.gate.decision import Decision, decide, fastest, gate_drop, require_passed
+from fp4deploy.bench.gate.decision import Decision, decide, doubt, fastest, gate_drop, require_passed
 from fp4deploy.bench.records import ArtifactEntry, Quantiles
 from fp4deploy.errors import GateError, InputError
 from fp4deploy.instances.matches import ClassMatches, Matches
@@ -229,6 +229,18 @@ def test_gate_without_a_measurement_fails() -> None:
 def test_a_baseline_with_nothing_to_lose_decides_nothing() -> None:
     with pytest.raises(GateError, match=r"the baseline .* has 0\.00 % mIoU, and nothing to lose"):
         gate_drop([entry(counts(4, 0.0, spread=0))], baseline(counts(4, 0.0, spread=0)), 0.5)
+
+
+def test_a_baseline_no_better_than_one_class_everywhere_is_named() -> None:
+    useful = counts(4, 0.8)
+    assert doubt(baseline(useful)) is None
+    best = int(useful.truth.sum(0).argmax())
+    found = np.stack([useful.hit, useful.truth, useful.predicted], -1)
+    found[..., 0] = found[..., 2] = 0
+    found[:, best, 0], found[:, best, 2] = useful.truth[:, best], useful.truth.sum(1)
+    said = doubt(baseline(PixelCounts(useful.images, CLASSES, found)))
+    assert said is not None
+    assert f"no more than calling every pixel {CLASSES[best]}" in said
 
 
 def test_an_artefact_that_ran_and_has_no_score_fails_the_gate() -> None:

@@ -81,7 +81,7 @@ def test_a_misspelled_name_is_answered_with_the_nearest(root: Path) -> None:
         ("other.onnx", "Export the models with: fp4deploy export"),
         ("other.plan", "Export the models with: fp4deploy export, then build an engine with: fp4deploy build"),
         ("other.fp4", "Pack the models with: fp4deploy export --format packed"),
-        ("other.safetensors", "Train a model with: fp4deploy train"),
+        ("other.safetensors", "Name one of these, or the path of a file."),
     ],
 )
 def test_without_exports_the_next_command_is_export(root: Path, name: str, advice: str) -> None:
@@ -98,8 +98,12 @@ def test_a_folder_is_refused(root: Path) -> None:
 
 def test_without_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match="Start with: fp4deploy train"):
+    with pytest.raises(InputError, match="no run under runs/") as error:
         find_artifact(Path("unet.nvfp4.sm120.plan"))
+    assert "fp4deploy train" not in str(error.value)
+    (tmp_path / "unet.onnx").touch()
+    with pytest.raises(InputError, match=r"Did you mean 'unet\.onnx'"):
+        find_artifact(Path("umet.onnx"))
 
 
 def test_hidden_partial_files_are_no_artefacts(root: Path) -> None:

@@ -91,7 +91,7 @@ def test_runtimes_time_themselves(untrained: Run, images: np.ndarray, name: str)
     assert min(times) > 0
 
 
-@pytest.mark.parametrize("name", ["model.h5", "model", "model.fp8", "model.onnx.txt"])
+@pytest.mark.parametrize("name", ["model.pkl", "model", "model.fp8", "model.onnx.txt"])
 def test_unknown_suffix_lists_what_bench_takes(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"x")
     with pytest.raises(InputError, match=r"\.onnx .*\.safetensors .*\.fp4 .*\.plan"):

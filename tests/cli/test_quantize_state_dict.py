@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 from fp4deploy.models import name_model, parse_spec, read_card
 from fp4deploy.models.build import build_model
@@ -118,3 +119,13 @@ def test_what_is_missing_is_named(
     assert result.exit_code == 2, result.output
     assert all(text in result.stderr for text in texts), result.stderr
     assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_weights_of_another_program_are_not_replaced(invoke: Invoke, tmp_path: Path, photos: Path, net: str) -> None:
+    tensors = weights(tmp_path / "x.pth", net)
+    save_file(tensors, tmp_path / "x.fp16.safetensors")
+    before = (tmp_path / "x.fp16.safetensors").read_bytes()
+    for name in ("x.pth", "x.fp16.safetensors"):
+        result = invoke("quantize", name, "--model", net, "--data", photos, *FEW)
+        assert (result.exit_code, "would be replaced" in result.stderr) == (2, True), result.output
+    assert (tmp_path / "x.fp16.safetensors").read_bytes() == before

@@ -16,9 +16,11 @@ import pytest
 import torch
 import yaml
 
+from fp4deploy.errors import Interrupted
 from fp4deploy.export import to_onnx
 from fp4deploy.models import read_card
 from fp4deploy.runs import Run
+from fp4deploy.train import train_models
 from tests.cli.command_line import PACKAGE, Invoke, run_in
 from tests.export.exported_models import traced_once
 from tests.processes import fp4deploy
@@ -350,6 +352,25 @@ def test_run_without_an_engine_builder_says_so(
     ]
     assert not [entry for entry in facts["artifacts"] if entry["path"].endswith(".plan")]
     assert "pip install tensorrt-rtx" in (tmp_path / "all" / "report.html").read_text()
+
+
+def test_a_run_is_resumed_with_its_settings(invoke: Invoke, shapes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chains: list[tuple[Any, ...]] = []
+
+    def chain(config: Any, run: Run, data: Path, models: tuple[str, ...], **options: Any) -> None:
+        chains.append((config, run.path, data, models))
+        train_models(config, run, models, resume=options["resume"])
+        raise Interrupted(signal.SIGINT, "fp4deploy train --resume")
+
+    monkeypatch.setattr("fp4deploy.pipeline.run_chain", chain)
+    first = invoke("run", "--data", shapes, "--out", "all", "--models", "fp16", *TINY, "--set", "train.epochs=1")
+    assert (first.exit_code, first.stderr.rstrip()[-32:]) == (130, "fp4deploy run --out all --resume")
+    trained = Path("all/fp16/metrics.jsonl").read_bytes()
+    assert invoke("run", "--resume", "--out", "all").exit_code == 130
+    assert chains[0] == chains[1]
+    assert Path("all/fp16/metrics.jsonl").read_bytes() == trained, "nothing is trained twice"
+    refused = invoke("run", "--resume", "--out", "all", "--config", "all/config.yaml")
+    assert (refused.exit_code, "leave out --config" in refused.stderr) == (2, True)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")

@@ -115,6 +115,25 @@ def test_crowds_alone_are_a_defect_of_every_task(tmp_path: Path, crowd: Any) -> 
             require_labels(dataset, root)
 
 
+def test_a_set_without_annotations_is_refused(tmp_path: Path) -> None:
+    root = coco(tmp_path, 0)
+    path = root / "annotations" / "instances_train.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"annotations": []}))
+    assert [defect.kind for defect in check_dataset(root)] == ["no-annotations"]
+    with pytest.raises(InputError, match="every pixel is background"):
+        require_labels(open_dataset(root, "train"), root)
+
+
+@pytest.mark.parametrize(
+    ("classes", "said"), [(["sky"], "sky, the masks of train hold 1"), (["sky", "car"], "no pixel is car")]
+)
+def test_one_class_to_learn_is_refused(tmp_path: Path, classes: list[str], said: str) -> None:
+    root = masks(tmp_path, (0, 1), "sky\nroad\ncar\n")
+    assert not check_dataset(root)
+    with pytest.raises(InputError, match=f"{said}.*nothing to tell apart"):
+        require_labels(open_dataset(root, "train", classes), root)
+
+
 def test_an_iscrowd_that_is_no_truth_value_is_named(tmp_path: Path) -> None:
     root = coco(tmp_path, "many")
     (defect,) = parse(root / "annotations" / "instances_train.json").defects

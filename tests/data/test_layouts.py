@@ -194,7 +194,7 @@ def test_what_cannot_be_imported_leaves_nothing(coco: Path, tmp_path: Path) -> N
         ({"train": path}, [tmp_path], {}, "no validation split"),
         ({"train": path}, [tmp_path / "nowhere"], {"val_share": 0.5}, "is in none of the folders"),
         ({"train": path}, [tmp_path], {"val_share": 0.6, "test_share": 0.4}, "leave some"),
-        ({"train": path, "val": file_of(coco, "val")}, [tmp_path], {"val_share": 0.5}, "a file of val already"),
+        ({"train": path, "val": file_of(coco, "val")}, [tmp_path], {"val_share": 0.5}, "there is a split val already"),
         ({"train": path}, [tmp_path], {"val_share": 1e-9}, "No image falls into the split val"),
         ({"train": tmp_path / "images"}, [tmp_path], {"val_share": 0.5}, "There is no file"),
     ):

@@ -112,6 +112,15 @@ def test_export_verifies_writes_and_is_deterministic(checkpoint: Path, data: Pat
     assert (tmp_path / "again.fp4").read_bytes() == (tmp_path / "unet.fp4").read_bytes()
 
 
+def test_the_rest_of_a_checkpoint_is_chosen_on_its_data(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    chosen = pack(checkpoint, tmp_path / "auto.fp4", data, images=1, rest="auto")
+    assert chosen.file.graph.rest == "fp16"
+    assert not chosen.file.graph.wide
+    with pytest.raises(InputError, match="measures the network's ranges on images. Give --data DIR"):
+        pack(checkpoint, tmp_path / "other.fp4", verify=False, rest="auto")
+    assert not (tmp_path / "other.fp4").exists()
+
+
 @pytest.mark.parametrize(("options", "cause"), [({}, "--data DIR"), ({"images": 0, "verify": False}, "At least one")])
 def test_wrong_options(checkpoint: Path, tmp_path: Path, options: dict, cause: str) -> None:
     with pytest.raises(InputError, match=cause):

@@ -14,7 +14,14 @@ from fp4deploy.models.build import build_model
 from fp4deploy.models.state_dict import checkpoint_of, is_state_dict
 from tests.models.libraries import need_library_of
 
-SPECS = ("unet:0.125", "FILE", "smp:Unet/resnet18", "torchvision:lraspp_mobilenet_v3_large", "timm:resnet18")
+SPECS = (
+    "unet:0.125",
+    "FILE",
+    "smp:Unet/resnet18",
+    "torchvision:lraspp_mobilenet_v3_large",
+    "timm:resnet18",
+    "monai:BasicUNet",
+)
 OWN = """
 from torch import nn
 

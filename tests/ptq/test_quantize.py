@@ -235,3 +235,35 @@ def test_a_checkpoint_is_taken_like_a_trained_one(untrained: Run, tmp_path: Path
     assert export_graph(model, (3, card.height, card.width), written).graph.node
     with pytest.raises(InputError, match="is nvfp4 already"):
         quantize_checkpoint(out, [x], tmp_path / "again.safetensors")
+
+
+class Tokens(nn.Module):
+    """Token ids -> logits; a mask by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.one, self.norm = nn.Embedding(32, 32), nn.Linear(32, 32), nn.LayerNorm(32)
+        self.two, self.head = nn.Linear(32, 32), nn.Linear(32, 8)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        x = self.norm(torch.relu(self.one(self.embed(ids))))
+        x = x if mask is None else x * mask[..., None]
+        return {"logits": self.head(torch.relu(self.two(x)))}
+
+
+@pytest.mark.parametrize("method", ["gptq", "brecq"])
+@pytest.mark.parametrize("several", [False, True])
+def test_a_batch_may_be_a_dict_of_arguments(method: str, several: bool) -> None:
+    torch.manual_seed(0)
+    model = Tokens()
+    batch = {"ids": torch.randint(32, (4, 6)), "mask": torch.ones(4, 6, dtype=torch.int64)}
+    result = quantize(model, [batch, batch] if several else batch, method, iterations=2, correction="both")
+    assert result.images == (8 if several else 4)
+    assert list(quantized_layers(model)) == ["one", "two"]
+    assert result.corrected == ["one", "norm", "two"]
+    assert model.eval()(**batch)["logits"].isfinite().all()
+
+
+def test_a_batch_without_a_tensor_is_named() -> None:
+    with pytest.raises(InputError, match="holds no tensor but str"):
+        quantize(Tokens(), ["ids"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -15,10 +16,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import fp4deploy as fd
 from fp4deploy.errors import GateError, InputError
-from fp4deploy.export.onnx.canonical import LAYERS_KEY
+from fp4deploy.export.onnx.canonical import LAYERS_KEY, rest_of_file
+from fp4deploy.packed import PackedNetwork
+from fp4deploy.packed.check import check_graph
+from fp4deploy.packed.file import read_packed
+from fp4deploy.packed.writer import Writer
 from fp4deploy.qat import deployed
-from fp4deploy.qat.ranges import Ranges
-from fp4deploy.rest import FP16
+from fp4deploy.qat.ranges import Ranges, automatic_rest
+from fp4deploy.rest import BF16, FP16, FP32, Rest, rest_of
 
 
 class Attention(nn.Module):
@@ -183,3 +188,66 @@ def test_memory_that_nobody_wrote_yet_is_no_result() -> None:
     assert not ranges.beyond()
     assert max(ranges.largest.values()) < 20
     assert "Written (add)" in ranges.largest
+
+
+class Several(Network):
+    """A layer whose result leaves the range, too."""
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return super().forward(image) + self.last(self.first(image) * 3e5) * 1e-6
+
+
+@pytest.mark.parametrize(
+    ("kind", "gain", "chosen"),
+    [(Network, 1.0, FP16), (Network, 600.0, replace(FP16, wide=("attention",))), (Several, 1.0, BF16)],
+)
+def test_the_rest_is_chosen_by_what_is_seen(kind: type[Network], gain: float, chosen: Rest) -> None:
+    torch.manual_seed(0)
+    model, x = kind(gain).eval(), torch.randn(2, 3, 8, 8)
+    assert automatic_rest(deployed(model, FP32), [x]) == chosen
+
+
+def attention_in_fp32() -> tuple[nn.Module, torch.Tensor]:
+    model, x = network(600.0)
+    fd.calibrate(model, x, rest="fp32")
+    return model.eval(), x
+
+
+def test_a_packed_network_computes_a_module_in_fp32(tmp_path: Path) -> None:
+    model, x = attention_in_fp32()
+    with pytest.raises(GateError, match=r"attention \(\w+\) reaches .* --rest auto"):
+        fd.pack(model, tmp_path / "own.fp4", example_inputs=x)
+    result = fd.pack(model, tmp_path / "own.fp4", example_inputs=x, rest="auto")
+    assert result.verification is not None
+    file = read_packed(tmp_path / "own.fp4")
+    assert file.graph.rest == "fp16"
+    assert list(file.graph.wide) == ["attention"]
+    assert rest_of(file.graph) == replace(FP16, wide=("attention",))
+    expected = PackedNetwork(file)(x)
+    assert isinstance(expected, torch.Tensor)
+    writer = Writer(file, torch.device("cpu"), torch.float16)  # what a GPU computes, without a compiler
+    (found,) = writer.outputs(writer.tensors(), [x])
+    assert found.dtype == torch.float16
+    assert (found - expected).norm() < 0.05 * expected.norm()
+    without = replace(file, graph=file.graph.model_copy(update={"wide": {}}))
+    (spoilt,) = Writer(without, torch.device("cpu"), torch.float16).outputs(writer.tensors(), [x])
+    assert not spoilt.isfinite().all() or (spoilt - expected).norm() > 0.5 * expected.norm()
+    with pytest.raises(InputError, match="'last' is said to be FP32, and no node but a layer writes it"):
+        check_graph(file.graph.model_copy(update={"wide": {"": ["last"]}}))
+
+
+def test_an_onnx_file_computes_a_module_in_fp32(tmp_path: Path) -> None:
+    model, x = attention_in_fp32()
+    fd.export_onnx(model, x, tmp_path / "own.onnx", rest="auto")
+    graph = onnx.shape_inference.infer_shapes(onnx.load(tmp_path / "own.onnx"))
+    assert rest_of_file(graph) == replace(FP16, wide=("attention",))
+    values = {value.name: value.type.tensor_type.elem_type for value in (*graph.graph.value_info, *graph.graph.output)}
+    types = {node.op_type: values[node.output[0]] for node in graph.graph.node if node.op_type in ("MatMul", "Softmax")}
+    assert types == dict.fromkeys(("MatMul", "Softmax"), onnx.TensorProto.FLOAT)
+    convolutions = {values[node.output[0]] for node in graph.graph.node if node.op_type == "Conv"}
+    assert convolutions == {onnx.TensorProto.FLOAT16}
+    layers = json.loads(next(each.value for each in graph.metadata_props if each.key == LAYERS_KEY))
+    assert layers["attention"] == {
+        **layers["attention"], "kind": "Attention", "precision": "FP32", "reason": "leaves FP16's range"
+    }  # fmt: skip
+    assert fd.verify(model, tmp_path / "own.onnx", x).passed

@@ -45,10 +45,10 @@ def test_a_log_gets_lines_in_a_long_epoch(monkeypatch: pytest.MonkeyPatch, capsy
     with Display("fp16", epochs=2, steps=4) as display:
         display.step(2, 0.5)
         time.sleep(0.1)
-        assert capsys.readouterr().err.splitlines()[0] == "  fp16  step 2/4  epoch 1/2  loss 0.5000"
+        assert capsys.readouterr().err.splitlines()[0] == "  fp16  step 2/4  epoch 1/2  loss 0.5000  ETA 0:00:00"
         display.validated(1, 3)
         time.sleep(0.1)
-        assert capsys.readouterr().err.splitlines()[-1].endswith("loss 0.5000  validation 1/3")
+        assert capsys.readouterr().err.splitlines()[-1].endswith("loss 0.5000  validation 1/3  ETA 0:00:00")
 
 
 @pytest.mark.parametrize("quiet", [True, False])
@@ -57,3 +57,13 @@ def test_a_quiet_display_prints_nothing(quiet: bool, capsys: pytest.CaptureFixtu
         display.validated(1, 1)
         display.epoch(1, 0.5, None, 1.0)
     assert (capsys.readouterr().err == "") == quiet
+
+
+def test_the_time_left_is_by_the_steps_of_this_process() -> None:
+    """Of 8 steps 4 were done before it began, 1 since: 3 more take three times as long."""
+    display = Display("fp16", epochs=2, steps=8, done=4, quiet=True)
+    display.step(5, 0.5)
+    display.bar.tasks[0].start_time = display.bar.get_time() - 60
+    assert display.line().endswith("ETA 0:03:00")
+    display.step(8, 0.5)
+    assert "ETA" not in display.line()

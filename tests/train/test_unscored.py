@@ -11,6 +11,7 @@ from safetensors import safe_open
 
 from fp4deploy.runs import create_run
 from fp4deploy.train import Config, train_models, with_settings
+from fp4deploy.train.logging.running_statistics import EpochStatistics
 
 CROWD = {"size": [32, 32], "counts": [0, 32 * 32]}  # the whole image: every pixel is ignored
 
@@ -41,3 +42,9 @@ def test_the_last_weights_are_kept_and_it_is_said(
     assert [(line["epoch"], line["miou"]) for line in lines] == [(1, None), (2, None)]
     assert not result.best_score >= 0
     assert capfd.readouterr().err.count("the validation split has no miou: nothing in it can be scored") == 2
+
+
+@pytest.mark.parametrize(("loss", "batches", "said"), [(0.0, 3, True), (1e-9, 3, False), (0.0, 0, False)])
+def test_a_loss_of_0_is_no_success(loss: float, batches: int, said: bool) -> None:
+    warning = EpochStatistics(loss=loss, batches=batches).warning()
+    assert ("nothing was learned" in str(warning)) == said

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -99,16 +100,25 @@ def check(
 
 def _print(splits: list[SplitSummary]) -> None:
     for split in splits:
-        sizes, steps = (
-            ", ".join(" x ".join(f"{side:g}" for side in each) for each in dict.fromkeys(found))
-            for found in (split.sizes, split.spacings)
-        )
         named = "width x height x depth" if split.spacings else "width x height"
         kind = "volume" if split.spacings else "image"
-        spacing = f", voxels of {steps} mm" if steps else ""
-        done(f"{split.split}: {counted(split.images, kind)}, {named} {sizes or 'unknown'}{spacing}")
+        steps = f", voxels of {_sizes(split.spacings)} mm" if split.spacings else ""
+        done(f"{split.split}: {counted(split.images, kind)}, {named} {_sizes(split.sizes)}{steps}")
     _print_counts("annotations of class", {each.split: each.annotations for each in splits})
     _print_counts("masks with class", {each.split: each.in_masks for each in splits})
+    for split in splits[:1]:
+        counts = split.annotations if split.annotations is not None else split.in_masks or {}
+        if absent := [name for name, count in counts.items() if not count]:
+            more = f" and {len(absent) - 8} more" if len(absent) > 8 else ""
+            note(f"No label in {split.split}, so that it cannot be learned: {', '.join(absent[:8])}{more}.")
+
+
+def _sizes(sizes: Sequence[Sequence[float]]) -> str:
+    """The smallest, the median and the largest; one where they are the same."""
+    shown = [" x ".join(f"{side:g}" for side in each) for each in sizes]
+    if len(set(shown)) < 2:
+        return shown[0] if shown else "unknown"
+    return ", ".join(f"{name} {text}" for name, text in zip(("min", "median", "max"), shown, strict=True))
 
 
 def _print_counts(title: str, counts: dict[str, dict[str, int] | None]) -> None:
@@ -131,9 +141,32 @@ def _print_counts(title: str, counts: dict[str, dict[str, int] | None]) -> None:
 @deferred(app, "import")
 def import_(
     out: Annotated[Path, typer.Option("--out", help="Folder to create.", show_default=False)],
-    train_json: Annotated[Path, typer.Option("--train-json", help="COCO annotations.", show_default=False)],
+    source: Annotated[
+        Path | None,
+        typer.Argument(
+            help="Folder with images/ beside labels/ or masks/, of YOLO, Cityscapes or nnU-Net.", show_default="none"
+        ),
+    ] = None,
+    train_json: Annotated[
+        Path | None, typer.Option("--train-json", help="COCO annotations, or Label Studio's.", show_default="none")
+    ] = None,
     images: Annotated[
-        list[Path] | None, typer.Option("--images", help="Folder of images; repeatable.", show_default="the file's own")
+        list[Path] | None,
+        typer.Option("--images", help="Folder of images; of JSON repeatable.", show_default="the file's own"),
+    ] = None,
+    masks: Annotated[
+        Path | None,
+        typer.Option("--masks", help="Folder of masks.", show_default="labels/, masks/, ... beside --images"),
+    ] = None,
+    mask_suffix: Annotated[
+        str, typer.Option("--mask-suffix", help="What a mask's name has after its image's: _L of a_L.png for a.jpg.")
+    ] = "",
+    threshold: Annotated[
+        int | None,
+        typer.Option("--threshold", min=1, max=255, help="Value from which a mask is class 1.", show_default="none"),
+    ] = None,
+    classes: Annotated[
+        str | None, typer.Option("--classes", help="Names of the masks' classes: a,b,c.", show_default="numbers")
     ] = None,
     val_json: Annotated[
         Path | None, typer.Option("--val-json", help="Annotations to validate on.", show_default="none")
@@ -149,18 +182,30 @@ def import_(
     ] = 0.0,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the division by shares.")] = 0,
 ) -> None:
-    """Make a dataset folder of COCO files or Label Studio JSON and of the folders of their images."""
-    from fp4deploy.data import import_coco
+    """Make a dataset folder of images and masks, COCO files, Label Studio JSON, YOLO, Cityscapes or nnU-Net."""
+    from fp4deploy.data import import_coco, import_folder
     from fp4deploy.system.progress import progress
 
     named = {"train": train_json, "val": val_json, "test": test_json}
     files = {split: path for split, path in named.items() if path is not None}
-    folders = images or list(dict.fromkeys(path.parent for path in files.values()))
-    with progress("collecting images"):
-        imported = import_coco(files, folders, out, val_share=val_share, test_share=test_share, seed=seed)
-    for found in imported:
-        done(
-            f"{found.split}: {counted(found.images, 'image')}, {counted(found.annotations, 'annotation')}",
-            **vars(found),
+    given = [name for name, value in (("a folder", source), ("--train-json", train_json), ("--masks", masks)) if value]
+    shares: Any = {"val_share": val_share, "test_share": test_share, "seed": seed}
+    if len(given) > 1 or (files and train_json is None):
+        raise InputError(
+            f"Give one of: a folder, --images with --masks, or --train-json (with --val-json and --test-json); not "
+            f"{' and '.join(given) or '--val-json or --test-json alone'}."
         )
-    note(f"Train on them with: fp4deploy train --data {shown(out)}")
+    with progress("collecting images") as bar:
+        if files:
+            folders = images or list(dict.fromkeys(path.parent for path in files.values()))
+            imported = import_coco(files, folders, out, **shares)
+        else:
+            if images is not None and len(images) > 1:
+                raise InputError("--images is given twice, and masks lie in one folder. Import each folder by itself.")
+            names = tuple(name.strip() for name in (classes or "").split(",") if name.strip())
+            shares |= {"suffix": mask_suffix, "classes": names, "threshold": threshold, "say": note}
+            imported = import_folder(source, images[0] if images else None, masks, out, progress=bar.phase, **shares)
+    for found in imported:
+        what = "mask" if (out / "masks").is_dir() else "annotation"
+        done(f"{found.split}: {counted(found.images, 'image')}, {counted(found.annotations, what)}", **vars(found))
+    note(f"Check it with: fp4deploy data check {shown(out)}; train on it with: fp4deploy train --data {shown(out)}")

@@ -129,7 +129,7 @@ def _built(requested: list[tuple[Launch, str]], jobs: int | None, out: Path | No
     """All results, in the order of the kernels; those that are kept come first, so that the time left is of others."""
     from fp4deploy.bench.tables import duration
     from fp4deploy.plugins.aot import build
-    from fp4deploy.system.children import cores
+    from fp4deploy.system.processors import cores
     from fp4deploy.system.progress import progress
 
     known = build.already(requested)

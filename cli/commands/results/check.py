@@ -17,9 +17,10 @@ from fp4deploy.export.ledger.shares import shares_of
 from ... import completion
 from ...console import print_json, results
 from ...settings import NamedModelOption, expect, parse_size
+from ..stages import nnunet
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from fp4deploy.export.lowering.forecast import Forecast
     from fp4deploy.qat import LayerPlan
@@ -46,7 +47,10 @@ class Subject:
 def check(
     model: Annotated[
         str,
-        typer.Argument(help="A model (unet:0.25, smp:Unet/resnet34, net.py:factory), a checkpoint, or an .onnx file."),
+        typer.Argument(
+            help="A model (unet:0.25, smp:Unet/resnet34, net.py:factory), a checkpoint, an .onnx file, or a results "
+            "folder of nnU-Net."
+        ),
     ],
     recipe: Annotated[
         str,
@@ -107,6 +111,9 @@ def _subject(
     model: str, recipe: str, classes: int, digits: bool, sets: list[str] | None, size: tuple[int, int] | None
 ) -> Subject:
     path = Path(model)
+    if nnunet.is_folder(path):
+        network, plans, patch, rest = nnunet.subject(path, recipe)
+        return _of_network(network, plans, patch, named=rest)
     if not path.is_file() and path.suffix not in (".onnx", ".safetensors"):
         return _of_spec(model, recipe, classes, digits, sets, size)
     if not path.is_file():
@@ -123,9 +130,13 @@ def _subject(
     )
 
 
-def _of_network(network: nn.Module, plans: list[LayerPlan], size: tuple[int, int], named: str = "fp16") -> Subject:
+def _image(size: tuple[int, int]) -> Tensor:
     import torch
 
+    return torch.zeros(1, 3, *size)
+
+
+def _of_network(network: nn.Module, plans: list[LayerPlan], example: Tensor, named: str = "fp16") -> Subject:
     from fp4deploy.export.lowering.forecast import Forecast, forecast, forecast_fp8
     from fp4deploy.graph.costs import MULTIPLYING, macs_of_calls
     from fp4deploy.rest import FP16, rest_of
@@ -145,10 +156,12 @@ def _of_network(network: nn.Module, plans: list[LayerPlan], size: tuple[int, int
     multiplying = {name: layer for name, layer in modules.items() if isinstance(layer, MULTIPLYING)}
     macs, unknown = None, ""
     try:
-        macs = macs_of_calls(network.eval(), multiplying, torch.zeros(1, 3, *size))
+        macs = macs_of_calls(network.eval(), multiplying, example)
     except Exception as error:  # the network's own code, on a size that nobody gave
         cause = str(error) if isinstance(error, Fp4DeployError) else named_cause(error)
-        unknown = f"the network fails on images of {size[0]}x{size[1]} (--size names another): {cause}"
+        unknown = (
+            f"the network fails on images of {'x'.join(map(str, example.shape[2:]))} (--size names another): {cause}"
+        )
     return Subject(plans, lambda conv, _: [of(plan, conv) for plan in plans], macs, unknown)
 
 
@@ -162,7 +175,7 @@ def _of_spec(
 
     chosen = load_config(None, sets or []).model
     network = build_model(parse_spec(model, chosen.args, chosen.output), classes, digits=digits)
-    return _of_network(network, layer_plan(network, recipe), size or (256, 256))
+    return _of_network(network, layer_plan(network, recipe), _image(size or (256, 256)))
 
 
 def _of_checkpoint(path: Path, recipe: str, size: tuple[int, int] | None) -> Subject:
@@ -176,7 +189,7 @@ def _of_checkpoint(path: Path, recipe: str, size: tuple[int, int] | None) -> Sub
         prepare_as(model, card)
     load_weights(model, path)
     plans = layer_plan(model, card.recipe or recipe)
-    return _of_network(model, plans, size or (card.height, card.width), named=card.rest)
+    return _of_network(model, plans, _image(size or (card.height, card.width)), named=card.rest)
 
 
 def _of_onnx(path: Path) -> Subject:

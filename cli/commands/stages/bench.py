@@ -181,7 +181,7 @@ def bench(
         _moved(engine, layers, streams, trace, batch, iterations, out)
         return
     from fp4deploy.bench.gate.baseline import find_baseline
-    from fp4deploy.bench.gate.decision import gate_drop, require_passed
+    from fp4deploy.bench.gate.decision import doubt, gate_drop, require_passed
     from fp4deploy.bench.runtimes.like import read_like
     from fp4deploy.data import MEASURED
     from fp4deploy.system.files import require_writable
@@ -213,6 +213,8 @@ def bench(
     if keep is not None:
         _draw(found, decisions, reference, where, split, keep, card)
     if reference is not None:
+        if (weak := doubt(reference)) is not None:
+            note(weak)
         require_passed(decisions)
         note(f"Within {max_drop:g} points of the baseline's {100 * reference.value:.2f} % {reference.metric}.")
     if any(not path.is_dir() for path in engine):
@@ -368,11 +370,14 @@ def _measure(
     like: Like | None,
 ) -> list[ArtifactEntry]:
     from fp4deploy.bench.artifact import bench_artifact, bench_or_explain
+    from fp4deploy.bench.environment import cpu_name
     from fp4deploy.bench.locate import model_of
     from fp4deploy.provenance import outdated
     from fp4deploy.runs import run_of
+    from fp4deploy.system.processors import busy
     from fp4deploy.system.progress import progress
 
+    others = busy()  # before this process keeps the processors busy itself
     run_one = bench_artifact if len(paths) == 1 else bench_or_explain
     found = []
     for path, settings in paths:
@@ -404,6 +409,8 @@ def _measure(
             _keep(path, found[-1], data)
         if folder is not None and found[-1].instances is not None:
             note(f"  Wrote the instances to {shown(folder)}.")
+    if others is not None and any(entry.latency_ms and entry.device == cpu_name() for entry in found):
+        note(others)
     return found
 
 

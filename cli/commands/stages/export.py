@@ -12,7 +12,8 @@ from fp4deploy.runs import Run, latest_run, open_run
 
 from ... import completion
 from ...console import done, note, shown, typed
-from ...settings import NamedModelOption, RestOption, expect, parse_size
+from ...settings import ExportedRestOption, NamedModelOption, expect, parse_size
+from . import nnunet
 
 if TYPE_CHECKING:
     from fp4deploy.export import ExportResult
@@ -26,7 +27,7 @@ def export(
     source: Annotated[
         Path | None,
         typer.Argument(
-            help="Run folder or checkpoint; with --format triton an .onnx file or .plan too.",
+            help="Run folder, checkpoint, results folder of nnU-Net; with --format triton an .onnx file or .plan too.",
             show_default="the latest run",
             autocompletion=completion.sources,
         ),
@@ -59,10 +60,11 @@ def export(
     dynamic_size: Annotated[
         bool, typer.Option("--dynamic-size", help="Leave height and width of the ONNX graph open.")
     ] = False,
-    rest: RestOption = None,
+    rest: ExportedRestOption = None,
     max_batch: Annotated[
         int, typer.Option("--max-batch", min=1, help="Largest batch of the server (--format triton).")
     ] = 8,
+    fold: nnunet.FoldOption = None,
     model: NamedModelOption = None,
 ) -> None:
     """Write the hardware-neutral ONNX graph, or a packed network; exit 1 if its results differ from torch's."""
@@ -73,6 +75,13 @@ def export(
         raise InputError("--size and --dynamic-size are options of --format onnx.")
     if form == "triton" and rest is not None:
         raise InputError("--rest is an option of --format onnx and packed: a model repository serves their files.")
+    if source is not None and nnunet.is_folder(source):
+        if size is not None or dynamic_size:
+            raise InputError("--size and --dynamic-size are not for a folder of nnU-Net: its plans say the patch size.")
+        nnunet.export(source, fold, form, portable, data, out, verify, rest)
+        return
+    if fold:
+        raise InputError("--fold is for a results folder of nnU-Net.")
     if form == "triton":
         _serve(source, out or REPOSITORY, max_batch)
         return

@@ -15,6 +15,7 @@ from ... import completion
 from ...console import done, note, print_json, results, shown
 from ...numbers import finite
 from ...settings import CompileOption, NetworkOption, expect
+from . import nnunet
 
 if TYPE_CHECKING:
     from fp4deploy.predict.predictor import Predictor
@@ -68,6 +69,22 @@ def predict(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print predictions.json on stdout instead of a table.")
     ] = False,
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--nnunet",
+            help="Results folder of nnU-Net with packed networks: IMAGES is a folder of NAME_0000 files.",
+            show_default="none",
+        ),
+    ] = None,
+    fold: nnunet.FoldOption = None,
+    processes: Annotated[
+        int,
+        typer.Option("--processes", min=0, help="With --nnunet: processes that preprocess, and that write; 0: none."),
+    ] = 3,
+    mirror: Annotated[
+        bool, typer.Option("--mirror/--no-mirror", help="With --nnunet: also predict flipped patches, as nnU-Net does.")
+    ] = True,
     compiled: CompileOption = True,
     network: NetworkOption = None,
 ) -> None:
@@ -75,6 +92,11 @@ def predict(
     from fp4deploy.predict.sources import CAMERA, STDIN, find_sources
 
     expect(network)
+    if folder is not None:
+        nnunet.predict(folder, fold, images, out, processes, mirror)
+        return
+    if fold:
+        raise InputError("--fold goes with --nnunet FOLDER.")
     piped = images == [STDIN]
     live = len(images) == 1 and images[0].startswith(CAMERA)
     if not piped and STDIN in images:

@@ -14,6 +14,7 @@ from fp4deploy.runs import latest_run
 from ...artifacts import next_commands
 from ...console import done, note, shown, typed
 from ...settings import NamedModelOption, RestOption, expect, parse_size
+from . import nnunet
 
 if TYPE_CHECKING:
     from fp4deploy.bench.change import Change
@@ -25,7 +26,7 @@ def quantize(
     checkpoint: Annotated[
         Path | None,
         typer.Argument(
-            help="FP16 checkpoint, FP16 or FP32 .onnx file, or with --model a state dict of PyTorch (.pth).",
+            help="FP16 checkpoint, .onnx file, results folder of nnU-Net, or with --model a state dict of PyTorch.",
             show_default="fp16 of the latest run",
         ),
     ] = None,
@@ -33,7 +34,7 @@ def quantize(
         Path | None,
         typer.Option(
             "--data",
-            help="Dataset, or a folder of images without labels.",
+            help="Dataset, a folder of images without labels, or nnU-Net's raw data set.",
             show_default="what the run was trained on",
         ),
     ] = None,
@@ -84,7 +85,7 @@ def quantize(
         Path | None,
         typer.Option(
             "--out",
-            help="File to write.",
+            help="File to write; of nnU-Net the folder.",
             show_default="nvfp4-METHOD.safetensors beside the source; of NAME.onnx NAME.nvfp4.onnx",
         ),
     ] = None,
@@ -121,11 +122,23 @@ def quantize(
             show_default="classes and values",
         ),
     ] = None,
+    fold: nnunet.FoldOption = None,
     model: NamedModelOption = None,
 ) -> None:
     """Write an NVFP4 checkpoint that export, bench and predict take like a trained one; of ONNX the canonical file."""
     expect(model)
     settings = {"correction": correction, "activations": activations, "iterations": iterations, "seed": seed}
+    if checkpoint is not None and nnunet.is_folder(checkpoint):
+        if config is not None or digits or any(each is not None for each in (size, mean, std, outputs)):
+            raise InputError(
+                "--config, --digits, --size, --mean, --std and --outputs are not for a folder of nnU-Net, which says "
+                "what its networks read; it takes --include, --exclude, --fp8 and --fold."
+            )
+        given = {"include": include, "exclude": exclude, "fp8": fp8, "rest": rest, "batch": batch, **settings}
+        nnunet.quantize(checkpoint, fold, data, out, method=method, patches=images, **given)
+        return
+    if fold:
+        raise InputError("--fold is for a results folder of nnU-Net.")
     if checkpoint is not None and checkpoint.suffix == ".onnx":
         if config is not None or digits or rest is not None:
             raise InputError(
@@ -213,7 +226,7 @@ def _of_state_dict(
     from fp4deploy import provenance
     from fp4deploy.data import IMAGE_MEAN, IMAGE_STD, PhotoDataset, are_photos, open_dataset, usual_size
     from fp4deploy.models.spec import parse_spec
-    from fp4deploy.models.state_dict import ADVICE, checkpoint_of
+    from fp4deploy.models.state_dict import ADVICE, checkpoint_of, is_state_dict
     from fp4deploy.system.files import require_writable
     from fp4deploy.train import load_config
 
@@ -227,8 +240,8 @@ def _of_state_dict(
     images = PhotoDataset(data) if are_photos(data) or not data.is_dir() else open_dataset(data, "train")
     pixels = parse_size(size) or usual_size(images)
     target = source.with_name(f"{source.stem.removesuffix('.fp16')}.fp16.safetensors")
-    if target == source:
-        raise InputError(f"{source} would be replaced by its checkpoint. Give it another name.")
+    if target == source or is_state_dict(target):
+        raise InputError(f"{target} would be replaced, and holds weights of another program. Give it another name.")
     require_writable(target)
     mean, std = (_rgb(text, usual) for text, usual in zip(normalisation, (IMAGE_MEAN, IMAGE_STD), strict=True))
     names = tuple(name.strip() for name in classes.split(",") if name.strip()) if classes else images.class_names

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fp4deploy.errors import InputError
-from fp4deploy.runs import processes
+from fp4deploy.errors import InputError, Interrupted
+from fp4deploy.runs import Run, hold, latest_run, open_run, processes
 
 from ... import completion
-from ...console import done, note, results, shown
+from ...console import done, note, results, shown, typed
 from ...settings import (
     DEFAULT,
+    GENERATED,
+    MODELS_HELP,
     BatchSizeOption,
     ClassesOption,
     ConfigOption,
@@ -23,7 +27,6 @@ from ...settings import (
     EveryOption,
     InitOption,
     ModelOption,
-    ModelsOption,
     OutOption,
     RecipeOption,
     ScratchOption,
@@ -39,6 +42,7 @@ from .bench import print_table
 
 if TYPE_CHECKING:
     from fp4deploy.report.write import Report
+    from fp4deploy.train import Config
 
 
 def run(
@@ -47,7 +51,18 @@ def run(
     ] = False,
     data: DataOption = None,
     out: OutOption = None,
-    models: ModelsOption = DEFAULT,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the latest run, or the one given by --out, with its settings.")
+    ] = False,
+    models: Annotated[
+        str | None,
+        typer.Option(
+            "--models",
+            help=MODELS_HELP,
+            show_default=f"{DEFAULT}; with --resume those the run was asked for",
+            autocompletion=completion.models,
+        ),
+    ] = None,
     task: TaskOption = None,
     recipe: RecipeOption = None,
     classes: ClassesOption = None,
@@ -78,29 +93,39 @@ def run(
         raise InputError("fp4deploy run is one process. Train under torchrun with: fp4deploy train; then export.")
     if demo and data is not None:
         raise InputError("--demo uses generated shapes; leave out either --demo or --data.")
+    if resume and config is not None:
+        raise InputError("--resume goes on with the settings of the run; leave out --config.")
     check_arch(arch)  # before hours of training
-    chosen = parse_models(models)
-    resolved = settings(
-        config,
-        sets,
-        data=data,
-        classes=classes,
-        recipe=recipe,
-        task=task,
-        every=telemetry_every,
-        trackers=tracker,
-        model=model,
-        init=init,
-        epochs=epochs,
-        batch_size=batch_size,
-        size=size,
-    )
-    with new_run(resolved, out) as (created, resolved):
-        where = Path(resolved.data.root or created.path / "data")
-        report = run_chain(
-            resolved, created, where, chosen, from_scratch=from_scratch, arch=arch, say=note, commands=[this_command()]
-        )
+    chosen = parse_models(DEFAULT if models is None else models)
+    flags: Any = {"data": data, "classes": classes, "recipe": recipe, "task": task, "every": telemetry_every}
+    flags |= {"trackers": tracker, "model": model, "init": init}
+    flags |= {"epochs": epochs, "batch_size": batch_size, "size": size}
+    begun = (open_run(out) if out is not None else latest_run()) if resume else None
+    if begun is not None and models is None:
+        chosen = begun.asked_models() or chosen
+    resolved = settings(config if begun is None else begun.config_path, sets, **flags)
+    if demo and begun is None and epochs is None:
+        note("A smaller one, with worse models: fp4deploy run --demo --epochs 2 --size 64")
+    with _resumed(begun, resolved) if begun is not None else new_run(resolved, out) as (current, resolved):
+        where = Path(resolved.data.root or current.path / GENERATED)
+        options: Any = {"from_scratch": from_scratch, "resume": resume, "arch": arch, "commands": [this_command()]}
+        try:
+            report = run_chain(resolved, current, where, chosen, say=note, **options)
+        except Interrupted as error:
+            more = f"fp4deploy run --out {typed(current.path)} --resume"
+            raise Interrupted(error.number, more if error.resume else "") from None
     _print(report)
+
+
+@contextmanager
+def _resumed(run: Run, resolved: Config) -> Iterator[tuple[Run, Config]]:
+    """Hold a run that is there."""
+    from fp4deploy.bench.commands import record
+
+    with hold(run.path):
+        note(f"Continuing {shown(run.path)}.")
+        record(run)
+        yield run, resolved
 
 
 def _print(report: Report) -> None:

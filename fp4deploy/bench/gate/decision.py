@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from fp4deploy.bench.artifact import OK
-from fp4deploy.bench.evidence import read_evidence
+from fp4deploy.bench.evidence import PixelCounts, read_evidence
 from fp4deploy.bench.gate.baseline import Baseline
 from fp4deploy.bench.gate.bootstrap import FEW_IMAGES, LEVEL, Interval, paired_drop
 from fp4deploy.bench.records import ArtifactEntry
@@ -154,6 +154,20 @@ def gate_drop(results: Sequence[ArtifactEntry], baseline: Baseline, max_drop: fl
             "outputs are NaN, so the gate --max-drop cannot be judged."
         )
     return [decide(result, baseline, max_drop) for result in results if result.accuracy is not None]
+
+
+def doubt(baseline: Baseline) -> str | None:
+    """Why a gate on this baseline proves little, in a sentence; None where the baseline has something to lose."""
+    if not isinstance(baseline.counts, PixelCounts):
+        return None
+    name, constant = baseline.counts.constant()
+    if baseline.value > constant + ROUNDING:
+        return None
+    return (
+        f"The baseline {Path(baseline.artefact).name} has {100 * baseline.value:.2f} % mIoU, no more than calling "
+        f"every pixel {name} ({100 * constant:.2f} %): staying near it proves nothing. Give a trained baseline, and "
+        "the data that it was trained on."
+    )
 
 
 def fastest(found: Sequence[ArtifactEntry], max_drop: float) -> ArtifactEntry | None:

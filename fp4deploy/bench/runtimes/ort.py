@@ -20,9 +20,9 @@ from fp4deploy.bench.environment import cpu_name
 from fp4deploy.bench.latency import time_cpu
 from fp4deploy.bench.runtimes.like import Like
 from fp4deploy.bench.runtimes.onnx_file import find_card, is_fp4, ports_of, require_card, weights
-from fp4deploy.bench.runtimes.ports import Outputs, fed, fixed_batch, named
+from fp4deploy.bench.runtimes.ports import Outputs, fed, fixed_batch, named, warn_of_others
 from fp4deploy.bench.runtimes.precision import of_onnx, of_rest
-from fp4deploy.bench.runtimes.protocol import EXPORT_AGAIN, TIMEOUT, Array, Given, checked, finite
+from fp4deploy.bench.runtimes.protocol import EXPORT_AGAIN, TIMEOUT, Array, Given, checked, described, finite
 from fp4deploy.detection.decode import FoundBoxes
 from fp4deploy.errors import InputError
 from fp4deploy.export import read_onnx, to_portable
@@ -71,12 +71,16 @@ class OrtRuntime:
         """
         return require_card(self._card, self._path)
 
+    def __repr__(self) -> str:
+        return described(self, self._path)
+
     def infer(self, images: Array) -> Array:
         """Logits float32 [N, classes, H, W]."""
         batch = fixed_batch(self.inputs) or len(images)
         parts = [self._first(images[at : at + batch], batch) for at in range(0, len(images), batch)]
         found: Array = parts[0] if len(parts) == 1 else np.concatenate(parts)
         if self._card is None:
+            warn_of_others(self._names, self._path)
             return finite(found, images, self._path) if found.dtype.kind == "f" else found
         return checked(found, images, self._card, self._path, self._advice)
 

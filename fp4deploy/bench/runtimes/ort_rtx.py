@@ -25,7 +25,7 @@ from fp4deploy.bench.latency import time_cpu
 from fp4deploy.bench.runtimes.onnx_file import find_card, ports_of, require_card
 from fp4deploy.bench.runtimes.ports import Outputs, fed, named, require_one_input
 from fp4deploy.bench.runtimes.precision import of_onnx
-from fp4deploy.bench.runtimes.protocol import Array, Given, checked
+from fp4deploy.bench.runtimes.protocol import Array, Given, checked, described
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.export import read_onnx
 from fp4deploy.export.onnx.canonical import is_canonical, rest_of_file
@@ -78,6 +78,9 @@ class OrtRtxRuntime:
         """The output of these inputs, or several by name (`ports`)."""
         found = self._session.run(None, fed(self.inputs, inputs, self._path))
         return named(self._names, [each.astype(np.float32) if each.dtype == np.float16 else each for each in found])
+
+    def __repr__(self) -> str:
+        return described(self, self._path)
 
     def infer(self, images: Array) -> Array:
         """Logits float32 [N, classes, H, W]."""

@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves
 from fp4deploy import __version__
 from fp4deploy.bench.environment import cpu_name
 from fp4deploy.bench.latency import time_cpu, time_cuda
-from fp4deploy.bench.runtimes.ports import Outputs, Port, fed, named
+from fp4deploy.bench.runtimes.ports import Outputs, Port, fed, named, warn_of_others
 from fp4deploy.bench.runtimes.precision import of_rest
-from fp4deploy.bench.runtimes.protocol import Array, Given, finite
+from fp4deploy.bench.runtimes.protocol import Array, Given, described, finite
 from fp4deploy.graph.capture import file_names
 from fp4deploy.models.card import ModelCard
 from fp4deploy.packed import PackedFile, PackedNetwork, activation_bytes, full_precision, plain_bytes, read_packed
@@ -70,9 +70,14 @@ class PackedRuntime:
         graph = ", one graph" if self._network.replays else ""
         return f"fp4deploy {__version__} packed (CUDA, {kernels}{graph})"
 
+    def __repr__(self) -> str:
+        return described(self, self._path)
+
     def infer(self, images: Array) -> Array:
         """Logits float32 [N, classes, H, W]."""
         outputs: Array = first_output(self._network(*self._given([images]))).float().cpu().numpy()
+        if self._network.network.file.card is None:
+            warn_of_others(self._names, self._path)
         return finite(outputs, images, self._path)
 
     def __call__(self, *inputs: Any) -> Outputs:
@@ -119,7 +124,7 @@ def _port(each: Input) -> Port:
     """Free axes but the batch are left to the network, which says what sizes would fit."""
     free = {axis: "N" if axis == 0 else None for axis in each.free}
     extents = tuple(free.get(axis, size) for axis, size in enumerate(each.shape))
-    return Port(each.name, np.dtype(np.float32), extents)
+    return Port(each.name, np.dtype(each.dtype), extents)
 
 
 def first_output(outputs: Result) -> torch.Tensor:

@@ -11,6 +11,7 @@ Floating point inputs take any floating point type; integers are never converted
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,6 +94,16 @@ def fed(ports: Sequence[Port], given: Sequence[Any], source: object) -> dict[str
 def named(names: Sequence[str], values: Sequence[NDArray[Any]]) -> Outputs:
     """What a call gives: the only output, or all of them by name."""
     return values[0] if len(values) == 1 else dict(zip(names, values, strict=True))
+
+
+def warn_of_others(names: Sequence[str], source: object) -> None:
+    """Say that what takes the first output of several leaves the others out; Python shows it once a place."""
+    if len(names) > 1:
+        warnings.warn(
+            f"{source} has {len(names)} outputs ({', '.join(names)}), and infer gives the first, {names[0]}. All of "
+            "them, in a dict by these names: runtime(images)",
+            stacklevel=3,
+        )
 
 
 def require_one_input(ports: Sequence[Port], source: object) -> None:

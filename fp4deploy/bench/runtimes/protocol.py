@@ -74,6 +74,11 @@ class OpenRuntime(Runtime, Protocol):
         ...
 
 
+def described(runtime: Runtime, path: object) -> str:
+    """The `repr` of a runtime: one line."""
+    return f"{type(runtime).__name__}({str(path)!r}, {runtime.name}, {runtime.precision})"
+
+
 def checked(outputs: NDArray[Any], images: Array, card: ModelCard, source: object, advice: str = EXPORT_AGAIN) -> Array:
     """Outputs as float32, where they are what the card says of these images.
 

@@ -26,7 +26,7 @@ from fp4deploy.bench.environment import cpu_name
 from fp4deploy.bench.latency import time_cpu, time_cuda
 from fp4deploy.bench.runtimes.ports import Outputs, fed, image_port
 from fp4deploy.bench.runtimes.precision import of_layers, of_rest
-from fp4deploy.bench.runtimes.protocol import Array, Given, finite
+from fp4deploy.bench.runtimes.protocol import Array, Given, described, finite
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.plugins.runtime.cache import keep_compiled_private
 from fp4deploy.qat import load_model, quantized_layers
@@ -70,6 +70,9 @@ class TorchRuntime:
         self.device = torch.cuda.get_device_name(self._device) if self.cuda else cpu_name()
         quantized = of_layers("FP8" if is_fp8(each.recipe) else "FP4" for each in quantized_layers(model).values())
         self.precision = f"{quantized} (emulated)" if quantized else of_rest(self._rest, self.cuda)
+
+    def __repr__(self) -> str:
+        return described(self, self._path)
 
     def infer(self, images: Array) -> Array:
         """Logits float32 [N, classes, H, W]."""

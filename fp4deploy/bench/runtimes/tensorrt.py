@@ -22,7 +22,7 @@ from fp4deploy.bench.ledgers import TITLES, built_by
 from fp4deploy.bench.runtimes.engine_interface import EngineInterface, assumed
 from fp4deploy.bench.runtimes.ports import Extent, Outputs, Port, fed, named, require_one_input
 from fp4deploy.bench.runtimes.precision import of_engine
-from fp4deploy.bench.runtimes.protocol import TIMEOUT, Array, Given, checked
+from fp4deploy.bench.runtimes.protocol import TIMEOUT, Array, Given, checked, described
 from fp4deploy.data import IMAGE_MEAN, IMAGE_STD
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.export.engine import build as engine
@@ -84,6 +84,9 @@ class TensorRtRuntime:
         self.name = f"{TITLES[backend]} {trt.__version__}"
         self.device = torch.cuda.get_device_name()
         self.precision = of_engine(ledger, self.card.precision)
+
+    def __repr__(self) -> str:
+        return described(self, self._path)
 
     def infer(self, images: Array) -> Array:
         """Logits float32 [N, classes, H, W]; more images than the engine's largest batch run batch by batch."""

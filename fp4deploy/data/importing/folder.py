@@ -5,18 +5,13 @@ own JSON with addresses of its server (`data.importing.label_studio`), CVAT one 
 one folder of images. The folder that this makes has COCO's layout, with the annotations as they are and the images as
 hard links (copies where the file system has none).
 
-A file without splits is divided by the name of each image: SHA-256 of seed and name, read as a number in [0, 1). So an
-image stays in its split when others are added, and the division is the same on every machine.
+A file without splits is divided by the names of the images (`data.importing.splits`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import shutil
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +19,8 @@ from typing import Any
 from fp4deploy.data.coco.annotations import MOST_JSON_BYTES, inside_folder, parse_content
 from fp4deploy.data.images import ImageError, image_size
 from fp4deploy.data.importing.label_studio import coco_content, is_label_studio
-from fp4deploy.data.sample import TEST, TRAIN, VAL
+from fp4deploy.data.importing.splits import divide, flat_names, link, require_images, require_shares
+from fp4deploy.data.sample import TRAIN
 from fp4deploy.errors import InputError
 from fp4deploy.system.files import atomic_write
 from fp4deploy.system.schema import parse_json, read_bytes
@@ -62,26 +58,31 @@ def import_coco(
     """
     if out.exists():
         raise InputError(f"{out} exists already. Choose another --out.")
-    shares = {VAL: val_share, TEST: test_share}
-    for split, share in shares.items():
-        if share and split in files:
-            raise InputError(f"--{split}-share divides the training file, and there is a file of {split} already.")
-    if VAL not in files and not val_share:
-        raise InputError(
-            "There is no validation split: give --val-json FILE, or a share of the images: --val-share 0.2"
-        )
-    if val_share + test_share >= 1:
-        raise InputError(f"--val-share and --test-share take {val_share + test_share:g} of the images; leave some.")
+    shares = require_shares(set(files), val_share, test_share, "give --val-json FILE, or ")
     contents = {split: _read(path, images) for split, path in files.items()}
+    return write_coco(contents, lambda name: _find(name, images), out, shares, seed)
+
+
+def write_coco(
+    contents: Mapping[str, dict[str, Any]],
+    find: Callable[[str], Path],
+    out: Path,
+    shares: Mapping[str, float],
+    seed: int,
+) -> list[Imported]:
+    """Make the dataset folder `out` of the contents of COCO files by split; `find` gives the file of an image's name.
+
+    Raises:
+        InputError: an image is missing, a split would be empty, or `out` cannot be written; nothing is left behind.
+    """
     names = {split: [str(image["file_name"]) for image in content["images"]] for split, content in contents.items()}
-    places = {name: _find(name, images) for name in dict.fromkeys(name for each in names.values() for name in each)}
-    flat = _flat_names(places)
+    places = {name: find(name) for name in dict.fromkeys(name for each in names.values() for name in each)}
+    flat = flat_names(list(places))
     found = []
     with atomic_write(out) as folder:
-        for split, content in _divide(contents, shares, seed).items():
+        for split, content in _divided(contents, shares, seed, places).items():
             found.append(_write(folder, split, content, places, flat))
-            if not found[-1].images:
-                raise InputError(f"No image falls into the split {split}. Give a larger share, or another --seed.")
+            require_images({split: found[-1].images})
     return found
 
 
@@ -150,46 +151,24 @@ def _find(name: str, folders: Sequence[Path]) -> Path:
     raise InputError(f"The image {name} is in none of the folders: {where}. Give its folder with --images.")
 
 
-def _flat_names(places: Mapping[str, Path]) -> dict[str, str]:
-    """A name without folders for every image; those that would share one get a number."""
-    found: dict[str, str] = {}
-    used: Counter[str] = Counter()
-    for name in places:
-        path = Path(name.replace("\\", "/"))
-        used[path.name] += 1
-        found[name] = path.name if used[path.name] == 1 else f"{path.stem}.{used[path.name]}{path.suffix}"
-    if len(set(found.values())) < len(found):
-        raise InputError("Two images would get one name. Rename images such as a.2.jpg.")
-    return found
-
-
-def _divide(
-    contents: Mapping[str, dict[str, Any]], shares: Mapping[str, float], seed: int
+def _divided(
+    contents: Mapping[str, dict[str, Any]], shares: Mapping[str, float], seed: int, places: Mapping[str, Path]
 ) -> dict[str, dict[str, Any]]:
-    whole = dict(contents)
-    taken = 0.0
-    train = contents[TRAIN]
-    ends = []
-    for split, share in shares.items():
-        if share:
-            taken += share
-            ends.append((taken, split))
-    if not ends:
+    whole, train = dict(contents), contents[TRAIN]
+    splits = [split for split, share in shares.items() if share]
+    if not splits:
         return whole
-    place = {image["id"]: _split_of(str(image["file_name"]), ends, seed) for image in train["images"]}
-    for split in (TRAIN, *(split for _, split in ends)):
+    place = divide(
+        {str(image["file_name"]): places[str(image["file_name"])] for image in train["images"]}, shares, seed
+    )
+    split_of = {image["id"]: place[str(image["file_name"])] for image in train["images"]}
+    for split in (TRAIN, *splits):
         whole[split] = {
             **train,
-            "images": [image for image in train["images"] if place[image["id"]] == split],
-            "annotations": [each for each in train["annotations"] if place[each["image_id"]] == split],
+            "images": [image for image in train["images"] if split_of[image["id"]] == split],
+            "annotations": [each for each in train["annotations"] if split_of[each["image_id"]] == split],
         }
     return whole
-
-
-def _split_of(name: str, ends: Sequence[tuple[float, str]], seed: int) -> str:
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    number = int.from_bytes(digest[:8], "big") / 2**64
-    return next((split for end, split in ends if number < end), TRAIN)
 
 
 def _write(
@@ -198,15 +177,8 @@ def _write(
     (folder / "annotations").mkdir(parents=True, exist_ok=True)
     (folder / split).mkdir()
     for name in dict.fromkeys(str(image["file_name"]) for image in content["images"]):
-        _link(places[name], folder / split / flat[name])
+        link(places[name], folder / split / flat[name])
     records = [{**image, "file_name": flat[str(image["file_name"])]} for image in content["images"]]
     text = json.dumps({**content, "images": records})
     (folder / "annotations" / f"instances_{split}.json").write_text(text, encoding="utf-8")
     return Imported(split, len(records), len(content["annotations"]))
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source.resolve(), target)
-    except OSError:
-        shutil.copyfile(source, target)

@@ -7,7 +7,6 @@ a defect. Nor is an annotation without a segmentation where no annotation has on
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ from fp4deploy.data.coco.annotations import Annotation, CocoFile, Defect, ImageR
 from fp4deploy.data.coco.regions import MIN_COORDINATES, RegionError, encode, pixel_count
 from fp4deploy.data.dataset import has_split
 from fp4deploy.data.images import ImageError, check_size, read_class_ids, read_image
-from fp4deploy.data.inspection.labels import Histogram, crowd_defect, mask_defects
+from fp4deploy.data.inspection.labels import Histogram, annotation_defect, mask_defects
 from fp4deploy.data.inspection.summary import Shared, parse_splits, shared_images
 from fp4deploy.data.layouts import find_images, has_masks, mask_files, split_images
 from fp4deploy.data.masks import are_numbers, class_colours, class_values
@@ -29,6 +28,7 @@ from fp4deploy.data.sample import SPLITS, TEST, TRAIN
 from fp4deploy.data.volumes.check import check_volumes
 from fp4deploy.data.volumes.layout import is_volumes
 from fp4deploy.errors import InputError
+from fp4deploy.system.processors import cores
 
 if TYPE_CHECKING:
     from fp4deploy.system.progress import Phase
@@ -106,8 +106,8 @@ def _check_annotations(
     """`advance`: the images are read, and it is called; None: they only have to be there. `boxes`: boxes suffice."""
     yield from parsed.defects
     file = parsed.file
-    if split == TRAIN and (crowds := crowd_defect(parsed.annotations)):
-        yield Defect(file, None, *crowds)
+    if split == TRAIN and parsed.images and (wrong := annotation_defect(parsed.annotations)):
+        yield Defect(file, None, *wrong)
     names = Counter(record.file_name for record in parsed.images.values())
     for name in (name for name, count in names.items() if count > 1):
         yield Defect(file, None, "repeated-image", f"lists the image {name} {names[name]} times, under several ids.")
@@ -144,7 +144,7 @@ def _check_images(
             return Defect(_relative(root, path), None, _image_kind(path, str(error)), str(error))
         return None
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(cores()) as pool:
         for number, defect in enumerate(pool.map(check, images)):
             advance(number + 1, len(images))
             if defect is not None:

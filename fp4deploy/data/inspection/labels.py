@@ -6,7 +6,8 @@
 | most classes of masks without names occur nowhere | binary masks of 0 and 128, or another few values |
 | many values between two that hold most pixels | binary masks with soft edges: blurred, resized, or stored as JPEG |
 | every annotated object is a crowd | brush masks of CVAT, which are written with "iscrowd": 1; crowds are void |
-| one class alone | objects were not drawn |
+| one class alone | objects were not drawn, or the other classes are not to be learned |
+| no annotation | the wrong file |
 | every pixel void | colours or values that no class has |
 
 `fp4deploy data check` looks at every mask, training at some of each split before it begins. Classes that occur nowhere
@@ -30,6 +31,7 @@ from fp4deploy.data.sample import IGNORE, TRAIN, VAL, SegmentationDataset, data_
 MOST_READ = 100  # masks that a training reads before it begins, evenly spaced
 MIXED = 8  # values between two others; fewer may be classes
 TWO_VALUES = 0.6  # share of the pixels that the two values of a binary mask have at least, beside soft edges
+IMPORTED = "; fp4deploy data import does."
 SPREAD = 64  # the least distance of these two values
 
 Histogram = NDArray[np.int64]  # [256], pixels of each value of the masks
@@ -68,14 +70,14 @@ def value_defect(values: Histogram, classes: int, named: bool) -> tuple[str, str
         return "grey-masks", (
             f"hold {len(present)} values, and {100 * two / total:.0f} % of the pixels are {first} or {second}: grey "
             "levels between two classes, of masks that were blurred, resized or stored as JPEG. Write 0 and 1, by a "
-            "threshold."
+            f"threshold{IMPORTED}"
         )
     if len(learned) == 1 and void:
         others = [int(value) for value in present if value not in learned]
         return "binary-masks", (
             f"hold one class: {100 * void / total:.0f} % of the pixels are {_listed(others)}, which is void and "
             f"ignored, and the others {learned[0]}, so that there is nothing to tell apart. In binary masks of 0 and "
-            "255 write 1 for 255."
+            f"255 write 1 for 255{IMPORTED}"
         )
     if len(learned) == 1:
         return "one-class", f"hold the value {learned[0]} alone, so that there is nothing to tell apart."
@@ -92,9 +94,11 @@ def _by_name(named: bool, classes: int) -> bool:
     return named and classes > SPREAD
 
 
-def crowd_defect(annotations: Sequence[Annotation]) -> tuple[str, str] | None:
-    """(kind, message) where every annotation is a crowd."""
-    if not annotations or not all(annotation.crowd for annotation in annotations):
+def annotation_defect(annotations: Sequence[Annotation]) -> tuple[str, str] | None:
+    """(kind, message) where there is no annotation, or every one is a crowd."""
+    if not annotations:
+        return "no-annotations", "has no annotation, so that every pixel is background and nothing is learned."
+    if not all(annotation.crowd for annotation in annotations):
         return None
     return "all-crowds", (
         f'has {len(annotations)} annotations, all with "iscrowd": 1, so that every object is ignored. CVAT writes its '
@@ -121,7 +125,7 @@ def require_labels(dataset: SegmentationDataset, root: Path) -> list[str]:
         InputError: nothing can be learned from them.
     """
     if isinstance(dataset, CocoDataset):
-        if wrong := crowd_defect(dataset.annotations):
+        if wrong := annotation_defect(dataset.annotations):
             raise data_error(root, f"{dataset.path} {wrong[1]}")
         used = {dataset.class_of(annotation) for annotation in dataset.annotations if not annotation.crowd}
         first = 1 if dataset.background or isinstance(dataset, BoxDataset) else 0
@@ -133,7 +137,16 @@ def require_labels(dataset: SegmentationDataset, root: Path) -> list[str]:
     if wrong := value_defect(counts, dataset.values, dataset.named):
         raise data_error(root, f"The masks of {TRAIN} {wrong[1]}")
     present = dataset.classes_of(np.flatnonzero(counts))
-    return [name for number, name in enumerate(dataset.class_names) if number not in present]
+    absent = [name for number, name in enumerate(dataset.class_names) if number not in present]
+    if len(dataset.class_names) < 2 or (places is None and len(present) < 2):
+        lacking = f"; no pixel is {', '.join(absent[:8])}" if absent else ""
+        raise data_error(
+            root,
+            f"Of the classes to learn, {', '.join(dataset.class_names[:8])}, the masks of {TRAIN} hold "
+            f"{len(present)}{lacking}. The pixels of other classes are void, so that there is nothing to tell apart: "
+            "learn two classes or more.",
+        )
+    return absent
 
 
 def _listed(values: Sequence[int] | NDArray[np.int64]) -> str:

@@ -111,7 +111,9 @@ def read_layout(root: Path) -> Layout:
     ending = given.get("file_ending", SUFFIXES[0])
     if ending not in SUFFIXES:
         raise data_error(
-            root, f"{path}: file_ending is {str(ending)[:40]!r}, and files of {' or '.join(SUFFIXES)} are read."
+            root,
+            f"{path}: file_ending is {str(ending)[:40]!r}, and files of {' or '.join(SUFFIXES)} are read. Images of "
+            f"two axes become a dataset by: fp4deploy data import {root}",
         )
     names = [channels.get(str(number)) for number in range(len(channels))]
     if not 0 < len(names) <= MOST_CHANNELS or not all(isinstance(name, str) and name for name in names):

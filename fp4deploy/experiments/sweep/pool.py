@@ -26,7 +26,8 @@ import torch
 from fp4deploy.experiments.sweep.parallel import Task
 from fp4deploy.experiments.sweep.spec import Sweep
 from fp4deploy.experiments.sweep.variant import Started, train_logged
-from fp4deploy.system.children import cores, end_with_parent, isolated_start
+from fp4deploy.system.children import end_with_parent, isolated_start
+from fp4deploy.system.processors import cores
 from fp4deploy.train.interrupt import SIGNALS
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -44,7 +44,7 @@ def forecast(layer: nn.Module, conv: str, rest: Rest = FP16) -> Forecast:
     """
     if isinstance(layer, QuantizedLayer) and is_fp8(layer.recipe):
         return forecast_fp8(layer, rest)
-    plain, half = rest.label, rest is FP16
+    plain, half = rest.label, rest.name == "fp16"
     if conv == "plugin" and half and _is_plugin(layer):
         return Forecast("FP4", "FP4", "plugin: TensorRT has no FP4 convolution")
     if _is_single_block(layer):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ FORM_KEY = "fp4deploy.form"  # metadata: which of the two graphs of a network it
 CANONICAL, DECOMPOSED = "canonical", "decomposed"
 LAYERS_KEY = "fp4deploy.layers"  # metadata: torch layer name -> {kind, precision, reason, largest}
 REST_KEY = "fp4deploy.rest"  # metadata: the precision of the rest (`fp4deploy.rest`); absent: FP16
+WIDE_KEY = "fp4deploy.fp32"  # metadata: modules whose code computes in FP32 (`Rest.wide`), a line each
 
 
 @contextmanager
@@ -72,7 +74,9 @@ def is_canonical(model: onnx.ModelProto) -> bool:
 
 def rest_of_file(model: onnx.ModelProto) -> Rest:
     """The precision of the rest that a file says it has; FP16 of one that says nothing."""
-    return rest_of(next((entry.value for entry in model.metadata_props if entry.key == REST_KEY), None))
+    metadata = {entry.key: entry.value for entry in model.metadata_props if entry.key in (REST_KEY, WIDE_KEY)}
+    rest = rest_of(metadata.get(REST_KEY))
+    return replace(rest, wide=tuple(metadata[WIDE_KEY].split("\n"))) if WIDE_KEY in metadata else rest
 
 
 def parse_onnx(path: Path) -> onnx.ModelProto:

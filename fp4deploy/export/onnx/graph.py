@@ -41,11 +41,11 @@ from torch.overrides import TorchFunctionMode
 
 from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.bf16 import WidenEnds, WidenOperators
-from fp4deploy.export.onnx.canonical import CANONICAL, FORM_KEY, IR_VERSION, LAYERS_KEY, OPSET, REST_KEY
+from fp4deploy.export.onnx.canonical import CANONICAL, FORM_KEY, IR_VERSION, LAYERS_KEY, OPSET, REST_KEY, WIDE_KEY
 from fp4deploy.export.onnx.exporter import short_export
 from fp4deploy.export.onnx.floor import TRANSLATIONS
 from fp4deploy.export.onnx.layer_constants import CONVOLUTIONS, Fp8Constants, LayerConstants, layer_constants
-from fp4deploy.export.onnx.mixed_types import MixedTypes
+from fp4deploy.export.onnx.mixed_types import MixedTypes, one_type_of_norms
 from fp4deploy.export.onnx.naming import ForgetTracing, NameAfterModules
 from fp4deploy.export.onnx.pooling import Divisors
 from fp4deploy.export.onnx.qdq import ACTIVATION_MARKER, MARKER_DOMAIN, WEIGHT_MARKER, LowerMarkers, marked_layers
@@ -67,6 +67,7 @@ from fp4deploy.graph.specialized import Specializing, specializing, watched
 from fp4deploy.graph.unpooling import Unpooling
 from fp4deploy.models.card import CARD_KEY, ModelCard
 from fp4deploy.qat.computed import rest_tensors, torch_class
+from fp4deploy.qat.experts import refuse_experts
 from fp4deploy.qat.layers import QuantConvTranspose2d, QuantLinear
 from fp4deploy.qat.prepare import layer_plan, quantized_layers, restore
 from fp4deploy.rest import BF16, FP16, FP32, Rest, rest_of
@@ -84,7 +85,7 @@ def export_graph(
     input_shape: tuple[int, ...] | Inputs,
     card: ModelCard | None = None,
     dynamic_size: bool = False,
-    rest: str | None = None,
+    rest: str | Rest | None = None,
 ) -> onnx.ModelProto:
     """Make the canonical graph of a model: FP4 for the layers `qat.prepare` quantised, FP16, or what is chosen, for the
     rest.
@@ -96,7 +97,8 @@ def export_graph(
         card: stored in the file, so that it can be evaluated on its own.
         dynamic_size: leave all axes of a sample but the first (the channels) open. ONNX Runtime takes any size that the
             network takes; for an engine, `fp4deploy build --size HxW` fixes one.
-        rest: "fp16", "bf16" or "fp32" (`fp4deploy.rest`); None: as the card says, FP16 without one.
+        rest: "fp16", "bf16" or "fp32", or one with modules in FP32 (`fp4deploy.rest`); None: as the card says, FP16
+            without one.
 
     Returns:
         Opset 23, IR 11; float16 (of another rest float32) "image" [N, *input_shape] -> float16 "logits" [N, ...], N
@@ -112,6 +114,7 @@ def export_graph(
     >>> [node.op_type for node in graph.graph.node]
     ['Conv', 'Relu']
     """
+    refuse_experts(model)
     constants, refused = _constants(model)
     precision = rest_of(rest or card)
     # The multi-term FP4 encoding reads FP16.
@@ -120,20 +123,23 @@ def export_graph(
     traced = _trace(_traceable(model, constants, refused, precision), examples, dynamic_size, precision)
     reached = marked_layers(traced)
     operators = WidenOperators()
-    wide = (operators, WidenEnds()) if precision is BF16 else ()
+    wide = (operators, WidenEnds()) if precision.name == BF16.name else ()
     leaves = {name for name, module in model.named_modules() if not any(module.children())}
     for each in (NameAfterModules(leaves), ForgetTracing(), LowerMarkers(constants, precision), *wide, NameFixPass()):
         each(traced)
     _trim_less(traced.graph)
+    one_type_of_norms(traced.graph)
     if dynamic_size:
         _name_axes(traced.graph)
     traced.ir_version = IR_VERSION
     traced.producer_name, traced.producer_version = PRODUCER, None
     traced.graph.name = card.architecture if card else type(model).__name__.lower()
     traced.metadata_props[FORM_KEY] = CANONICAL
-    traced.metadata_props[LAYERS_KEY] = json.dumps(_layers(model, reached, precision, operators.widened))
-    if precision is not FP16:
+    traced.metadata_props[LAYERS_KEY] = json.dumps(_layers(model, reached, precision, operators.widened, examples))
+    if precision.name != FP16.name:
         traced.metadata_props[REST_KEY] = precision.name
+    if precision.wide:
+        traced.metadata_props[WIDE_KEY] = "\n".join(precision.wide)
     if card:
         traced.metadata_props[CARD_KEY] = replace(card, rest=precision.name).to_json()
     proto = ir.to_proto(traced)
@@ -193,14 +199,18 @@ def _constants(model: nn.Module) -> tuple[dict[str, LayerConstants | Fp8Constant
     return found, refused
 
 
-def _layers(model: nn.Module, reached: set[str], rest: Rest, widened: list[str]) -> dict[str, dict[str, str]]:
+def _layers(
+    model: nn.Module, reached: set[str], rest: Rest, widened: list[str], examples: Examples
+) -> dict[str, dict[str, str]]:
     """What each layer is in; a quantised one that the network never calls is not in the file.
 
     widened: nodes that ONNX does not define in the rest.
     """
     quantized = quantized_layers(model)
     recipes = [layer.recipe for layer in quantized.values()]
-    plans = layer_plan(model, recipes[0] if recipes else None)  # of a prepared model: as it is
+    positional, named = examples
+    given = named or positional
+    plans = layer_plan(model, recipes[0] if recipes else None, example_inputs=given)  # of a prepared model: as it is
     found = {}
     for plan in plans:
         if plan.name not in reached and plan.name in quantized:
@@ -211,6 +221,9 @@ def _layers(model: nn.Module, reached: set[str], rest: Rest, widened: list[str])
             if plan.name in widened:
                 precision, reason = FP32.label, f"{reason}; ONNX does not define it for {rest.label}"
         found[plan.name] = {"kind": plan.kind, "precision": precision, "reason": reason}
+    for path in rest.wide:
+        kind = type(model.get_submodule(path)).__name__
+        found[path or kind] = {"kind": kind, "precision": FP32.label, "reason": f"leaves {rest.label}'s range"}
     return found
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import onnx_ir as ir
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
@@ -49,3 +50,20 @@ def _is_mixed(arguments: Any) -> bool:
 
 def _in_fp32(x: torch.Tensor) -> torch.Tensor:
     return x.float() if x.dtype in NARROW else x
+
+
+def one_type_of_norms(graph: ir.Graph) -> None:
+    """Cast what an RMSNormalization reads to the type of its scale, where an optimizer has fused a cast into it.
+
+    x (FP16) to FP32, normalised, times an FP32 scale, becomes one node of both types, whose result ONNX infers as FP16.
+    """
+    for node in list(graph):
+        if node.op_type != "RMSNormalization":
+            continue
+        x, scale = node.inputs[0], node.inputs[1]
+        if x is None or scale is None or scale.dtype is None or x.dtype in (None, scale.dtype):
+            continue
+        cast = ir.node("Cast", [x], {"to": scale.dtype}, name=f"{node.name}.cast")
+        cast.outputs[0].name, cast.outputs[0].dtype, cast.outputs[0].shape = f"{node.name}.cast", scale.dtype, x.shape
+        graph.insert_before(node, cast)
+        node.replace_input_with(0, cast.outputs[0])

@@ -155,11 +155,13 @@ def write_repeat(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Nod
 
 
 def write_take(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
-    """Positions of an axis, which the module's code fixes."""
-    if "index" not in node.parameters:
-        raise refuse(node, "positions that depend on values")
+    """Positions of an axis, which the module's code fixes or other nodes compute."""
     axis = node.attributes["dim"]
-    size = writer.captured.values[node.inputs["input"]].shape[axis]
+    if "index" not in node.parameters:
+        given = writer.reads(node, ("input", "index"))
+        chosen: dict[str, Any] = {"function": "index_select.default", "roles": ["self", "index"]}
+        return packed.Aten(**chosen, arguments={"dim": axis}, inputs=given, outputs=forms)
+    size = writer.shape(node, "input")[axis]
     positions = [int(each) for each in writer.state[node.parameters["index"]].flatten().tolist()]
     if any(each < 0 for each in positions):
         if not isinstance(size, int):
@@ -319,19 +321,35 @@ def write_softmax(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.No
 
 def write_attention(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
     """Scaled dot-product attention."""
-    if node.attributes.get("enable_gqa"):
-        raise refuse(node, "an attention with grouped queries")
     mask = node.inputs.get("attn_mask")
-    if mask is not None and not writer.captured.values[mask].dtype.is_floating_point:
-        raise refuse(node, "an attention with a mask of comparisons")
     constant = node.parameters.get("attn_mask")
     if constant is not None and writer.state[constant].dtype == torch.bool:  # added to the scores
         writer.state[constant] = torch.where(writer.state[constant], 0.0, -writer.rest.largest)
     scale, causal = node.attributes["scale"], bool(node.attributes["is_causal"])
-    roles = ("query", "key", "value", "attn_mask")
-    return packed.Attention(
-        inputs=writer.reads(node, roles), outputs=forms, causal=causal, scale=None if scale is None else float(scale)
-    )
+    inputs = writer.reads(node, ("query", "key", "value", "attn_mask"))
+    if node.attributes.get("enable_gqa"):
+        inputs[1:3] = [_for_each_query(writer, node, *each) for each in zip(KEYS, inputs[1:3], strict=True)]
+    if mask is not None and not writer.captured.values[mask].dtype.is_floating_point:
+        # Of comparisons, 1 and 0: added to the scores as 0 and the least number.
+        less = writer.step(packed.Arithmetic, inputs[3], "mask", op="add", number=-1.0)
+        inputs[3] = writer.step(packed.Arithmetic, less, "mask", op="mul", number=writer.rest.largest)
+    return packed.Attention(inputs=inputs, outputs=forms, causal=causal, scale=None if scale is None else float(scale))
+
+
+KEYS = ("key", "value")
+
+
+def _for_each_query(writer: Writer, node: ir.Node, role: str, read: str) -> str:
+    """Keys or values [N, heads, L, D], repeated for each query of a group: [N, query heads, L, D]."""
+    queries, (n, heads, *rest) = (writer.shape(node, name) for name in ("query", role))
+    if not isinstance(queries[1], int) or not isinstance(heads, int):
+        raise refuse(node, "an attention with grouped queries of a number of heads that is not fixed")
+    each = queries[1] // heads
+    if each == 1:
+        return read
+    apart = writer.step(packed.Reshape, read, role, op="reshape", shape=size_values((n, heads, 1, *rest)))
+    repeated = writer.step(packed.Reshape, apart, role, op="expand", shape=size_values((n, heads, each, *rest)))
+    return writer.step(packed.Reshape, repeated, role, op="reshape", shape=size_values((n, heads * each, *rest)))
 
 
 def write_aten(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:

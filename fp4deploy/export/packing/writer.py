@@ -52,6 +52,7 @@ class Writer:
         self.names: set[str] = set()
         self.tensors: Tensors = {}
         self.nodes: list[packed.Node] = []
+        self.wide: dict[str, list[str]] = {}  # module of `Rest.wide` -> what its code writes
 
     def write(self) -> tuple[Graph, Tensors]:
         for node in self.captured.nodes:
@@ -72,7 +73,7 @@ class Writer:
         for node in self.captured.nodes:
             self._emit(node)
         outputs = [Output(name=name, activation=self.read(value, None)) for name, value in self.captured.outputs]
-        settings: dict[str, Any] = {"digits": self.digits, "rest": self.rest.name}
+        settings: dict[str, Any] = {"digits": self.digits, "rest": self.rest.name, "wide": self.wide}
         graph = Graph(inputs=inputs, nodes=self.nodes, outputs=outputs, tensors={}, **settings)
         return graph, self.tensors
 
@@ -218,7 +219,9 @@ class Writer:
         if self.digits:
             sizes[1] = 3
         self._amaxes(forms)
-        return Input(name=name, shape=sizes, free=free, outputs=forms)
+        held = self.captured.values[name].dtype
+        dtype = "float32" if held.is_floating_point else "bool" if held == torch.bool else "int64"
+        return Input(name=name, shape=sizes, free=free, dtype=cast(Any, dtype), outputs=forms)
 
     def _holds_sizes(self, node: ir.Node) -> bool:
         """A node that stands for one size of the input only, where the graph was captured with fixed sizes."""
@@ -268,7 +271,10 @@ class Writer:
         if computed is not None:
             raise refuse(node, f"its {computed} is what other nodes compute")
         try:
-            self.nodes.append(writer(self, node, forms))
+            written = writer(self, node, forms)
+            self.nodes.append(written)
+            if node.layer in self.rest.wide and not isinstance(written, packed.Layer):
+                self.wide.setdefault(node.layer, []).extend(form.name for form in forms)
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(map(str, first["loc"]))
@@ -303,6 +309,18 @@ class Writer:
         self._amaxes([form])
         self.nodes.append(packed.Constant(outputs=[form], tensor=name))
         return form.name
+
+    def step(self, kind: Any, read: str, label: str, **fields: Any) -> str:
+        """A node that stands for no node of the captured graph; the plain activation that it writes."""
+        form = Form(name=self._name(label))
+        self.nodes.append(kind(inputs=[read], outputs=[form], **fields))
+        return form.name
+
+    def shape(self, node: ir.Node, role: str) -> tuple[Size, ...]:
+        """Of what a node reads: an activation, or a tensor of the file."""
+        if role in node.inputs:
+            return self.captured.values[node.inputs[role]].shape
+        return tuple(self.state[node.parameters[role]].shape)
 
     def keep(self, name: str, value: torch.Tensor) -> None:
         """Add a tensor that the module's code reads or computes: a parameter in the rest, anything computed in FP32."""

@@ -45,8 +45,9 @@ from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.card import ModelCard
 from fp4deploy.models.checkpoint import read_card, read_signed
 from fp4deploy.models.meaning import UNKNOWN, OutputMeanings
-from fp4deploy.qat import quantized_layers
-from fp4deploy.qat.ranges import Ranges
+from fp4deploy.qat import load_model, quantized_layers
+from fp4deploy.qat.ranges import Ranges, automatic_rest
+from fp4deploy.rest import AUTO, FP32, Rest, rest_of
 from fp4deploy.tasks import images_for, task_of
 
 NOTHING_WRITTEN = "Nothing was written; to write the file all the same, export with --no-verify."
@@ -223,6 +224,20 @@ def check_request(checkpoint: Path, out: Path, suffix: str, data: Path | None, i
         )
     if images < 1:
         raise InputError(f"At least one image is needed to verify an export, not {images}.")
+
+
+def rest_for(rest: str, checkpoint: Path, data: Path | None, images: int) -> Rest:
+    """The precision of the rest that a name asks for; `auto` by what a checkpoint reaches on validation images.
+
+    Raises:
+        InputError: another name; or `auto` without data.
+    """
+    if rest != AUTO:
+        return rest_of(rest)
+    if data is None:
+        raise InputError("--rest auto measures the network's ranges on images. Give --data DIR.")
+    model, card = load_model(checkpoint, rest=FP32)
+    return automatic_rest(model, validation_images(data, card, images))
 
 
 def validation_images(data: Path, card: ModelCard, count: int) -> Iterator[torch.Tensor]:

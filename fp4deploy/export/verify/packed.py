@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fp4deploy.errors import GateError
+from fp4deploy.errors import GateError, InputError
 from fp4deploy.export.verify.agreement import Comparison, OutputAgreement, compare_outputs, described
 from fp4deploy.export.verify.flat import flat_difference
 from fp4deploy.export.verify.outputs import ALLOWED_ELEMENTS, NOTHING_WRITTEN
@@ -184,7 +184,10 @@ def packed_values(file: PackedFile, inputs: Inputs) -> list[torch.Tensor]:
     """Every tensor that a packed network without quantised layers computes; those before a node that does not run."""
     network, given = PackedNetwork(file), positional(inputs, file)
     live: dict[str, Any] = {}
-    sizes = network.sizes(given)
+    try:
+        sizes = network.sizes(given)
+    except InputError:  # a size that it does not take
+        return []
     for each, x in zip(network.graph.inputs, given, strict=True):
         live.update(zip([form.name for form in each.outputs], network.read_input(each, x), strict=True))
     for node in network.graph.nodes:

@@ -24,7 +24,8 @@ from fp4deploy.plugins.aot.spec import Launch
 from fp4deploy.plugins.aot.store import Compiled
 from fp4deploy.plugins.runtime.cache import write_entry
 from fp4deploy.plugins.runtime.nvcc import KernelError
-from fp4deploy.system.children import cores, end_with_parent, isolated_start
+from fp4deploy.system.children import end_with_parent, isolated_start
+from fp4deploy.system.processors import cores
 
 SECONDS = 1.0  # of one core for one kernel: mean of 48 on an AMD EPYC with Triton 3.7.1
 

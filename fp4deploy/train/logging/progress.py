@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from types import TracebackType
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -17,7 +18,7 @@ class Display:
         self, model: str, epochs: int, steps: int, done: int = 0, running: int = 1, quiet: bool = False
     ) -> None:
         """`done` of `steps` steps are done, `running` is the first epoch to train; `quiet` prints nothing."""
-        self.model, self.epochs, self.running = model, epochs, running
+        self.model, self.epochs, self.running, self.begun = model, epochs, running, done
         quiet = quiet or is_quiet()
         self.console = console(soft_wrap=True, quiet=quiet)
         self.bar = Progress(
@@ -53,7 +54,15 @@ class Display:
         parts = [self.model, f"step {training.completed:.0f}/{training.total:.0f}", training.fields["loss"]]
         if validation.visible:
             parts += [f"validation {validation.completed:.0f}/{validation.total:.0f}", validation.fields["loss"]]
-        return "  " + "  ".join(part for part in parts if part)
+        return "  " + "  ".join(part for part in (*parts, self._left()) if part)
+
+    def _left(self) -> str:
+        """Time until the last step, by the steps since this process began, validations among them."""
+        training = self.bar.tasks[0]
+        done, left = training.completed - self.begun, (training.total or 0) - training.completed
+        if not done or not left:
+            return ""
+        return f"ETA {timedelta(seconds=round((training.elapsed or 0) * left / done))}"
 
     def say(self, text: str) -> None:
         """Print a line."""

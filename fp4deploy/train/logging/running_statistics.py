@@ -65,6 +65,8 @@ class EpochStatistics:
             )
         if self.spikes:
             parts.append(f"{counted(self.spikes, 'loss spike')}, largest {self.largest:.4g}")
+        if self.mean_loss == 0:
+            parts.append("the loss was 0 in every step, so nothing was learned: fp4deploy data check")
         return "; ".join(parts) or None
 
 

@@ -1,0 +1,141 @@
+"""nnU-Net's predictor with packed networks inside.
+
+nnU-Net preprocesses, cuts windows, flips them, weighs and adds logits, resamples and writes; only what it calls for
+the logits of a window is another module. It holds the packed network of each fold. For an ensemble nnU-Net loads the
+weights of one fold after the other into one network; here that chooses the fold's network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fp4deploy.errors import InputError
+from fp4deploy.interop.nnunet.cases import find_cases
+from fp4deploy.interop.nnunet.folders import PACKED
+from fp4deploy.models.nnunet.folder import ResultsFolder, read_fold, read_folder
+from fp4deploy.packed import PackedFile, PackedNetwork, read_packed
+from fp4deploy.packed.capture import CapturedNetwork, graphs_enabled
+from fp4deploy.packed.program import compile_mode
+from fp4deploy.requirements import NNUNET
+
+if TYPE_CHECKING:
+    from nnunetv2.inference.predict_from_raw_data import nnUNetPredictor
+
+FOLD = "fold"
+
+
+class PackedFolds(nn.Module):
+    """The packed networks of folds as one module, [N, C, *patch size] -> logits [N, classes, *patch size].
+
+    `load_state_dict({"fold": NAME})` chooses the fold that `forward` runs.
+    """
+
+    def __init__(self, files: Mapping[str, PackedFile], device: torch.device) -> None:
+        super().__init__()
+        self.networks = {
+            name: CapturedNetwork(PackedNetwork(file, device), graphs_enabled(), compile_mode())
+            for name, file in files.items()
+        }
+        self.fold = next(iter(files))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Choose a fold; nnU-Net's predictor calls it before it predicts with each."""
+        self.fold = state_dict[FOLD]
+
+    @torch.compiler.disable
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits of the chosen fold, in memory of their own: nnU-Net adds flipped ones to them in place."""
+        with torch.autocast(x.device.type, enabled=False):
+            logits = self.networks[self.fold](x.float())
+        assert isinstance(logits, torch.Tensor)
+        return logits
+
+
+def predictor(
+    folder: ResultsFolder | Path | str,
+    folds: tuple[str, ...] | None = None,
+    device: str | None = None,
+    **options: Any,
+) -> nnUNetPredictor:
+    """nnU-Net's predictor of a results folder, whose networks are the packed ones of its folds.
+
+    Args:
+        folds: by default those that nnU-Net predicts with: all, averaged.
+        device: by default the first GPU, else the CPU, where packed networks run decoded in torch.
+        options: of `nnUNetPredictor`: tile_step_size, use_gaussian, use_mirroring, allow_tqdm, ...
+
+    Raises:
+        InputError: no results folder, or a fold without packed network.
+        UnavailableError: nnunetv2 is not installed.
+    """
+    folder = folder if isinstance(folder, ResultsFolder) else read_folder(folder)
+    NNUNET.require("Prediction as nnU-Net does it")
+    from nnunetv2.inference.predict_from_raw_data import nnUNetPredictor
+    from nnunetv2.utilities.plans_handling.plans_handler import PlansManager
+
+    chosen = folder.chosen(folds)
+    on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    network = PackedFolds({name: _packed(folder, name) for name in chosen}, on)
+    first = read_fold(folder.path, chosen[0], folder.checkpoint)
+    plans = PlansManager(folder.plans)
+    found = nnUNetPredictor(device=on, perform_everything_on_device=on.type == "cuda", **options)
+    found.manual_initialization(
+        network,
+        plans,
+        plans.get_configuration(folder.configuration),
+        [{FOLD: name} for name in chosen],
+        folder.dataset,
+        first.trainer,
+        first.mirroring,
+    )
+    return found
+
+
+def predict_folder(
+    folder: ResultsFolder,
+    images: Path,
+    out: Path,
+    folds: tuple[str, ...] | None = None,
+    processes: int = 3,
+    device: str | None = None,
+    **options: Any,
+) -> list[Path]:
+    """Segment a folder of images as nnUNetv2_predict does, with packed networks; the files that were written.
+
+    Args:
+        images: NAME_0000.nii.gz, NAME_0001.nii.gz, ... (the ending is that of dataset.json).
+        processes: that preprocess, and that write, beside this one; 0: this one does it all.
+        options: as of `predictor`.
+
+    Raises:
+        InputError: as of `predictor` and `find_cases`.
+    """
+    ending = str(folder.dataset.get("file_ending", ".nii.gz"))
+    cases = find_cases(Path(images), ending, folder.input_channels)
+    found = predictor(folder, folds, device, **options)
+    Path(out).mkdir(parents=True, exist_ok=True)
+    given = [[str(file) for file in files] for files in cases.values()]
+    targets = [str(Path(out) / name) for name in cases]
+    if processes:
+        count = min(processes, len(cases))
+        found.predict_from_files(
+            given, targets, num_processes_preprocessing=count, num_processes_segmentation_export=count
+        )
+    else:
+        found.predict_from_files_sequential(given, targets)
+    return [Path(f"{target}{ending}") for target in targets]
+
+
+def _packed(folder: ResultsFolder, fold: str) -> PackedFile:
+    path = folder.path / f"fold_{fold}" / PACKED
+    if not path.is_file():
+        raise InputError(
+            f"There is no packed network {path}. Write it with: fp4deploy export {folder.path} --format packed; of a "
+            "folder in FP32 first: fp4deploy quantize FOLDER --data RAW --out OUT"
+        )
+    return read_packed(path)

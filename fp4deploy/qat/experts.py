@@ -1,0 +1,147 @@
+"""Experts of a mixture: weights [E, N, K] of one module, quantised along the axis that each expert contracts.
+
+    class MixtralExperts(nn.Module):          num_experts = E; gate_up_proj [E, 2 I, H], down_proj [E, H, I]
+
+A module holds experts where one of its attributes named for them (num_experts, num_local_experts, ...) is the first
+size of a three-axis parameter. Each expert is a matrix of its own, with its own global amax, quantised as the weight of
+a linear layer: along the last axis, or the one before where the module says `is_transposed` (x W, as in GPT-OSS).
+
+The class is changed in place. Inside its forward the parameters read as quantised, once for each call, with
+straight-through gradients; anywhere else they are the parameters, under their names. What goes in is not quantised: the
+forward is the library's, and gathers tokens before it multiplies. No file has experts in FP4 yet; `refuse` says so.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from fp4deploy.errors import InputError
+from fp4deploy.formats import NVFP4_BLOCK
+from fp4deploy.qat.operators.ste import fake_quantize
+from fp4deploy.qat.recipes import Recipe
+
+PRECISION = "FP4 weights"
+
+
+class QuantExperts(nn.Module):
+    """What the quantised classes of experts add: the recipe, and weights that read as quantised within a forward."""
+
+    recipe: Recipe
+    plain: type[nn.Module]
+    names: tuple[str, ...]  # of the weights [E, N, K]
+    quantizing: bool
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The library's forward, on quantised weights."""
+        if not self.quantizing:
+            return self.plain.forward(self, *inputs, **named)
+        held = {name: self.quantized_weight(name) for name in self.names}
+        vars(self)["held"] = held
+        try:
+            return self.plain.forward(self, *inputs, **named)
+        finally:
+            del vars(self)["held"]
+
+    def quantized_weight(self, name: str) -> torch.Tensor:
+        """A parameter [E, N, K], or [E, K, N] of transposed ones, each expert fake-quantised alone."""
+        weight = cast(torch.Tensor, self._parameters[name])
+        axes = (1, 0) if contracted(self) == 1 else (0, 1)
+        return torch.stack([fake_quantize(each, self.recipe.weight, axes) for each in weight.unbind()])
+
+    def extra_repr(self) -> str:
+        """The names of the weights, and how they are quantised."""
+        spec = self.recipe.weight
+        said = "-" if spec is None else f"{spec.named} {spec}{spec.along('C')}"
+        return f"{', '.join(self.names)}; {self.recipe.name}: W^T {said} of each expert, X -"
+
+
+def expert_weights(layer: nn.Module) -> tuple[str, ...]:
+    """Names of the weights [E, N, K] of a module that holds experts; () for any other.
+
+    >>> layer = nn.Module()
+    >>> layer.num_experts, layer.up = 4, nn.Parameter(torch.zeros(4, 32, 16))
+    >>> expert_weights(layer)
+    ('up',)
+    """
+    numbers = {value for name, value in vars(layer).items() if "expert" in name and type(value) is int and value > 1}
+    return tuple(
+        name
+        for name, each in layer._parameters.items()
+        if each is not None and each.ndim == 3 and each.is_floating_point() and each.shape[0] in numbers
+    )
+
+
+def contracted(layer: nn.Module) -> int:
+    """The axis of the weights that an expert contracts."""
+    return 1 if getattr(layer, "is_transposed", False) else 2
+
+
+def why_not_experts(layer: nn.Module, recipe: Recipe) -> str | None:
+    """Why a recipe quantises no weight of a module that holds experts; None where it does."""
+    spec = recipe.weight
+    if spec is None or spec.format == "fp8" or spec.rounding != "nearest":
+        return f"experts, whose weights {recipe.name} does not round to FP4"
+    return None
+
+
+def described(layer: nn.Module) -> str:
+    """The reason of a plan."""
+    names = expert_weights(layer)
+    shapes = {cast(torch.Tensor, layer._parameters[name]).shape for name in names}
+    channels = sorted({shape[contracted(layer)] for shape in shapes})
+    widths = " and ".join(map(str, channels))
+    return (
+        f"weights of {next(iter(shapes))[0]} experts ({', '.join(names)}) in blocks of {NVFP4_BLOCK} along {widths} "
+        "input channels; what they multiply stays in high precision"
+    )
+
+
+def attach(layer: nn.Module, recipe: Recipe) -> None:
+    """Change the class of a module that holds experts, in place."""
+    layer.__class__ = _class_of(cast(Any, type(layer)), expert_weights(layer))
+    layer.recipe, layer.quantizing = recipe, True  # type: ignore[assignment]
+
+
+def detach(layer: QuantExperts) -> None:
+    """Change it back."""
+    del layer.recipe, layer.quantizing
+    layer.__class__ = layer.plain  # type: ignore[assignment]
+
+
+@lru_cache(maxsize=512)
+def _class_of(plain: Any, names: tuple[str, ...]) -> type[nn.Module]:
+    own: dict[str, Any] = {"plain": plain, "names": names, "__module__": plain.__module__}
+    return type(f"Quant{plain.__name__}", (QuantExperts, plain), own | {name: _reading(name) for name in names})
+
+
+def _reading(name: str) -> property:
+    def read(self: Any) -> torch.Tensor:
+        held = vars(self).get("held")
+        return cast(torch.Tensor, self._parameters[name] if held is None else held[name])
+
+    return property(read)
+
+
+def experts_of(model: nn.Module) -> dict[str, QuantExperts]:
+    """The quantised experts of a prepared model by name."""
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantExperts)}
+
+
+def refuse_experts(model: nn.Module) -> None:
+    """Refuse to write experts, which no file has in FP4.
+
+    Raises:
+        InputError: with their names, and what to do.
+    """
+    found = experts_of(model)
+    if found:
+        name, layer = next(iter(found.items()))
+        raise InputError(
+            f"{name} ({layer.plain.__name__}) holds experts, {', '.join(layer.names)} [E, N, K]. Their FP4 weights are "
+            "for training and evaluation in torch; a file would need a grouped GEMM, and none has one. To export, "
+            f"leave them in high precision: prepare(model, exclude=['{name.rpartition('.')[2]}'])."
+        )

@@ -1,0 +1,122 @@
+"""Networks of token ids: exported, packed and opened; what torch.export cannot take says why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fp4deploy as fd
+from fp4deploy.errors import InputError
+from fp4deploy.graph import capture
+from fp4deploy.packed import read_packed
+from fp4deploy.packed.graph import Aten
+from fp4deploy.qat import deployed
+
+
+class Tokens(nn.Module):
+    """A transformer of one block: grouped queries, a mask by comparison, a head tied to the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(96, 32), nn.LayerNorm(32, eps=1e-12)
+        self.q, self.kv, self.out = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+        self.head = nn.Linear(32, 96, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        n, length = ids.shape
+        x = self.norm(self.embed(ids.view(-1, length)))
+        q = self.q(x).view(n, length, 4, 8).transpose(1, 2)
+        k, v = self.kv(x).view(n, length, 4, 8).transpose(1, 2).split(2, 1)
+        row = torch.arange(n)[:, None, None, None]
+        columns = torch.arange(length)
+        seen = (columns[:, None] >= columns) & mask.bool()[row, columns[None, None, None]]
+        y = F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)
+        x = x + self.out(y.transpose(1, 2).reshape(n, length, 32))
+        return {"logits": self.head(x)}
+
+
+@pytest.fixture(scope="module")
+def prepared() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    mask = torch.ones(2, 6, dtype=torch.int64)
+    mask[1, 4:] = 0
+    inputs = {"ids": torch.randint(96, (2, 6)), "mask": mask}
+    model = fd.prepare(Tokens().eval(), example_inputs=inputs)
+    fd.calibrate(model, inputs)
+    return model, inputs
+
+
+@pytest.mark.parametrize("suffix", [".onnx", ".fp4"])
+def test_token_ids_go_in_as_whole_numbers(prepared: Any, tmp_path: Path, suffix: str) -> None:
+    model, inputs = prepared
+    path = tmp_path / f"net{suffix}"
+    if suffix == ".onnx":
+        assert fd.export_onnx(model, inputs, path).fp4_layers == 3
+        assert fd.verify(model, path, inputs).passed
+    else:
+        assert fd.pack(model, path, example_inputs=inputs).verification.passed
+    runtime = fd.open_runtime(path)
+    assert [port.dtype for port in runtime.inputs] == [np.int64, np.int64]
+    with torch.no_grad():
+        expected = deployed(model)(**inputs)["logits"]
+    assert torch.allclose(torch.from_numpy(runtime(inputs)), expected, atol=5e-3)
+    one = {name: x[1:] for name, x in inputs.items()}
+    assert torch.allclose(torch.from_numpy(runtime(one)), expected[1:], atol=5e-3)
+    with pytest.raises(InputError, match="'ids' takes int64"):
+        runtime({**inputs, "ids": inputs["ids"].float()})
+
+
+def test_the_packed_file_is_of_the_format_that_has_whole_inputs(prepared: Any, tmp_path: Path) -> None:
+    model, inputs = prepared
+    fd.pack(model, tmp_path / "net.fp4", example_inputs=inputs, verify=False)
+    graph = read_packed(tmp_path / "net.fp4").graph
+    assert graph.format() == 8
+    assert {node.function for node in graph.nodes if isinstance(node, Aten)} == {"embedding.default", "index.Tensor"}
+    image = graph.model_copy(update={"inputs": [each.model_copy(update={"dtype": "float32"}) for each in graph.inputs]})
+    assert '"dtype"' not in image.model_copy(update={"tensors": {}}).to_json()
+
+
+class DynamicCache:
+    pass
+
+
+class Cached(nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        return {"logits": x + 1, "past_key_values": DynamicCache()}
+
+
+def test_a_cache_of_keys_and_values_is_refused_with_what_to_do() -> None:
+    with pytest.raises(InputError, match=r"Cached returns a DynamicCache, which is no tensor.*use_cache = False"):
+        capture(Cached(), torch.zeros(2, 3))
+
+
+@dataclass
+class Sample:
+    sample: torch.Tensor
+    more: tuple[torch.Tensor, ...] = ()
+
+
+class Large(nn.Module):
+    """Goes another way for large batches, as diffusers' upsampling does, and gives a class registered without names."""
+
+    def forward(self, x: torch.Tensor) -> Sample:
+        if x.shape[0] >= 64:
+            x = x.contiguous()
+        return Sample(torch.relu(x), (x + 1,))
+
+
+def test_outputs_of_a_class_without_names_and_a_batch_up_to_which_one_way_is_gone() -> None:
+    torch.utils._pytree.register_pytree_node(
+        Sample, lambda each: ([each.sample, each.more], None), lambda values, _: Sample(*values)
+    )
+    with pytest.warns(UserWarning, match="Large goes another way for a batch above 63"):
+        graph = capture(Large(), torch.zeros(2, 3))
+    assert [name for name, _ in graph.outputs] == ["sample", "more.0"]

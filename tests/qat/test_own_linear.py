@@ -1,0 +1,113 @@
+"""Linear layers of classes outside torch: what is one, and that it is quantised, exported and packed as one."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fp4deploy as fd
+from fp4deploy.graph import capture
+from fp4deploy.graph.own_linear import weight_axis
+from fp4deploy.qat import prepare, quantized_layers, restore
+
+
+class InOut(nn.Module):
+    """x W + b with a weight [in, out], as transformers' Conv1D."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = True) -> None:
+        super().__init__()
+        self.outputs = outputs
+        self.weight = nn.Parameter(torch.randn(inputs, outputs) / inputs**0.5)
+        self.bias = nn.Parameter(torch.randn(outputs)) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.view(-1, x.size(-1))
+        y = rows @ self.weight if self.bias is None else torch.addmm(self.bias, rows, self.weight)
+        return y.view(*x.shape[:-1], self.outputs)
+
+
+class OutIn(nn.Module):
+    """x W^T of a class of its own, without a bias at all."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("...c,oc->...o", x, self.weight)
+
+
+class Scaled(OutIn):
+    """More than a product."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 0.5
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.one, self.two = nn.Embedding(32, 32), InOut(32, 48), InOut(48, 32, bias=False)
+        self.three, self.head = OutIn(32, 32), nn.Linear(32, 7)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.head(self.three(torch.relu(self.two(torch.relu(self.one(self.embed(ids)))))))
+        return y
+
+
+def test_a_linear_layer_is_found_by_what_it_computes() -> None:
+    layers = (
+        InOut(16, 32),
+        InOut(16, 16, bias=False),
+        OutIn(32, 16),
+        OutIn(16, 16),
+        Scaled(16, 16),
+        nn.Embedding(9, 16),
+    )
+    assert [weight_axis(layer) for layer in layers] == [0, 0, 1, 1, None, None]
+    assert weight_axis(nn.Linear(3, 4)) is None  # torch's own are known by their class
+
+
+def test_it_computes_as_torchs_layer_and_keeps_its_parameters() -> None:
+    layer = InOut(64, 32)
+    reference = nn.Linear(64, 32)
+    reference.weight.data, reference.bias = layer.weight.data.T.contiguous(), nn.Parameter(copy.deepcopy(layer.bias))
+    before = {name: x.shape for name, x in layer.state_dict().items()}
+    x = torch.randn(2, 5, 64)
+    results = []
+    for each in (prepare(layer, "nvfp4_train"), prepare(reference, "nvfp4_train")):
+        torch.manual_seed(0)
+        y = each(x)
+        y.square().sum().backward()
+        results.append(y)
+    assert torch.equal(*results)
+    assert torch.equal(layer.weight.T, layer._parameters["weight"])
+    assert torch.equal(layer._parameters["weight"].grad, reference.weight.grad.T)
+    assert {name: x.shape for name, x in layer.state_dict().items()} == before
+    assert type(copy.deepcopy(layer)).__name__ == "QuantInOut"
+    assert type(restore(layer)) is InOut
+    assert layer.weight.shape == (64, 32)
+
+
+def test_such_a_network_is_exported_and_packed(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, ids = Net().eval(), torch.randint(32, (2, 6))
+    fd.prepare(model)
+    assert list(quantized_layers(model)) == ["one", "two", "three"]
+    fd.calibrate(model, ids)
+    result = fd.export_onnx(model, ids, tmp_path / "net.onnx")
+    assert result.fp4_layers == 3
+    assert fd.pack(model, tmp_path / "net.fp4", example_inputs=ids).verification.passed
+    for name in ("net.onnx", "net.fp4"):
+        with torch.no_grad():
+            assert torch.allclose(torch.from_numpy(fd.open_runtime(tmp_path / name)(ids)), model(ids), atol=2e-3)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_plain_one_is_captured_as_a_linear_node(dynamic: bool) -> None:
+    captured = capture(nn.Sequential(InOut(16, 8), OutIn(8, 4)), torch.zeros(2, 3, 16), dynamic)
+    assert [node.op for node in captured.nodes if node.op not in ("reshape",)] == ["linear", "linear"]
