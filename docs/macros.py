@@ -1202,7 +1202,8 @@ TABLES: dict[str, Callable[..., str]] = {
         modelopt_peer, image_input, scaling, fp4_training, estimates, telemetry_cost,
         sensitivity, tiles, projected, digit_recipes, settings, fuzzed, mutants, engine_forms, emulated,
         emulated_architectures, emulated_on_gpu, self_test, native_library, large_images, first_hour,
-        plain_convolutions, fuzzed_networks, architectures, transformers_table, camvid_models, dsb2018_models, camvid_readme,
+        plain_convolutions, fuzzed_networks, architectures, transformers_table, camvid_models, dsb2018_models,
+        camvid_readme,
     )
 }  # fmt: skip
 
