@@ -1,6 +1,6 @@
 """The first hour with data and weights of one's own, command by command, and what each takes.
 
-    python benchmarks/first_hour.py [--json benchmarks/results/first_hour_cpu.json]
+    python -m benchmarks.first_hour [--json benchmarks/results/first_hour_cpu.json]
 
 In a temporary folder lie what docs/first-hour.md begins with: photos, masks of 0 and 255 under other names, a network
 in a file, and its state dict, which a plain loop of torch trains here. Every command is a process of its own. Seconds
@@ -21,6 +21,8 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageDraw
+
+from benchmarks.peers import origin
 
 COMMANDS = (
     "fp4deploy data import --images photos --masks labels --mask-suffix _L --classes floor,ball --val-share 0.2 "
@@ -102,7 +104,8 @@ def main() -> None:
         begin(Path(folder), PHOTOS)
         run([sys.executable, "train.py"], Path(folder))
         rows = [measured(command, Path(folder)) for command in COMMANDS]
-    found = {"command": "python benchmarks/first_hour.py", "machine": environment(), "photos": PHOTOS, "rows": rows}
+    said = {"command": "python -m benchmarks.first_hour", "machine": environment(), "photos": PHOTOS}
+    found = {**origin(), **said, "rows": rows}
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 

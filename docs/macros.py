@@ -1071,6 +1071,26 @@ def fuzzed_networks() -> str:
     return markdown(["outcome", "networks"], [*rows, ["all", f"{found['networks']:,}"]])
 
 
+def transformers_table() -> str:
+    """What became of networks of transformers and diffusers, from `prepare` to a packed network and an engine."""
+    head = ["network", "layers in FP4", "of the parameters", "export", "ONNX Runtime", "packed", "FP4 GEMMs, fallbacks"]
+    rows = []
+    for row in result("transformers_cpu")["rows"]:
+        planned, exported, packed = row.get("prepare", {}), row.get("export", {}), row.get("packed", {})
+        runtime, engine = row.get("runtime", {}), row.get("engine", {"error": "not measured"})
+        built = f"{engine['fp4_gemms']}, {engine['fallbacks']}" if "fallbacks" in engine else refusal(engine)
+        layers = f"{planned['fp4_layers']} of {planned['layers']}" if "layers" in planned else refusal(planned)
+        rows.append([
+            f"`{row['class']}`" + (" \\*" if "files" in row else ""),
+            layers,
+            f"{100 * planned.get('fp4_share', 0):.0f} %",
+            "agrees" if exported.get("passed") else refusal(exported),
+            *(f"{each['distance']:.0e}" if "distance" in each else refusal(each) for each in (runtime, packed)),
+            built,
+        ])  # fmt: skip
+    return markdown(head, rows)
+
+
 def architectures() -> str:
     """What became of many architectures, from `prepare` to a packed network."""
     found = result("architectures_cpu")
@@ -1182,7 +1202,8 @@ TABLES: dict[str, Callable[..., str]] = {
         modelopt_peer, image_input, scaling, fp4_training, estimates, telemetry_cost,
         sensitivity, tiles, projected, digit_recipes, settings, fuzzed, mutants, engine_forms, emulated,
         emulated_architectures, emulated_on_gpu, self_test, native_library, large_images, first_hour,
-        plain_convolutions, fuzzed_networks, architectures, camvid_models, dsb2018_models, camvid_readme,
+        plain_convolutions, fuzzed_networks, architectures, transformers_table, camvid_models, dsb2018_models,
+        camvid_readme,
     )
 }  # fmt: skip
 

@@ -300,3 +300,15 @@ def load(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_trainers_of_fp32_and_fp4_differ_by_two_lines(command: Command) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
+    texts = [(EXAMPLES / f"trainer_{name}.py").read_text(encoding="utf-8").splitlines() for name in ("fp32", "fp4")]
+    assert [line for line in texts[1] if line and line not in texts[0]] == [
+        "import fp4deploy as fd",
+        "fd.prepare(model)",
+    ]
+    assert not [line for line in texts[0] if line not in texts[1]]
+    printed = command("examples/trainer_fp4.py", "--steps", "4")
+    assert 0 <= float(re.findall(r"accuracy (\d\.\d{3})", printed)[-1]) <= 1

@@ -82,6 +82,7 @@ MEASURED = {  # by script, or command of fp4deploy: folders of fp4deploy
     "train": _TRAINING,
     "training_models": _TRAINING,
     "training_step": _TRAINING,
+    "transformers_table": ("qat", "graph", *_ENGINES, *_PACKED),
     "vit_digits": ("formats", "qat"),
     "warpgroup_conv": ("plugins/gemm",),
 }
