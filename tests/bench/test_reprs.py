@@ -50,7 +50,7 @@ def test_reprs_are_one_line(files: tuple[Any, Any]) -> None:
             packed,
             fd.open_runtime(exported.path),
             fd.open_runtime(packed.file.path),
-            Prediction(mask, ("sky", "road"), colours(2, background=False)),
+            Prediction(mask, ("sky", "road"), colours(("sky", "road"), background=False)),
         )
     }
     assert not [text for text in shown if "\n" in text or " object at 0x" in text]
