@@ -40,7 +40,7 @@ from fp4deploy.export.verify.agreement import (
 from fp4deploy.export.verify.flat import flat_difference
 from fp4deploy.export.verify.layerwise import LayerwiseAgreement, compare_layerwise
 from fp4deploy.export.verify.tensors import call, feed, floats
-from fp4deploy.graph.capture import Inputs
+from fp4deploy.graph.capture import Inputs, of_batch
 from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.card import ModelCard
 from fp4deploy.models.checkpoint import read_card, read_signed
@@ -128,13 +128,16 @@ def verify_decomposed(
 def _flat_difference(model: nn.Module, portable: onnx.ModelProto, batch: Inputs, card: ModelCard | None) -> str:
     session = verifying_session(portable)
     names = [value.name for value in session.get_inputs()]
+    first = session.get_inputs()[0].shape
+    fixed = first[0] if first and isinstance(first[0], int) else None  # the only batch that the file takes
 
     def of_torch(inputs: Inputs) -> list[torch.Tensor]:
         with torch.inference_mode():
-            return [floats(each) for each in call(model, inputs, rest_of_file(portable))]
+            return [floats(each) for each in call(model, of_batch(inputs, fixed), rest_of_file(portable))]
 
     def of_file(inputs: Inputs) -> list[torch.Tensor]:
-        return [floats(torch.from_numpy(each)) for each in session.run(None, feed(inputs, names))]
+        fed = feed(of_batch(inputs, fixed), names)
+        return [floats(torch.from_numpy(each)) for each in session.run(None, fed)]
 
     return flat_difference(of_torch, of_file, batch, card, bool(quantized_layers(model)))
 
@@ -241,7 +244,7 @@ def rest_for(rest: str, checkpoint: Path, data: Path | None, images: int) -> Res
 
 
 def validation_images(data: Path, card: ModelCard, count: int) -> Iterator[torch.Tensor]:
-    """`count` validation images, spread evenly over the set, each float32 [1, 3, H, W], prepared as the card says.
+    """`count` validation images, spread evenly over the set, each float32 [1, *input_shape], prepared as the card says.
 
     Raises:
         InputError: there are no validation images at `data`, nor is it a plain folder of images.
@@ -249,7 +252,7 @@ def validation_images(data: Path, card: ModelCard, count: int) -> Iterator[torch
     task, dataset = task_of(card), images_for(card, data, VAL)
     if not len(dataset):
         raise InputError(f"{data} has no validation images to verify the export on. Give another --data.")
-    transform = task.transform(card.height, card.width, card.mean, card.std)
+    transform = task.transform(card.size, card.mean, card.std)
     indices = np.unique(np.linspace(0, len(dataset) - 1, min(count, len(dataset))).round().astype(int))
     for index in indices:
         yield transform(dataset.load(int(index)))[0][None]
