@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,7 @@ def test_the_trainer_calibrates_continues_and_predicts(
     bed: Path, raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainers: None
 ) -> None:
     from nnunetv2.inference.predict_from_raw_data import nnUNetPredictor
+    from nnunetv2.run.load_pretrained_weights import load_pretrained_weights
     from nnunetv2.run.run_training import get_trainer_from_args, maybe_load_checkpoint
 
     from fp4deploy.interop.nnunet import load_network
@@ -170,6 +172,7 @@ def test_the_trainer_calibrates_continues_and_predicts(
 
     first = trainer(False)
     first.initialize()
+    load_pretrained_weights(first.network, str(fp32))  # -pretrained_weights, which wants nnU-Net's own names
     start = {name: value.clone() for name, value in first.network.state_dict().items()}
     assert all(torch.equal(value, start[name]) for name, value in nnunet_folder.network(0).state_dict().items())
     first.run_training()
@@ -252,6 +255,15 @@ def test_one_error_each(bed: Path, raw: Path, tmp_path: Path, arguments: tuple[s
     assert said.exit_code == 2
     assert re.search(message, said.stderr.replace("\n", " ")), said.stderr
     assert not any(tmp_path.iterdir())
+
+
+def test_a_two_dimensional_network_sees_slices(bed: Path, raw: Path) -> None:
+    from fp4deploy.interop.nnunet.cases import patches_of
+
+    flat = replace(read_folder(bed / "nvfp4"), patch_size=(16, 16))
+    found = patches_of(flat, raw, 5)
+    assert [tuple(patch.shape) for patch in found] == [(1, 1, 16, 16)] * 5
+    assert not any(torch.equal(found[0], other) for other in found[1:])
 
 
 def test_a_case_without_all_channels(raw: Path, tmp_path: Path) -> None:

@@ -129,6 +129,8 @@ REFUSED: dict[str, tuple[str, Edit, str]] = {
     "part": ("plans.json", of(*ARCHITECTURE, "arch_kwargs", "nonlin")("os.system"), "nonlin = os.system"),
     "torch's part": ("plans.json", of(*ARCHITECTURE, "arch_kwargs", "norm_op")("torch.nn.Module"), "norm_op = torch"),
     "count": ("plans.json", of(*ARCHITECTURE, "arch_kwargs", "n_conv_per_stage")([10**9] * 3), "at most 64"),
+    "arguments": ("plans.json", of(*ARCHITECTURE, "arch_kwargs")([[]]), "arch_kwargs: .*valid dictionary"),
+    "imports": ("plans.json", of(*ARCHITECTURE, "_kw_requires_import")([[1]]), "_kw_requires_import: .*valid string"),
     "argument": (
         "plans.json",
         of(*ARCHITECTURE, "arch_kwargs", "hub")("x"),

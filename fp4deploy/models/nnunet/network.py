@@ -21,6 +21,7 @@ from fp4deploy.errors import InputError, named_cause
 from fp4deploy.models.nnunet.folder import PLANS, SPEC, Fold, ResultsFolder, named_folder, read_folder
 from fp4deploy.models.volumes import IMAGES, NetworkInput
 from fp4deploy.requirements import NNUNET
+from fp4deploy.system.schema import Name, validated
 
 NETWORKS = ("PlainConvUNet", "ResidualEncoderUNet", "ResidualUNet")
 PARTS: dict[str, type[nn.Module]] = {
@@ -33,6 +34,7 @@ PARTS: dict[str, type[nn.Module]] = {
     )
 }  # fmt: skip
 BLOCKS = ("BasicBlockD", "BottleneckD")
+AGAIN = "Take the plans.json that nnU-Net wrote."
 MOST_PARTS = 64  # stages, blocks or convolutions of a stage
 
 
@@ -52,8 +54,8 @@ def build_network(folder: ResultsFolder, channels: int | None = None) -> nn.Modu
         raise InputError(f"{where} describes no architecture of {folder.configuration}.")
     NNUNET.require("A results folder of nnU-Net")
     kind = _network(str(architecture.get("network_class_name")), where)
-    given = dict(architecture.get("arch_kwargs") or {})
-    for name in architecture.get("_kw_requires_import") or ():
+    given = dict(validated(dict[Name, Any], architecture.get("arch_kwargs"), f"{where}: arch_kwargs", AGAIN))
+    for name in validated(list[Name], architecture.get("_kw_requires_import"), f"{where}: _kw_requires_import", AGAIN):
         if given.get(name) is not None:
             given[name] = _part(str(given[name]), name, where)
     _check_counts(given, where)
