@@ -26,9 +26,9 @@ import torch
 from PIL import Image, ImageDraw
 
 from fp4deploy.bench.environment import environment
+from fp4deploy.data.tiles import starts
 from fp4deploy.export import export_onnx
 from fp4deploy.models import ModelCard, build_unet, save_checkpoint
-from fp4deploy.predict.tiles import starts
 from fp4deploy.qat import calibrate, prepare
 
 TILE, CLASSES, SCALE = 512, 8, 0.25

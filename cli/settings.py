@@ -166,7 +166,9 @@ BatchSizeOption = Annotated[
 ]
 SizeOption = Annotated[
     str | None,
-    typer.Option("--size", help="Model input in pixels, HxW; data.height, data.width.", show_default="96x96"),
+    typer.Option(
+        "--size", help="Model input, HxW, or DxHxW of volumes; data.height, data.width.", show_default="96x96"
+    ),
 ]
 DeviceOption = Annotated[
     str | None,
@@ -199,6 +201,16 @@ def parse_size(text: str | None, option: str = "--size") -> tuple[int, int] | No
     """Height and width of "HxW", or of "N" for a square, in pixels; `option` begins the messages.
 
     Raises:
+        InputError: as of `parse_axes`.
+    """
+    found = parse_axes(text, option, volumes=False)
+    return None if found is None else (found[0], found[1])
+
+
+def parse_axes(text: str | None, option: str = "--size", volumes: bool = True) -> tuple[int, ...] | None:
+    """`parse_size`, or with `volumes` depth, height and width of "DxHxW".
+
+    Raises:
         InputError: the text is not of that form, or a side is beyond the limit.
 
     >>> parse_size("352x480"), parse_size("96")
@@ -209,13 +221,17 @@ def parse_size(text: str | None, option: str = "--size") -> tuple[int, int] | No
     from fp4deploy.models.volumes import MOST_PIXELS
 
     numbers = text.lower().split("x")
-    if len(numbers) > 2 or not all(re.fullmatch("[0-9]{1,5}", number) and int(number) > 0 for number in numbers):
+    axes = (1, 2, 3) if volumes else (1, 2)
+    whole = all(re.fullmatch("[0-9]{1,5}", number) and int(number) > 0 for number in numbers)
+    if len(numbers) not in axes or not whole:
+        more = "; of volumes DEPTHxHEIGHTxWIDTH, such as 32x48x32" if volumes else ""
         raise InputError(
-            f"{option} takes HEIGHTxWIDTH in pixels, such as 352x480, or one number for a square, not '{text[:60]}'."
+            f"{option} takes HEIGHTxWIDTH in pixels, such as 352x480, or one number for a square{more}, not "
+            f"'{text[:60]}'."
         )
     if max(map(int, numbers)) > MOST_PIXELS:
         raise InputError(f"{option} is {text}, and a side has at most {MOST_PIXELS} pixels.")
-    return int(numbers[0]), int(numbers[-1])
+    return tuple(map(int, numbers if len(numbers) > 1 else numbers * 2))
 
 
 def settings(
@@ -263,9 +279,10 @@ def settings(
         flags.append(f"train.epochs={epochs}")
     if batch_size is not None:
         flags.append(f"train.batch_size={batch_size}")
-    pixels = parse_size(size)
+    pixels = parse_axes(size)
     if pixels is not None:
-        flags += [f"data.height={pixels[0]}", f"data.width={pixels[1]}"]
+        keys = ("data.depth", "data.height", "data.width")[-len(pixels) :]
+        flags += [f"{key}={side}" for key, side in zip(keys, pixels, strict=True)]
     if every is not None:
         flags.append(f"telemetry.every={every}")
     if trackers:

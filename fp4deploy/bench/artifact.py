@@ -20,7 +20,7 @@ from fp4deploy.bench.runtimes.protocol import OpenRuntime
 from fp4deploy.data import VAL
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.instances import InstanceScores
-from fp4deploy.metrics import Scores
+from fp4deploy.metrics import Scores, VolumeScores
 from fp4deploy.models.spec import UnnamedCodeError
 from fp4deploy.system.files import file_digest
 
@@ -83,6 +83,7 @@ def bench_artifact(
             limit=limit,
         )
     scores = found.scores if found and isinstance(found.scores, Scores) else None
+    volumes = scores if isinstance(scores, VolumeScores) else None
     instances = found.scores if found and isinstance(found.scores, InstanceScores) else None
     timed = None
     if reason is None:
@@ -102,6 +103,10 @@ def bench_artifact(
         ap50=_finite(instances.ap50) if instances else None,
         instances=instances.to_json() if instances else None,
         pixel_accuracy=_finite(scores.pixel_accuracy) if scores else None,
+        dice=volumes.mean_dice if volumes else None,
+        dice_per_class=dict(volumes.dice) if volumes else {},
+        hd95_mm=volumes.mean_hd95 if volumes else None,
+        hd95_mm_per_class=dict(volumes.hd95) if volumes else {},
         per_class=dict(found.scores.per_class) if found else {},
         boundary_f1=found.boundary_f1 if found else None,
         recall_by_size=found.recall_by_size if found else {},

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from fp4deploy.bench.detail import SegmentationDetail
-from fp4deploy.bench.evidence import Accuracy, write_pixels
+from fp4deploy.bench.evidence import Accuracy, VoxelCounts, write_pixels
 from fp4deploy.bench.instances import evaluate_objects
 from fp4deploy.bench.runtimes.protocol import Runtime
-from fp4deploy.data import VAL, EvalTransform, eval_loader, validation_set
+from fp4deploy.data import VAL, eval_loader, validation_set
 from fp4deploy.data.inspection.digest import DigestedDataset
 from fp4deploy.data.part import part_of
 from fp4deploy.errors import InputError
 from fp4deploy.metrics import SegmentationScore
 from fp4deploy.tasks import images_for, task_of
+from fp4deploy.tasks.volumes import applied
 
 BATCH = 8
 Progress = Callable[[int, int], None]  # images done, images in all
@@ -72,11 +74,13 @@ def evaluate(
         InputError: the data does not fit the model, or cannot be read.
     """
     card = runtime.card
+    if card.volume is not None:
+        return _evaluate_volumes(runtime, data, progress, split, limit)
     opened = validation_set(card, data, split) if labelled else images_for(card, data, split, known=True)
     dataset = DigestedDataset(part_of(opened, limit))
     detail = SegmentationDetail(dataset.class_names, card.background)
     score = SegmentationScore(len(dataset.class_names), dataset.class_names)
-    transform = EvalTransform(card.height, card.width, card.mean, card.std)
+    transform = task_of(card).transform(card.size, card.mean, card.std)
     seen = 0
     for images, masks in eval_loader(dataset, transform, batch, 0):
         logits = torch.from_numpy(runtime.infer(images.numpy()))
@@ -95,3 +99,20 @@ def evaluate(
     counts = detail.counts([dataset.names[index] for index in range(len(dataset))])
     hidden = detail.boundary_f1(), detail.recall_by_size(), counts.never_predicted()
     return Accuracy(score.compute(), write_pixels(counts), digest, *hidden)
+
+
+def _evaluate_volumes(
+    runtime: Runtime, data: Path, progress: Progress | None, split: str, limit: int | None
+) -> Accuracy:
+    """mIoU, Dice and distances of a runtime over a split of volumes, at their own spacing."""
+    card, task = runtime.card, task_of(runtime.card)
+    dataset = part_of(validation_set(card, data, split), limit)
+    evaluation: Any = task.evaluation(dataset, card)
+    digested = DigestedDataset(dataset)
+    for seen, (volumes, index) in enumerate(eval_loader(digested, task.transform(card.size, whole=True), 1), start=1):
+        evaluation.update(torch.from_numpy(applied(card, runtime.infer, volumes.numpy())), index)
+        if progress:
+            progress(seen, len(dataset))
+    names, voxels = evaluation.counts()
+    counts = VoxelCounts(names, dataset.class_names, voxels)
+    return Accuracy(evaluation.compute(), write_pixels(counts), digested.digest(), None, {}, counts.never_predicted())

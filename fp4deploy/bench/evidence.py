@@ -5,6 +5,7 @@ of a class over any set of images is their sum: hit / (truth + predicted - hit).
 (`instances.matches`). In JSON an image is one line of text:
 
     pixels    a word a class, hit/truth/predicted, "-" for three zeros           "12/400/410 - 3/5/6"
+    voxels    the same, of volumes
     matches   "objects of each class | class:score:matched:ignored ...", bits of the ten overlaps in hexadecimal
 """
 
@@ -60,6 +61,10 @@ class PixelCounts:
         best = int(truth.argmax())
         return self.classes[best], float(truth[best] / max(1, truth.sum()) / max(1, np.count_nonzero(truth)))
 
+    def per_class(self, weights: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The metric [..., C] of the images weighted by [..., N]; NaN for a class that occurs in none of them."""
+        return self.iou(weights)
+
     def iou(self, weights: NDArray[np.float64]) -> NDArray[np.float64]:
         """IoU [..., C] of the images weighted by [..., N]; NaN for a class that occurs in none of them."""
         hit = weights @ self.hit
@@ -67,11 +72,25 @@ class PixelCounts:
         return np.divide(hit, union, out=np.full_like(hit, np.nan), where=union > 0)
 
 
+class VoxelCounts(PixelCounts):
+    """The same of volumes, whose metric is Dice: by volume, then the mean over the volumes; none of the background."""
+
+    def per_class(self, weights: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Dice [..., C] of the volumes weighted by [..., N]."""
+        total = self.truth + self.predicted
+        known = (total > 0).astype(np.float64)
+        known[:, 0] = 0
+        dice = np.divide(2 * self.hit, total, out=np.zeros(total.shape), where=total > 0)
+        sums, count = weights @ (dice * known), weights @ known
+        return np.divide(sums, count, out=np.full_like(sums, np.nan), where=count > 0)
+
+
 def write_pixels(counts: PixelCounts) -> Evidence:
     """Counts as text."""
     stacked = np.stack([counts.hit, counts.truth, counts.predicted], -1)
     lines = [" ".join("/".join(map(str, cell)) if any(cell) else "-" for cell in image) for image in stacked.tolist()]
-    return Evidence(kind="pixels", classes=list(counts.classes), images=list(counts.images), lines=lines)
+    kind = "voxels" if isinstance(counts, VoxelCounts) else "pixels"
+    return Evidence(kind=kind, classes=list(counts.classes), images=list(counts.images), lines=lines)
 
 
 def write_matches(matches: Matches) -> Evidence:
@@ -96,7 +115,7 @@ def read_evidence(evidence: Evidence, source: object) -> PixelCounts | Matches:
     if len(evidence.lines) != len(evidence.images):
         raise InputError(f"{source}: {len(evidence.lines)} lines of counts for {len(evidence.images)} images.")
     try:
-        return _pixels(evidence) if evidence.kind == "pixels" else _matches(evidence)
+        return _matches(evidence) if evidence.kind == "matches" else _pixels(evidence)
     except (ValueError, IndexError, OverflowError) as error:
         raise InputError(f"{source}: the counts of its images cannot be read: {error}.") from None
 
@@ -114,7 +133,8 @@ def _pixels(evidence: Evidence) -> PixelCounts:
                 if not 0 <= hit <= min(truth, predicted) or max(truth, predicted) > 1 << 40:
                     raise ValueError(f"'{word[:40]}' are no counts of pixels")
                 counts[image, place] = hit, truth, predicted
-    return PixelCounts(evidence.images, evidence.classes, counts)
+    kind = VoxelCounts if evidence.kind == "voxels" else PixelCounts
+    return kind(evidence.images, evidence.classes, counts)
 
 
 def _matches(evidence: Evidence) -> Matches:

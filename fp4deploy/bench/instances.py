@@ -64,7 +64,7 @@ def evaluate_objects(
     evaluation: Any = task.evaluation(dataset, card)
     finish = _keep(results, evaluation) if results is not None else None
     decodes = isinstance(evaluation, DetectionEvaluation) and getattr(runtime, "decodes", False)
-    transform = task.transform(card.height, card.width, card.mean, card.std)
+    transform = task.transform(card.size, card.mean, card.std)
     seen = 0
     for images, indices in eval_loader(digested, transform, batch, 0):
         if decodes:

@@ -49,8 +49,8 @@ def measure(
 
 
 def random_images(runtime: Runtime, batch: int) -> Array:
-    """Normalised images [batch, 3, H, W] of the runtime's own size."""
-    size = (batch, 3, runtime.card.height, runtime.card.width)
+    """Normalised images [batch, *input_shape] of the runtime's own size."""
+    size = (batch, *runtime.card.input_shape)
     images: Array = np.random.default_rng(0).standard_normal(size).astype(np.float32)
     return images
 

@@ -89,10 +89,10 @@ def layer_times(path: Path, batch: int = 1, iterations: int = 20) -> LayerTimes:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     network = PackedNetwork(read_packed(path), device)
     card, graph = network.file.card, network.graph
-    size = (card.height, card.width) if card else tuple(graph.inputs[0].shape[2:4])
-    if len(size) != 2:
+    size = card.size if card else tuple(graph.inputs[0].shape[2:4])
+    if len(size) < 2:
         raise InputError(f"{path.name} does not read images.")
-    shapes = input_shapes(graph, *size, batch=batch)
+    shapes = input_shapes(graph, size, batch)
     inputs = [torch.randn(shapes[each.name]).to(device, network.dtype) for each in graph.inputs]
     run = CapturedNetwork(network, graphs_enabled()).prepared(*inputs)
     whole = _median_ms(run, device, iterations)

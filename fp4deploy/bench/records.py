@@ -28,7 +28,7 @@ class Record(BaseModel):
 class Evidence(Record):
     """Counts of every image of a split, one line of text an image; the form is in `bench.evidence`."""
 
-    kind: Literal["pixels", "matches"]
+    kind: Literal["pixels", "voxels", "matches"]
     classes: Annotated[list[Name], Field(max_length=1000)]
     images: Annotated[list[Name], Field(max_length=MOST_IMAGES)]
     lines: Annotated[list[str], Field(max_length=MOST_IMAGES)]
@@ -60,6 +60,10 @@ class ArtifactEntry(Record):
     ap50: float | None = None
     instances: Scores | None = None
     pixel_accuracy: float | None = None
+    dice: float | None = None  # of volumes: mean over the classes but the background
+    dice_per_class: Scores = Field(default_factory=dict)
+    hd95_mm: float | None = None  # of volumes: 95 % Hausdorff distance, likewise
+    hd95_mm_per_class: Scores = Field(default_factory=dict)
     per_class: Scores = Field(default_factory=dict)
     errors: dict[str, Scores] = Field(default_factory=dict)  # of detectors: kind -> count and AP50 that it costs
     confusion: dict[str, dict[str, int]] = Field(default_factory=dict)  # of detectors: class -> detected as -> count
@@ -81,12 +85,12 @@ class ArtifactEntry(Record):
     @property
     def metric(self) -> str:
         """Name of the accuracy."""
-        return "AP" if self.instances else "mIoU"
+        return "AP" if self.instances else "Dice" if self.dice is not None else "mIoU"
 
     @property
     def accuracy(self) -> float | None:
-        """mIoU of a semantic model, AP of an instance model; None where it was not measured."""
-        return self.miou if self.miou is not None else self.ap
+        """mIoU of a semantic model, of volumes Dice, AP of an instance model; None where it was not measured."""
+        return next((value for value in (self.dice, self.miou) if value is not None), self.ap)
 
 
 class Gpu(Record):

@@ -76,8 +76,8 @@ def _throughput(path: Path, count: int, batch: int, seconds: float) -> Throughpu
     before = torch.cuda.memory_allocated(device)
     network = PackedNetwork(read_packed(path), device)
     card = network.file.card
-    height, width = (card.height, card.width) if card else network.graph.inputs[0].shape[2:4]
-    shapes = input_shapes(network.graph, height, width, batch)
+    size = card.size if card else network.graph.inputs[0].shape[2:4]
+    shapes = input_shapes(network.graph, size, batch)
     inputs = [torch.randn(shapes[each.name]).to(device, network.dtype) for each in network.graph.inputs]
     runs = [CapturedNetwork(network).prepared(*inputs) for _ in range(count)]
     lanes = [(torch.cuda.Stream(device), run) for run in runs]

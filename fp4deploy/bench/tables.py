@@ -1,7 +1,7 @@
 """The comparison table as text cells, shared by the terminal, report.md and report.html, and numbers as text.
 
-mIoU and AP are shown in %, differences of them in points. `change` is the row's accuracy minus the baseline's: "+0.41"
-is a gain, "-0.41" a loss. Columns of a metric that no row has are left out.
+mIoU, Dice and AP are shown in %, differences of them in points. `change` is the row's accuracy minus the baseline's:
+"+0.41" is a gain, "-0.41" a loss. Columns of a metric that no row has are left out.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from fp4deploy.bench.records import ArtifactEntry
 
 SEMANTIC = (("mIoU %", "miou"),)  # title and key of a metric
+VOLUMES = (("Dice %", "dice"), ("HD95 mm", "hd95_mm"))
 INSTANCE = (("AP %", "ap"), ("AP50 %", "ap50"))
-NUMERIC = frozenset({"size", "mIoU %", "AP %", "AP50 %", "change", "p50 ms", "p90 ms", "p99 ms", "images/s"})
+TIMES = ("p50 ms", "p90 ms", "p99 ms", "images/s")
+NUMERIC = frozenset({"size", "change", *(title for title, _ in (*SEMANTIC, *VOLUMES, *INSTANCE)), *TIMES})
 NONE = "–"  # a cell without a number
 BASELINES = ("fp16_control", "fp16")
 MOST_CONFUSIONS = 12  # rows of the table
@@ -24,17 +26,17 @@ UNSTEADY = 1.5  # p90 over p50 above which a row says that its times are no prop
 
 
 def metrics(artifacts: Sequence[ArtifactEntry]) -> tuple[tuple[str, str], ...]:
-    """Title and key of the metrics to show: mIoU, or AP and AP50, or all where a table has both kinds of models."""
+    """Title and key of the metrics to show: mIoU, of volumes Dice and distance, too; AP and AP50 of objects."""
     instance = any(entry.ap is not None for entry in artifacts)
     semantic = any(entry.miou is not None for entry in artifacts)
-    return (SEMANTIC if semantic or not instance else ()) + (INSTANCE if instance else ())
+    volumes = VOLUMES if any(entry.dice is not None for entry in artifacts) else ()
+    return (SEMANTIC if semantic or not instance else ()) + volumes + (INSTANCE if instance else ())
 
 
 def head(artifacts: Sequence[ArtifactEntry]) -> tuple[str, ...]:
     """Titles of the columns."""
     titles = (title for title, _ in metrics(artifacts))
-    times = ("p50 ms", "p90 ms", "p99 ms", "images/s")
-    return ("model", "artefact", "backend", "precision", "size", *titles, "change", *times, "status")
+    return ("model", "artefact", "backend", "precision", "size", *titles, "change", *TIMES, "status")
 
 
 def baseline_of(artifacts: Sequence[ArtifactEntry]) -> ArtifactEntry | None:
@@ -54,12 +56,17 @@ def cells(entry: ArtifactEntry, baseline: float | None, shown: Sequence[tuple[st
         entry.backend,
         entry.precision,
         size(entry.size_bytes),
-        *(points(getattr(entry, key)) for _, key in shown),
+        *(_figure(key, getattr(entry, key)) for _, key in shown),
         change(entry.accuracy, baseline),
         *(milliseconds(getattr(entry.latency_ms, name, None)) for name in ("p50", "p90", "p99")),
         rate(entry.images_per_s),
         f"{entry.status}, unsteady" if is_unsteady(entry) else entry.status,
     )
+
+
+def _figure(key: str, value: float | None) -> str:
+    """A share of 1 in %, a distance in mm as it is."""
+    return points(value) if not key.endswith("_mm") or value is None else f"{value:.2f}"
 
 
 def is_unsteady(entry: ArtifactEntry) -> bool:
@@ -155,6 +162,12 @@ def details(artifacts: Sequence[ArtifactEntry]) -> list[str]:
                 count = f"{len(absent)} of {len(entry.per_class)} classes"
                 figures += f" {count} {verb} never predicted: {', '.join(absent)}."
             found.setdefault(figures, []).append(name)
+        if entry.dice_per_class:
+            each = ", ".join(
+                f"{kind} {percent(value)} ({_figure('_mm', entry.hd95_mm_per_class.get(kind))} mm)"
+                for kind, value in entry.dice_per_class.items()
+            )
+            found.setdefault(f"Dice and 95 % Hausdorff distance: {each}.", []).append(name)
     return [f"{', '.join(dict.fromkeys(same))}: {figures}" for figures, same in found.items()]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
@@ -86,7 +86,7 @@ def export_onnx(
     data: Path | str | None = None,
     images: int = 16,
     verify: bool = True,
-    size: tuple[int, int] | None = None,
+    size: tuple[int, ...] | None = None,
     dynamic_size: bool = False,
     *,
     rest: str | None = None,
@@ -119,7 +119,7 @@ def export_onnx(
     data: Any = None,
     images: int = 16,
     verify: bool = True,
-    size: tuple[int, int] | None = None,
+    size: tuple[int, ...] | None = None,
     dynamic_size: bool = False,
     card: ModelCard | None = None,
     with_portable: bool = False,
@@ -146,7 +146,8 @@ def export_onnx(
             by default the example input.
         images: how many of the dataset's images.
         verify: False writes without comparing.
-        size: height and width of the graph's images in pixels; by default those of the training. It is verified at it.
+        size: height and width of the graph's images in pixels, or depth, height and width of volumes; by default those
+            of the training. It is verified at it.
         dynamic_size: leave height and width open; the file is then verified at two other sizes, too (`verify.sizes`).
         card: of a module, stored in the file.
         outputs: of a module: what its outputs are, as of `verify`; by default as the card says.
@@ -185,8 +186,8 @@ def export_onnx(
     chosen = None if rest is None else rest_for(rest, checkpoint, None if data is None else Path(data), images)
     model, found = load_model(checkpoint, rest=chosen)
     if size is not None:
-        found = replace(found, height=size[0], width=size[1])
-    canonical = export_graph(model, (3, found.height, found.width), found, dynamic_size, chosen)
+        found = found.resized(size)
+    canonical = export_graph(model, found.input_shape, found, dynamic_size, chosen)
     _describe(canonical, found, checkpoint)
     decomposed = to_portable(canonical) if portable or verify else None
     verification = None

@@ -91,7 +91,7 @@ def pack(
     check_request(checkpoint, out, SUFFIX, data, images, verify)
     chosen = None if rest is None else rest_for(rest, checkpoint, data, images)
     model, card = load_model(checkpoint, rest=chosen)
-    example = torch.zeros(1, 3, card.height, card.width)
+    example = torch.zeros(1, *card.input_shape)
     origin = json.dumps(about(card, file_digest(checkpoint)))
     packed = pack_model(model, example, dynamic_size=card.architecture != "unet", rest=chosen or rest_of(card))
     file = packed_file(out, card, *packed, about=origin)

@@ -35,17 +35,19 @@ class LogitsOutput:
     logits_spec: str
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Images [N, C, H, W] -> logits [N, channels, H, W]."""
+        """Images [N, C, H, W] -> logits [N, channels, H, W]; volumes likewise, with D before H."""
         found = pick_logits(self._outputs(x), self.logits_spec, self.logits_output)
-        if found.ndim != 4 or found.shape[0] != x.shape[0] or found.shape[1] != self.logits_channels:
+        if found.ndim != x.ndim or found.shape[0] != x.shape[0] or found.shape[1] != self.logits_channels:
+            size = ", ".join("dhw"[5 - x.ndim :])
             raise InputError(
                 f"The output of {self.logits_spec} has the shape {list(found.shape)}, and a logits map of this data "
-                f"has [N, {self.logits_channels}, h, w]. Let the factory take the number of classes, or name the right "
-                "output with --set model.output=NAME."
+                f"has [N, {self.logits_channels}, {size}]. Let the factory take the number of classes, or name the "
+                "right output with --set model.output=NAME."
             )
         if found.shape[2:] == x.shape[2:]:
             return found
-        return F.interpolate(found, x.shape[2:], mode="bilinear", align_corners=False)
+        mode = "bilinear" if x.ndim == 4 else "trilinear"
+        return F.interpolate(found, x.shape[2:], mode=mode, align_corners=False)
 
     def _outputs(self, x: torch.Tensor) -> Any:
         """What the network's own forward returns; an error in it is named with the line of the user's code."""

@@ -20,6 +20,7 @@ from fp4deploy.system.schema import Count, Float, Name
 
 MOST_PIXELS = 16_384  # of a side
 MOST_CHANNELS = 64
+VOLUME = 3  # spatial axes
 Size = tuple[int, ...]  # of the spatial axes: (H, W) or (D, H, W)
 
 Side = Annotated[Count, Field(ge=1, le=MOST_PIXELS)]

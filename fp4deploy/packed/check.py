@@ -325,7 +325,7 @@ def _check_slopes(graph: Graph, node: PReLU, shapes: Shapes) -> None:
 def _check_logits(graph: Graph, shapes: Shapes, channels: int, head: Head | None) -> None:
     logits, image = shapes[graph.outputs[0].activation], tuple(graph.inputs[0].shape)
     size = image[2:] if head is None or len(image) != 4 else head.output_size(int(image[2]), int(image[3]))
-    if channels < 1 or len(image) != 4 or logits != (image[0], channels, *size):
+    if channels < 1 or len(image) not in (4, 5) or logits != (image[0], channels, *size):
         places = "the input's size" if size == image[2:] else f"{size[0]} places"
         raise InputError(
             f"The first output of the graph is {list(logits)} for an input {list(image)}, and the model card has "

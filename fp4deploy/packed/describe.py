@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fp4deploy.models.volumes import VOLUME
 from fp4deploy.packed.file import PackedFile
 from fp4deploy.packed.graph import Form, Layer, Linear, Node, named, tensors_of
 from fp4deploy.packed.memory import activation_bytes, full_precision, plain_bytes
@@ -18,7 +19,7 @@ def describe_packed(file: PackedFile) -> tuple[dict[str, Any], tuple[str, ...], 
     """Facts, columns, one row for each node, and a closing line; the digests were checked when the file was read."""
     graph, card = file.graph, file.card
     example = next((each.shape[2:4] for each in graph.inputs if len(each.shape) == 4), [1, 1])
-    size = (card.height, card.width) if card else (example[0], example[1])
+    size = card.size if card else tuple(example)
     layers = [node for node in graph.nodes if isinstance(node, Layer)]
     packed = [node for node in layers if node.precision == "nvfp4"]
     facts: dict[str, Any] = {
@@ -38,8 +39,9 @@ def describe_packed(file: PackedFile) -> tuple[dict[str, Any], tuple[str, ...], 
         }
     plain = plain_bytes(graph)
     facts |= {
-        "height": size[0],
-        "width": size[1],
+        **({"depth": size[0]} if len(size) == VOLUME else {}),
+        "height": size[-2],
+        "width": size[-1],
         "weight_bytes": file.weight_bytes,
         "weight_bytes_fp16": plain,
         "activation_bytes": activation_bytes(graph, *size),

@@ -13,6 +13,7 @@ packed form; the FP32 in which the terms are computed is workspace.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.packed.graph import Concat, Conv2d, Form, Graph, Input, Layer, Linear, Node
@@ -35,24 +36,29 @@ def feature_map_bytes(form: Form, shape: Shape, rest: Rest = FP16) -> int:
     return math.prod(shape) // max(1, channels) * blocks * (NVFP4_BLOCK // 2 + 1)
 
 
-def input_shapes(graph: Graph, height: int, width: int, batch: int = 1) -> dict[str, Shape]:
-    """Shapes of the inputs: the first feature map has this size, others in proportion; the rest as in the example."""
-    first = next((each.shape for each in graph.inputs if len(each.shape) == 4), [1, 1, 1, 1])
-    return {
-        each.name: (batch, each.shape[1], height * each.shape[2] // first[2], width * each.shape[3] // first[3])
-        if len(each.shape) == 4
-        else (batch, *each.shape[1:])
-        for each in graph.inputs
-    }
+def input_shapes(graph: Graph, size: Sequence[int], batch: int = 1) -> dict[str, Shape]:
+    """Shapes of the inputs: the first feature map of so many axes has this size, others in proportion.
+
+    The rest is as in the example.
+    """
+    maps = {each.name: each.shape[2:] for each in graph.inputs if len(each.shape) == 2 + len(size)}
+    first = next(iter(maps.values()), size)
+    shapes: dict[str, Shape] = {}
+    for each in graph.inputs:
+        sides = maps.get(each.name, each.shape[2:])
+        if each.name in maps:
+            sides = [side * own // of for side, own, of in zip(size, sides, first, strict=True)]
+        shapes[each.name] = (batch, *each.shape[1:2], *sides)
+    return shapes
 
 
-def activation_bytes(graph: Graph, height: int, width: int, batch: int = 1) -> int:
-    """The largest number of bytes of activations that are live at once.
+def activation_bytes(graph: Graph, *size: int, batch: int = 1) -> int:
+    """The largest number of bytes of activations that are live at once; `size`: the spatial axes of the first input.
 
     Raises:
         InputError: a size that the network cannot take.
     """
-    given = input_shapes(graph, height, width, batch)
+    given = input_shapes(graph, size, batch)
     shapes, forms, last = fitting(graph, given), graph.forms(), last_reads(graph)
     sizes = {name: feature_map_bytes(form, shapes[name], rest_of(graph)) for name, form in forms.items()}
     live = {form.name for each in graph.inputs for form in each.outputs}

@@ -25,13 +25,13 @@ from fp4deploy.data.augmentation.transforms import expand
 from fp4deploy.data.images import upright_image
 from fp4deploy.data.palette import colours
 from fp4deploy.data.sample import ClassIds, Pixels, Sample, class_type
+from fp4deploy.data.tiles import tiled
 from fp4deploy.detection import Detections, decode_boxes
 from fp4deploy.errors import InputError
 from fp4deploy.instances.decode import Instances, decode
 from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.heads import InstanceHead
 from fp4deploy.predict.prediction import Prediction
-from fp4deploy.predict.tiles import tiled
 from fp4deploy.tasks import task_of
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Predictor:
         self.min_score = min_score
         task = task_of(card)
         self.background = card.background or task.counts_objects
-        self._transform = task.transform(card.height, card.width, card.mean, card.std)
+        self._transform = task.transform(card.size, card.mean, card.std)
         if tile and (untiled := task.untiled(card)):
             raise InputError(f"{untiled} Leave out --tile.")
 
@@ -121,6 +121,8 @@ class Predictor:
 
     def predict_batch(self, images: Sequence[Picture]) -> list[Prediction]:
         """Predict several images in one call of the network (tiled ones one after the other, `batch` tiles a call)."""
+        if self.card.volume is not None:
+            raise InputError("This model reads volumes, and these are images. Give it .nii or .nii.gz files.")
         pixels = [as_pixels(image) for image in images]
         found: list[Prediction | None] = [self._tiled(each) if self._needs_tiles(each) else None for each in pixels]
         whole = [number for number, prediction in enumerate(found) if prediction is None]

@@ -92,7 +92,7 @@ def describe(predictor: Predictor, model: Path) -> dict[str, Any]:
         "runtime": runtime.name,
         "device": runtime.device,
         "precision": runtime.precision,
-        "input": {"height": card.height, "width": card.width},
+        "input": dict(zip(("depth", "height", "width")[-len(card.size) :], card.size, strict=True)),
         "tile": {"overlap": predictor.overlap} if predictor.tile else None,
         "classes": [
             {"id": number, "name": name, "colour": "#{:02x}{:02x}{:02x}".format(*colour) if colour else None}

@@ -32,7 +32,7 @@ def calibration_images(checkpoint: Path, data: Path, count: int, batch: int = 4)
     """
     card = read_card(checkpoint)
     dataset = images_for(card, data, TRAIN, known=True)
-    transform = task_of(card).transform(card.height, card.width, card.mean, card.std)
+    transform = task_of(card).transform(card.size, card.mean, card.std)
     count = min(count, len(dataset))
     places = [at * len(dataset) // count for at in range(count)]
     for start in range(0, count, batch):

@@ -38,4 +38,5 @@ def images_for(card: ModelCard, data: Path, split: str, known: bool = False) -> 
     if are_photos(data):
         return PhotoDataset(data, split, card.class_names)
     task = task_of(card)
+    known = known or card.volume is not None  # which also says how volumes are read
     return task.for_card(card, data, split) if known else task.open(data, split, labelled=False)

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from fp4deploy.data import (
+    IMAGE_MEAN,
+    IMAGE_STD,
     VAL,
     BoxDataset,
     BoxTrainTransform,
@@ -15,9 +17,11 @@ from fp4deploy.data import (
     box_set,
     open_boxes,
 )
+from fp4deploy.data.augmentation.transforms import Rgb
 from fp4deploy.detection import DetectionEvaluation
 from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.card import ModelCard
+from fp4deploy.models.volumes import Size
 
 OVER_PIXELS = "it is of losses over pixels; task=detection has detection.alpha and .gamma"
 
@@ -31,8 +35,18 @@ class DetectionTask:
         "augment.rotate": "the box around a rotated box is larger than its object; leave it 0 for task=detection",
         **dict.fromkeys(("train.class_weights", "train.class_balance", "train.label_smoothing"), OVER_PIXELS),
     }
-    transform = LetterboxTransform
-    augmentation = BoxTrainTransform
+
+    def transform(
+        self, size: Size, mean: Rgb = IMAGE_MEAN, std: Rgb = IMAGE_STD, whole: bool = False
+    ) -> LetterboxTransform:
+        """Images as they are, in the corner of the input."""
+        height, width = size
+        return LetterboxTransform(height, width, mean, std)
+
+    def augmentation(self, size: Size, seed: int, foreground: float = 0.0, **options: Any) -> BoxTrainTransform:
+        """Zoom, cut, flips, colour and mosaics."""
+        height, width = size
+        return BoxTrainTransform(height, width, seed=seed, **options)
 
     def open(
         self, root: Path, split: str, classes: Sequence[str] | None = None, stuff: Sequence[str] = (),

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from fp4deploy.data import (
+    IMAGE_MEAN,
+    IMAGE_STD,
     VAL,
     CocoDataset,
     NumberedEvalTransform,
@@ -15,9 +17,11 @@ from fp4deploy.data import (
     instance_set,
     open_instances,
 )
+from fp4deploy.data.augmentation.transforms import Rgb
 from fp4deploy.instances import InstanceEvaluation
 from fp4deploy.models.card import ModelCard
 from fp4deploy.models.heads import InstanceHead
+from fp4deploy.models.volumes import Size
 from fp4deploy.tasks.semantic import MOSAIC
 
 SOFTMAX = (
@@ -32,8 +36,18 @@ class InstanceTask:
     name, key, metric, per_class = "instance", "ap", "AP", "AP"
     counts_objects, at_input_size, boxes = True, False, False
     unused: Mapping[str, str] = {"augment.mosaic": MOSAIC, "distill.weight": SOFTMAX}
-    transform = NumberedEvalTransform
-    augmentation = TrainTransform
+
+    def transform(
+        self, size: Size, mean: Rgb = IMAGE_MEAN, std: Rgb = IMAGE_STD, whole: bool = False
+    ) -> NumberedEvalTransform:
+        """Images resized to the input."""
+        height, width = size
+        return NumberedEvalTransform(height, width, mean, std)
+
+    def augmentation(self, size: Size, seed: int, foreground: float = 0.0, **options: Any) -> TrainTransform:
+        """Zoom, cut, flips and colour."""
+        height, width = size
+        return TrainTransform(height, width, seed=seed, **options)
 
     def open(
         self, root: Path, split: str, classes: Sequence[str] | None = None, stuff: Sequence[str] = (),

@@ -22,8 +22,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fp4deploy.data import VAL, EvalTransform, SegmentationDataset, TrainTransform
+from fp4deploy.data import IMAGE_MEAN, IMAGE_STD, VAL, SegmentationDataset
+from fp4deploy.data.augmentation.transforms import Rgb, Transform
 from fp4deploy.models.card import ModelCard
+from fp4deploy.models.volumes import Size
 
 Gather = Callable[..., Any]
 
@@ -89,8 +91,7 @@ class Task(Protocol):
     name: in settings and model cards. key: of its score in files. metric, per_class: titles of its score and of a
     class's. counts_objects: its output is a list of objects, scored by COCO's AP. at_input_size: scores are of pixels
     at the size of the network's input. boxes: annotations need no masks. unused: settings that it has no use for, as
-    "section.name", and why. transform: sample -> input of a validation; augmentation: sample -> input and labels of a
-    training.
+    "section.name", and why.
     """
 
     @property
@@ -109,10 +110,17 @@ class Task(Protocol):
     def boxes(self) -> bool: ...
     @property
     def unused(self) -> Mapping[str, str]: ...
-    @property
-    def transform(self) -> type[EvalTransform]: ...
-    @property
-    def augmentation(self) -> type[TrainTransform]: ...
+    def transform(self, size: Size, mean: Rgb = IMAGE_MEAN, std: Rgb = IMAGE_STD, whole: bool = False) -> Transform:
+        """Sample -> input of a network of this size, and its labels or index.
+
+        whole: as it is scored, with what `evaluation` takes: of a volume all of it, of any size (`volumes.applied`).
+        """
+        ...
+
+    def augmentation(self, size: Size, seed: int, **options: Any) -> Transform:
+        """Sample -> input and labels of a training; options as of the transform of the data's kind."""
+        ...
+
     def open(
         self, root: Path, split: str, classes: Sequence[str] | None = None, stuff: Sequence[str] = (),
         labelled: bool = True,

@@ -1,4 +1,4 @@
-"""Semantic segmentation: a class for every pixel, scored by mIoU at the size of the input."""
+"""Semantic segmentation: a class for every pixel, scored by mIoU at the size of the input; of volumes at their own."""
 
 from __future__ import annotations
 
@@ -8,10 +8,24 @@ from typing import Any
 
 from torch import Tensor
 
-from fp4deploy.data import VAL, EvalTransform, SegmentationDataset, TrainTransform, open_dataset, validation_set
+from fp4deploy.data import (
+    IMAGE_MEAN,
+    IMAGE_STD,
+    VAL,
+    EvalTransform,
+    SegmentationDataset,
+    TrainTransform,
+    open_dataset,
+    validation_set,
+)
+from fp4deploy.data.augmentation.transforms import Rgb, Transform
+from fp4deploy.data.augmentation.volumes import VolumeTrainTransform, VolumeTransform
+from fp4deploy.data.volumes.dataset import VolumeDataset
 from fp4deploy.metrics import Scores, SegmentationScore
 from fp4deploy.models.card import ModelCard
+from fp4deploy.models.volumes import VOLUME, Size
 from fp4deploy.tasks.protocol import Gather
+from fp4deploy.tasks.volumes import VolumeEvaluation
 
 MOSAIC = "it joins images with boxes, and this task has masks; leave it 0, or train with task=detection"
 
@@ -22,8 +36,21 @@ class SemanticTask:
     name, key, metric, per_class = "semantic", "miou", "mIoU", "IoU"
     counts_objects, at_input_size, boxes = False, True, False
     unused: Mapping[str, str] = {"augment.mosaic": MOSAIC}
-    transform = EvalTransform
-    augmentation = TrainTransform
+
+    def transform(self, size: Size, mean: Rgb = IMAGE_MEAN, std: Rgb = IMAGE_STD, whole: bool = False) -> Transform:
+        """Images resized to the input; volumes whole, or a window of the input's size."""
+        if len(size) == VOLUME:
+            return VolumeTransform(size, whole)
+        height, width = size
+        return EvalTransform(height, width, mean, std)
+
+    def augmentation(self, size: Size, seed: int, foreground: float = 0.0, **options: Any) -> Transform:
+        """Zoom, cut, flips and colour; of volumes zoom, cut, flips and intensities."""
+        if len(size) == VOLUME:
+            own = {name: options[name] for name in ("zoom", "jitter", "flip")}
+            return VolumeTrainTransform(size, seed, foreground=foreground, **own)
+        height, width = size
+        return TrainTransform(height, width, seed=seed, **options)
 
     def open(
         self, root: Path, split: str, classes: Sequence[str] | None = None, stuff: Sequence[str] = (),
@@ -42,8 +69,10 @@ class SemanticTask:
 
     def evaluation(
         self, dataset: SegmentationDataset, card: ModelCard, ground_truth: dict[str, Any] | None = None
-    ) -> SemanticEvaluation:
-        """mIoU over the classes of the data."""
+    ) -> SemanticEvaluation | VolumeEvaluation:
+        """mIoU over the classes of the data; of volumes Dice, too."""
+        if isinstance(dataset, VolumeDataset):
+            return VolumeEvaluation(dataset)
         return SemanticEvaluation(dataset.class_names)
 
     def ground_truth(self, dataset: SegmentationDataset) -> None:

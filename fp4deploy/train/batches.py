@@ -23,10 +23,9 @@ def make_loaders(
     config: Config, train: SegmentationDataset, val: SegmentationDataset
 ) -> tuple[EpochLoader, EpochLoader]:
     """Batches to train and to validate on, augmented and sized as the configuration says."""
-    size = (config.data.height, config.data.width)
     augment = TASKS[config.task].augmentation(
-        *size,
-        seed=config.seed,
+        config.data.size,
+        config.seed,
         zoom=config.train.zoom,
         jitter=config.train.jitter,
         upside_down=config.train.upside_down,
@@ -39,9 +38,9 @@ def make_loaders(
 
 def validation_loader(config: Config, data: SegmentationDataset) -> EpochLoader:
     """Batches of a whole split to score a model on, sized as the configuration says."""
-    size = (config.data.height, config.data.width)
-    plain = TASKS[config.task].transform(*size)
-    return eval_loader(data, plain, config.train.batch_size, _workers(config.data.workers), compact=True)
+    plain = TASKS[config.task].transform(config.data.size, whole=True)
+    batch = config.train.batch_size if config.data.depth is None else 1  # whole volumes differ in size
+    return eval_loader(data, plain, batch, _workers(config.data.workers), compact=True)
 
 
 def _workers(given: int | None) -> int:

@@ -110,7 +110,7 @@ class Config(Section):
     def _fits_the_strides(self) -> Config:
         """The strides of other networks are not known before they run."""
         wrong = _off_stride(self.model.spec, {"height": self.data.height, "width": self.data.width})
-        if wrong:
+        if wrong and self.data.depth is None:  # of volumes the poolings follow the size
             raise ValueError(wrong[0])
         return self
 

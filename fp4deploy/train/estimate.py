@@ -42,6 +42,7 @@ from fp4deploy.train.loop import Trainer
 from fp4deploy.train.models import calibrate_on, model_card, open_splits
 from fp4deploy.train.schedule import QUANTIZED_MODELS, TrainingJob, epochs_of
 from fp4deploy.train.tasks import make_task
+from fp4deploy.train.volumes import sized
 
 WARM_UP = 5
 WARM_UP_BATCHES = 2  # of an evaluation
@@ -120,6 +121,7 @@ def measure(
     if steps < 1:
         raise InputError(f"At least one step has to be measured, not {steps}.")
     train, val = open_splits(config)
+    config = sized(config, train)
     cache = int(config.data.cache_gib * 2**30)
     least = config.train.batch_size * (WARM_UP + 2 * steps + 2)
     times = max(config.data.repeat, -(-least // len(train)))

@@ -42,7 +42,7 @@ from fp4deploy.qat.outlier_selection import OutlierSelection
 from fp4deploy.qat.ranges import Ranges
 from fp4deploy.rest import FP16
 from fp4deploy.system.files import append_line
-from fp4deploy.tasks import TaskScores, readable
+from fp4deploy.tasks import TaskScores
 from fp4deploy.train.captured import LAUNCHED_FIRST_OF_SEVERAL, CapturedStep
 from fp4deploy.train.checkpointing import checkpoint_blocks
 from fp4deploy.train.distributed import agreed_reason, agreed_signal, join, replicated, share_amaxes
@@ -286,7 +286,7 @@ class Trainer:
         ):
             for number, (images, labels) in enumerate(self._on_device(self.val_batches), start=1):
                 self._pause_if_asked()
-                evaluation.update(readable(self.model(images)), labels, self.accelerator.gather_for_metrics)
+                evaluation.update(self.task.outputs(self.model, images), labels, self.accelerator.gather_for_metrics)
                 if validated is not None:
                     validated(number, total)
         self.model.train()

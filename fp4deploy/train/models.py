@@ -50,6 +50,7 @@ from fp4deploy.train.loop import Trainer
 from fp4deploy.train.schedule import QUANTIZED_MODELS, epochs_of, is_fine_tuned, training_job
 from fp4deploy.train.state import Progress, read_progress
 from fp4deploy.train.tasks import class_weights, make_head, make_task, require_same_head, require_same_task
+from fp4deploy.train.volumes import at_spacing, sized, volume_input
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ def train_models(
         config = config.model_copy(update={"train": config.train.model_copy(update={"from_scratch": True})})
     _check_untrained(run, models, resume)
     train_data, val_data = open_splits(config)
+    config = sized(config, train_data)
     _require_labels(config, train_data)
     _check_class_weights(config, val_data.class_names)
     check_trackers(config.telemetry.trackers)
@@ -220,7 +222,9 @@ def open_splits(config: Config) -> tuple[SegmentationDataset, SegmentationDatase
     root = Path(config.data.root)
     classes, stuff = config.data.classes, config.instance.stuff
     task = TASKS[config.task]
-    train, val = (task.open(root, split, classes, stuff, labelled=split == SPLITS[0]) for split in SPLITS)
+    train, val = (
+        at_spacing(config, task.open(root, split, classes, stuff, labelled=split == SPLITS[0])) for split in SPLITS
+    )
     if train.class_names == val.class_names:
         return train, val
     lacking = [name for name in train.class_names if name not in val.class_names]
@@ -339,6 +343,8 @@ def model_card(config: Config, model: str, data: SegmentationDataset) -> ModelCa
         tuple(patterns) if quantized and patterns is not None else None
         for patterns in (config.quant.include, config.quant.exclude, config.quant.fp8)
     )
+    volume = volume_input(config, data)
+    mean, std = (IMAGE_MEAN, IMAGE_STD) if volume is None else ((value,) * len(volume.channels) for value in (0.0, 1.0))
     return ModelCard(
         precision="nvfp4" if quantized else "fp16",
         scale=config.model.scale,
@@ -349,8 +355,9 @@ def model_card(config: Config, model: str, data: SegmentationDataset) -> ModelCa
         class_names=data.class_names,
         height=config.data.height,
         width=config.data.width,
-        mean=IMAGE_MEAN,
-        std=IMAGE_STD,
+        mean=mean,
+        std=std,
+        volume=volume,
         background=data.background,
         recipe=config.recipe if quantized else None,
         rest=rest_trained_for(config),

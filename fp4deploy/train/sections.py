@@ -18,7 +18,7 @@ from fp4deploy.models.detector import GROUPS
 from fp4deploy.models.heads import MOST_DETECTIONS, MOST_MASKS, MOST_NMS, require_odd
 from fp4deploy.models.spec import UNET, parse_spec
 from fp4deploy.models.unet import channel_widths
-from fp4deploy.models.volumes import MOST_PIXELS
+from fp4deploy.models.volumes import MOST_PIXELS, Size
 
 
 class Section(BaseModel):
@@ -72,6 +72,12 @@ class DataSection(Section):
     classes: list[str] | None = Field(None, description="classes to learn; none: all")
     height: int = Field(96, gt=0, le=MOST_PIXELS, description="model input in pixels")
     width: int = Field(96, gt=0, le=MOST_PIXELS, description="model input in pixels")
+    depth: int | None = Field(
+        None, gt=0, le=MOST_PIXELS, description="volumes: slices of the model input; none: input sized by the set"
+    )
+    spacing: tuple[float, float, float] | None = Field(
+        None, description="volumes: mm between slices, rows and columns of the model input; none: by the set"
+    )
     repeat: int = Field(
         1, ge=1, le=1_000_000, description="times that an epoch has each training image, with other augmentation"
     )
@@ -84,6 +90,18 @@ class DataSection(Section):
         le=1e6,
         description="a dataset that needs no more memory than this when decoded is decoded once, in GiB",
     )
+
+    @property
+    def size(self) -> Size:
+        """The spatial axes of the model input."""
+        return (self.height, self.width) if self.depth is None else (self.depth, self.height, self.width)
+
+    @field_validator("spacing")
+    @classmethod
+    def _is_a_spacing(cls, value: tuple[float, float, float] | None) -> tuple[float, float, float] | None:
+        if value is not None and not all(1e-4 < step < 1e4 for step in value):
+            raise ValueError("give three spacings in mm, all above 0, such as [3.0, 1.0, 1.0]")
+        return value
 
 
 class TrainSection(Section):
@@ -226,6 +244,12 @@ class AugmentSection(Section):
     rotate: float = Field(0.0, ge=0, le=90, description="largest angle in degrees; corners become void")
     aspect: float = Field(1.0, ge=1, le=4, description="largest factor between the zooms of the two sides")
     hue: float = Field(0.0, ge=0, le=0.5, description="largest rotation of the hue, as a share of the full circle")
+    foreground: float = Field(
+        0.33,
+        ge=0,
+        le=1,
+        description="volumes: share of the windows that lie around a voxel that is no background",
+    )
     mosaic: float = Field(0.0, ge=0, le=1, description="detection: share of the images that are joined of four")
 
 

@@ -28,6 +28,7 @@ from fp4deploy.models.spec import parse_spec
 from fp4deploy.models.torchvision_detectors import own_layout
 from fp4deploy.runs import Run
 from fp4deploy.tasks import TASKS, Evaluation
+from fp4deploy.tasks.volumes import applied_by_torch
 from fp4deploy.train.config import Config
 from fp4deploy.train.losses.boxes import BoxLoss
 from fp4deploy.train.losses.centres import CentreLoss
@@ -54,6 +55,10 @@ class TrainingTask:
     @cached_property
     def _ground_truth(self) -> dict[str, Any] | None:
         return self._task.ground_truth(self._val)
+
+    def outputs(self, network: Any, inputs: Tensor) -> Tensor:
+        """What a validation takes of a network: its outputs, of a volume those of all its windows."""
+        return applied_by_torch(self.card, network, inputs)
 
     def evaluation(self) -> Evaluation:
         """A new validation."""

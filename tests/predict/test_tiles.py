@@ -7,9 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
+from fp4deploy.data.tiles import ramp, starts, tiled
 from fp4deploy.errors import InputError
 from fp4deploy.predict.predictor import Predictor
-from fp4deploy.predict.tiles import ramp, starts, tiled
 from tests.predict.pointwise import Pointwise, card, classes_of, photo
 
 

@@ -16,13 +16,14 @@ from fp4deploy.export.ledger.shares import shares_of
 
 from ... import completion
 from ...console import print_json, results
-from ...settings import NamedModelOption, expect, parse_size
+from ...settings import NamedModelOption, expect, parse_axes
 from ..stages import nnunet
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from fp4deploy.export.lowering.forecast import Forecast
+    from fp4deploy.models.volumes import NetworkInput
     from fp4deploy.qat import LayerPlan
 
 
@@ -75,7 +76,7 @@ def check(
     ] = "auto",
     size: Annotated[
         str | None,
-        typer.Option("--size", help="HxW that shares are counted for.", show_default="the checkpoint's, or 256x256"),
+        typer.Option("--size", help="HxW or DxHxW that shares are of.", show_default="the checkpoint's, or 256x256"),
     ] = None,
     factory: NamedModelOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of the table.")] = False,
@@ -85,7 +86,7 @@ def check(
     from fp4deploy.export.lowering.lower import CONV_MODES, check_conv_mode
 
     check_conv_mode(conv, target)
-    subject = _subject(model, recipe, classes, digits, sets, parse_size(size))
+    subject = _subject(model, recipe, classes, digits, sets, parse_axes(size))
     forecasts = {each: subject.forecasts(each, _library(each, target)) for each in CONV_MODES}
     engine = forecasts[conv]
     forms = {each: subject.shares(layer.compute for layer in found) for each, found in forecasts.items()}
@@ -108,7 +109,7 @@ def _library(conv: str, target: str) -> str:
 
 
 def _subject(
-    model: str, recipe: str, classes: int, digits: bool, sets: list[str] | None, size: tuple[int, int] | None
+    model: str, recipe: str, classes: int, digits: bool, sets: list[str] | None, size: tuple[int, ...] | None
 ) -> Subject:
     path = Path(model)
     if nnunet.is_folder(path):
@@ -130,10 +131,10 @@ def _subject(
     )
 
 
-def _image(size: tuple[int, int]) -> Tensor:
+def _example(shape: tuple[int, ...]) -> Tensor:
     import torch
 
-    return torch.zeros(1, 3, *size)
+    return torch.zeros(1, *shape)
 
 
 def _of_network(network: nn.Module, plans: list[LayerPlan], example: Tensor, named: str = "fp16") -> Subject:
@@ -165,8 +166,15 @@ def _of_network(network: nn.Module, plans: list[LayerPlan], example: Tensor, nam
     return Subject(plans, lambda conv, _: [of(plan, conv) for plan in plans], macs, unknown)
 
 
+def _inputs(size: tuple[int, ...]) -> NetworkInput:
+    """What a network that is named by its spec reads: RGB images, or volumes of cubes."""
+    from fp4deploy.models.volumes import VOLUME, NetworkInput
+
+    return NetworkInput(size=size, spacing=(1.0,) * VOLUME if len(size) == VOLUME else None)
+
+
 def _of_spec(
-    model: str, recipe: str, classes: int, digits: bool, sets: list[str] | None, size: tuple[int, int] | None
+    model: str, recipe: str, classes: int, digits: bool, sets: list[str] | None, size: tuple[int, ...] | None
 ) -> Subject:
     from fp4deploy.models.build import build_model
     from fp4deploy.models.spec import parse_spec
@@ -174,11 +182,12 @@ def _of_spec(
     from fp4deploy.train import load_config
 
     chosen = load_config(None, sets or []).model
-    network = build_model(parse_spec(model, chosen.args, chosen.output), classes, digits=digits)
-    return _of_network(network, layer_plan(network, recipe), _image(size or (256, 256)))
+    inputs = _inputs(size or (256, 256))
+    network = build_model(parse_spec(model, chosen.args, chosen.output), classes, digits=digits, inputs=inputs)
+    return _of_network(network, layer_plan(network, recipe), _example((inputs.channels, *inputs.size)))
 
 
-def _of_checkpoint(path: Path, recipe: str, size: tuple[int, int] | None) -> Subject:
+def _of_checkpoint(path: Path, recipe: str, size: tuple[int, ...] | None) -> Subject:
     from fp4deploy.models import load_weights, read_card
     from fp4deploy.models.checkpoint import network_of
     from fp4deploy.qat import layer_plan, prepare_as
@@ -189,7 +198,8 @@ def _of_checkpoint(path: Path, recipe: str, size: tuple[int, int] | None) -> Sub
         prepare_as(model, card)
     load_weights(model, path)
     plans = layer_plan(model, card.recipe or recipe)
-    return _of_network(model, plans, _image(size or (card.height, card.width)), named=card.rest)
+    shape = (card.resized(size) if size else card).input_shape
+    return _of_network(model, plans, _example(shape), named=card.rest)
 
 
 def _of_onnx(path: Path) -> Subject:

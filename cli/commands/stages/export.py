@@ -12,7 +12,7 @@ from fp4deploy.runs import Run, latest_run, open_run
 
 from ... import completion
 from ...console import done, note, shown, typed
-from ...settings import ExportedRestOption, NamedModelOption, expect, parse_size
+from ...settings import ExportedRestOption, NamedModelOption, expect, parse_axes
 from . import nnunet
 
 if TYPE_CHECKING:
@@ -55,7 +55,8 @@ def export(
         ),
     ] = None,
     size: Annotated[
-        str | None, typer.Option("--size", help="HxW in pixels of the ONNX graph.", show_default="as trained")
+        str | None,
+        typer.Option("--size", help="HxW or DxHxW of the ONNX graph.", show_default="as trained"),
     ] = None,
     dynamic_size: Annotated[
         bool, typer.Option("--dynamic-size", help="Leave height and width of the ONNX graph open.")
@@ -88,7 +89,7 @@ def export(
     from fp4deploy.system.files import require_writable
     from fp4deploy.system.progress import progress
 
-    pixels, suffix = parse_size(size), SUFFIXES[form]
+    pixels, suffix = parse_axes(size), SUFFIXES[form]
     failed: list[tuple[Path, GateError | InputError]] = []
     targets = _targets(source, out, suffix)
     require_writable(*(target for _, target in targets))

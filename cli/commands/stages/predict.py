@@ -28,7 +28,7 @@ def predict(
     images: Annotated[
         list[str],
         typer.Argument(
-            help="Images, videos, folders or patterns; - for one image from stdin; camera:0 for a camera.",
+            help="Images, videos, volumes (.nii, .nii.gz), folders or patterns; - for one image from stdin; camera:0.",
             show_default=False,
         ),
     ],
@@ -83,20 +83,31 @@ def predict(
         typer.Option("--processes", min=0, help="With --nnunet: processes that preprocess, and that write; 0: none."),
     ] = 3,
     mirror: Annotated[
-        bool, typer.Option("--mirror/--no-mirror", help="With --nnunet: also predict flipped patches, as nnU-Net does.")
-    ] = True,
+        bool | None,
+        typer.Option(
+            "--mirror/--no-mirror",
+            help="Of volumes: average each window over its mirror images.",
+            show_default="with --nnunet yes, else no",
+        ),
+    ] = None,
     compiled: CompileOption = True,
     network: NetworkOption = None,
 ) -> None:
     """Predict images: an indexed PNG mask and an overlay of each, at its own size. With - the mask goes to stdout."""
     from fp4deploy.predict.sources import CAMERA, STDIN, find_sources
+    from fp4deploy.predict.volumes import holds_volumes
 
     expect(network)
     if folder is not None:
-        nnunet.predict(folder, fold, images, out, processes, mirror)
+        nnunet.predict(folder, fold, images, out, processes, mirror is not False)
         return
     if fold:
         raise InputError("--fold goes with --nnunet FOLDER.")
+    if holds_volumes(images):
+        _volumes(images, model, out, bool(mirror), batch, as_json, images_alone=tile or overlap is not None or times)
+        return
+    if mirror is not None:
+        raise InputError("--mirror is of volumes (.nii, .nii.gz); leave it out.")
     piped = images == [STDIN]
     live = len(images) == 1 and images[0].startswith(CAMERA)
     if not piped and STDIN in images:
@@ -112,6 +123,48 @@ def predict(
         _camera(predictor, images[0], out, batch)
     else:
         _files(predictor, path, sources, out, batch, overlays, as_json)
+
+
+def _volumes(
+    given: list[str], model: Path | None, out: Path, mirror: bool, batch: int, as_json: bool, images_alone: bool
+) -> None:
+    from fp4deploy.predict.volumes import find_volumes, predict_volumes
+    from fp4deploy.predict.write import describe
+    from fp4deploy.system.files import require_writable
+    from fp4deploy.system.progress import progress
+
+    if images_alone:
+        raise InputError(
+            "--tile, --overlap and --times are of images: volumes are always cut into windows. Leave them out."
+        )
+    require_writable(out / "predictions.json")
+    path, predictor = _predictor(model, False, None, 0.0, batch)
+    card = predictor.card
+    if card.volume is None:
+        raise InputError(f"{shown(path)} reads images, and these are volumes. Name a model of volumes: --model FILE")
+    sources = find_volumes(given, card.volume.channels)
+    note(f"{shown(path)} on {predictor.runtime.name}, {predictor.runtime.precision}.")
+    with progress("volumes") as bar:
+        document, failures = predict_volumes(
+            predictor.runtime, describe(predictor, path), sources, out, mirror, batch, bar.phase
+        )
+    if as_json:
+        print_json(document)
+    else:
+        _print(document, out)
+    _report(failures, len(sources), out)
+
+
+def _report(failures: list[str], count: int, out: Path) -> None:
+    """The first failures as notes.
+
+    Raises:
+        InputError: there is one.
+    """
+    for failure in failures[:5]:
+        note(f"  {failure}")
+    if failures:
+        raise InputError(f"{len(failures)} of {count} files could not be read; the others are in {shown(out)}.")
 
 
 def _predictor(
@@ -230,10 +283,7 @@ def _files(
         print_json(document)
     else:
         _print(document, out)
-    for failure in failures[:5]:
-        note(f"  {failure}")
-    if failures:
-        raise InputError(f"{len(failures)} of {len(sources)} files could not be read; the others are in {shown(out)}.")
+    _report(failures, len(sources), out)
 
 
 def _print(document: dict[str, Any], out: Path) -> None:

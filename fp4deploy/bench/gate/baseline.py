@@ -28,12 +28,13 @@ from fp4deploy.system.files import file_digest
 from fp4deploy.system.schema import Share, read_json, validated
 
 MOST_BYTES = 256 << 20
+METRICS = {"pixels": "mIoU", "voxels": "Dice", "matches": "AP"}  # kind of counts -> what they give
 AGREE = 1e-6  # accuracy stated and computed of the counts
 
 
 @dataclass(frozen=True, eq=False)
 class Baseline:
-    """What others are compared with: "mIoU" or "AP", its value in [0, 1], and what it was measured on."""
+    """What others are compared with: "mIoU", "Dice" or "AP", its value in [0, 1], and what it was measured on."""
 
     artefact: str
     metric: str
@@ -49,9 +50,16 @@ class RecordedEntry(Record):
     path: str = ""
     sha256: str | None = None
     miou: Share | None = None
+    dice: Share | None = None
     ap: Share | None = None
     split: str | None = None
     data_sha256: str | None = None
+
+    @property
+    def metric(self) -> tuple[str, float | None]:
+        """Name and value of the accuracy; of volumes, which have mIoU too, Dice."""
+        found = (("Dice", self.dice), ("mIoU", self.miou), ("AP", self.ap))
+        return next((pair for pair in found if pair[1] is not None), found[-1])
 
 
 class RecordedBench(Record):
@@ -116,8 +124,8 @@ def _recorded(path: Path, split: str, artefact: str | None) -> Baseline:
     if entry.sha256 is not None and _digest(entry.path) not in (None, entry.sha256):
         raise InputError(f"{source}: {entry.path} is no longer the file that was measured. {advice}")
     counts = read_evidence(evidence, source)
-    metric, stated = ("mIoU", entry.miou) if entry.miou is not None else ("AP", entry.ap)
-    if (evidence.kind == "pixels") != (metric == "mIoU"):
+    metric, stated = entry.metric
+    if metric != METRICS[evidence.kind]:
         raise InputError(f"{source} states an {metric} and holds counts of the other task. {advice}")
     computed = value(counts)
     if stated is None or not math.isclose(computed, stated, abs_tol=AGREE):
@@ -137,7 +145,7 @@ def _digest(path: str) -> str | None:
 
 def _chosen(entries: Sequence[RecordedEntry], source: str, artefact: str | None, advice: str) -> int:
     """Place of the entry that is meant."""
-    scored = [place for place, entry in enumerate(entries) if entry.miou is not None or entry.ap is not None]
+    scored = [place for place, entry in enumerate(entries) if entry.metric[1] is not None]
     if not scored:
         raise InputError(f"{source} holds no accuracy. {advice}")
     names = [Path(entries[place].path).name for place in scored]

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4deploy.bench.evidence import PixelCounts
+from fp4deploy.bench.evidence import PixelCounts, VoxelCounts
 from fp4deploy.instances.matches import Matches
 
 LEVEL = 0.95
@@ -70,12 +70,12 @@ def paired_drop(
 def per_class(counts: Counts) -> Callable[[Floats], Floats]:
     """The function from weights of the images [R, N] to the metric of every class [R, C]."""
     if isinstance(counts, PixelCounts):
-        return counts.iou
+        return counts.per_class
     return lambda weights: np.stack([counts.per_class(row) for row in weights])
 
 
 def value(counts: Counts) -> float:
-    """mIoU or AP of all images; NaN where nothing can be scored."""
+    """mIoU, Dice or AP of all images; NaN where nothing can be scored."""
     return float(_mean(per_class(counts)(np.ones((1, len(counts.images)))))[0])
 
 
@@ -105,12 +105,16 @@ def _interval(drop: float, replicates: Floats, level: float) -> Interval:
 def _by_image(baseline: Counts, other: Counts) -> Floats:
     """What each image costs [N].
 
-    Pixels: the drop of mIoU where this image alone is predicted by `other`. Matches: objects found less.
+    Voxels: the drop of Dice. Pixels: the drop of mIoU where this image alone is predicted by `other`. Matches: objects
+    found less.
     """
     if isinstance(baseline, Matches) and isinstance(other, Matches):
         return baseline.found() - other.found()
     assert isinstance(baseline, PixelCounts)
     assert isinstance(other, PixelCounts)
+    if isinstance(baseline, VoxelCounts):  # a mean over the volumes: each costs its share
+        before, after = (each.per_class(np.eye(len(each.images))) for each in (baseline, other))
+        return (_mean(before) - _mean(after)) / len(baseline.images)
     hit = baseline.hit.sum(0) + other.hit - baseline.hit
     union = (baseline.truth + baseline.predicted).sum(0) + other.predicted - baseline.predicted - hit
     iou = np.divide(hit, union, out=np.full(hit.shape, np.nan), where=union > 0)

@@ -66,8 +66,8 @@ class Decision:
         """What lost most, a line for classes and a line for images."""
         name = Path(self.artefact).name
         classes = ", ".join(f"{each} {_points(drop)}" for each, drop in self.classes)
-        unit = "points of mIoU" if self.metric == "mIoU" else "objects"
-        factor = 100 if self.metric == "mIoU" else 1
+        unit = "objects" if self.metric == "AP" else f"points of {self.metric}"
+        factor = 1 if self.metric == "AP" else 100
         images = ", ".join(f"{each} {factor * drop:.2f}" for each, drop in self.images)
         lines = [f"{name}: classes that lost most: {classes}."] if classes else []
         return [*lines, f"{name}: images that lost most ({unit}): {images}."] if images else lines

@@ -51,7 +51,7 @@ def open_emulated(source: Path, ledger: Ledger, timeout: float | None = None) ->
     model = read_buildable(source)
     card = ledger.model_card()
     if card is not None and has_open_size(model):
-        model = fix_size(model, (card.height, card.width))
+        model = fix_size(model, card.size)
     with owned_folder() as folder:
         path = folder / f"{source.stem}.emulated.onnx"
         onnx.save(emulated_engine(model, ledger.conv), path)

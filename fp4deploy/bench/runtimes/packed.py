@@ -101,12 +101,11 @@ class PackedRuntime:
 def memory(file: PackedFile, batch: int = 1) -> dict[str, int]:
     """Bytes of weights and of the activations that are live at once, of this file and of its model in FP16."""
     card = file.card or card_of(file)
-    size = (card.height, card.width, batch)
     return {
         "weight_bytes": file.weight_bytes,
         "weight_bytes_fp16": plain_bytes(file.graph),
-        "activation_bytes": activation_bytes(file.graph, *size),
-        "activation_bytes_fp16": activation_bytes(full_precision(file.graph), *size),
+        "activation_bytes": activation_bytes(file.graph, *card.size, batch=batch),
+        "activation_bytes_fp16": activation_bytes(full_precision(file.graph), *card.size, batch=batch),
     }
 
 

@@ -53,9 +53,9 @@ class Port:
         return len(shape) == len(self.extents) and all(map(_fits, self.extents, shape))
 
 
-def image_port(channels: int = 3) -> Port:
-    """Normalised images of any size."""
-    return Port("image", np.dtype(np.float32), ("N", channels, "H", "W"))
+def image_port(channels: int = 3, axes: int = 2) -> Port:
+    """Normalised images, or volumes of three spatial axes, of any size."""
+    return Port("image", np.dtype(np.float32), ("N", channels, *"DHW"[-axes:]))
 
 
 def fixed_batch(ports: Sequence[Port]) -> int | None:

@@ -42,7 +42,7 @@ class Runtime(Protocol):
         ...
 
     def infer(self, images: Array) -> Array:
-        """Logits [N, classes, H, W] of normalised images [N, 3, H, W]; any N.
+        """Logits [N, classes, H, W] of normalised images [N, 3, H, W]; any N. Of volumes with D before H.
 
         Raises:
             InputError: NaN or Inf of finite images (`finite`).
@@ -88,8 +88,7 @@ def checked(outputs: NDArray[Any], images: Array, card: ModelCard, source: objec
     Raises:
         InputError: another type or shape, NaN or Inf; `source` begins the message.
     """
-    height, width = images.shape[2:]
-    size = (height, width) if card.head is None else card.head.output_size(height, width)
+    size = images.shape[2:] if card.head is None else card.head.output_size(*images.shape[2:])
     expected = (len(images), card.channels, *size)
     if card.channels:
         fits = outputs.shape == expected

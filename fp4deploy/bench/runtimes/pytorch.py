@@ -55,7 +55,7 @@ class TorchRuntime:
             raise UnavailableError(f"torch runs a checkpoint as '{form}' on a GPU only. Without one: --torch eager")
         model, self.card = load_model(path, device=str(self._device))
         self._rest = rest_of(self.card)
-        self._path, self.inputs = path, (image_port(),)
+        self._path, self.inputs = path, (image_port(self.card.inputs.channels, self.card.inputs.axes),)
         self._graph = form != "eager"
         self._half = self._graph and self.card.precision == "fp16"
         if self._graph:

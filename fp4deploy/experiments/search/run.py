@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fp4deploy.data import VAL, EvalTransform, validation_set
+from fp4deploy.data import VAL, validation_set
 from fp4deploy.errors import InputError
 from fp4deploy.experiments.search.choose import Option, Placement, least_cost, least_error
 from fp4deploy.experiments.search.costs import (
@@ -254,7 +254,7 @@ def _fixed_bytes(model: nn.Module, names: Sequence[str]) -> float:
 def _labelled(checkpoint: Path, data: Path, count: int, batch: int, device: str) -> Labelled:
     card = read_card(checkpoint)
     dataset = validation_set(card, data, VAL)
-    transform = EvalTransform(card.height, card.width, card.mean, card.std)
+    transform = task_of(card).transform(card.size, card.mean, card.std)
     count = min(count, len(dataset))
     samples = [transform(dataset.load(at * len(dataset) // count)) for at in range(count)]
     parts = [samples[start : start + batch] for start in range(0, count, batch)]

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp4deploy.data import EvalTransform, validation_set
+from fp4deploy.data import validation_set
 from fp4deploy.errors import InputError
 from fp4deploy.formats import fake_quantize_nvfp4
 from fp4deploy.graph import capture
@@ -42,6 +42,7 @@ from fp4deploy.qat import QuantSpec, calibrate, layer_plan, load_model, prepare,
 from fp4deploy.qat.prepare import NORMS
 from fp4deploy.qat.telemetry.collect import contracted_axis
 from fp4deploy.qat.telemetry.statistics import coded_row, encode
+from fp4deploy.tasks import task_of
 
 NVFP4 = QuantSpec()
 PRODUCTS = (nn.Conv2d, nn.ConvTranspose2d, nn.Linear)
@@ -131,7 +132,7 @@ def study_images(checkpoint: Path, data: Path, count: int, batch: int = 4) -> It
     """
     card = read_card(checkpoint)
     dataset = validation_set(card, data)
-    transform = EvalTransform(card.height, card.width, card.mean, card.std)
+    transform = task_of(card).transform(card.size, card.mean, card.std)
     count = min(count, len(dataset))
     places = [at * len(dataset) // count for at in range(count)]
     for start in range(0, count, batch):

@@ -46,7 +46,7 @@ from fp4deploy.export.onnx.exporter import short_export
 from fp4deploy.export.onnx.floor import TRANSLATIONS
 from fp4deploy.export.onnx.layer_constants import CONVOLUTIONS, Fp8Constants, LayerConstants, layer_constants
 from fp4deploy.export.onnx.mixed_types import MixedTypes, one_type_of_norms
-from fp4deploy.export.onnx.naming import ForgetTracing, NameAfterModules
+from fp4deploy.export.onnx.naming import ForgetTracing, NameAfterModules, aliases_of
 from fp4deploy.export.onnx.pooling import Divisors
 from fp4deploy.export.onnx.qdq import ACTIVATION_MARKER, MARKER_DOMAIN, WEIGHT_MARKER, LowerMarkers, marked_layers
 from fp4deploy.graph.capture import (
@@ -130,7 +130,13 @@ def export_graph(
     operators = WidenOperators()
     wide = (operators, WidenEnds()) if precision.name == BF16.name else ()
     leaves = {name for name, module in model.named_modules() if not any(module.children())}
-    for each in (NameAfterModules(leaves), ForgetTracing(), LowerMarkers(constants, precision), *wide, NameFixPass()):
+    for each in (
+        NameAfterModules(leaves, aliases_of(model)),
+        ForgetTracing(),
+        LowerMarkers(constants, precision),
+        *wide,
+        NameFixPass(),
+    ):
         each(traced)
     _trim_less(traced.graph)
     one_type_of_norms(traced.graph)

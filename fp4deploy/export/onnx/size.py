@@ -17,6 +17,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from fp4deploy.errors import InputError, first_line
 from fp4deploy.export.onnx.canonical import metadata_object
 from fp4deploy.models.card import CARD_KEY
+from fp4deploy.models.volumes import VOLUME, Size
 
 
 def has_open_size(model: onnx.ModelProto) -> bool:
@@ -24,8 +25,8 @@ def has_open_size(model: onnx.ModelProto) -> bool:
     return bool(model.graph.input) and any(not size.HasField("dim_value") for size in _extents(model)[1:])
 
 
-def fix_size(model: onnx.ModelProto, size: tuple[int, int]) -> onnx.ModelProto:
-    """A copy of a model with an open image size for images of `size` (height, width).
+def fix_size(model: onnx.ModelProto, size: Size) -> onnx.ModelProto:
+    """A copy of a model with an open image size for images of `size`, (height, width) or (depth, height, width).
 
     Raises:
         InputError: its size is not open, or the network does not take images of this size.
@@ -51,7 +52,7 @@ def fix_size(model: onnx.ModelProto, size: tuple[int, int]) -> onnx.ModelProto:
         fixed.graph.value_info.extend(_inferred(fixed))
     except (onnx.shape_inference.InferenceError, ValueError, RuntimeError) as error:
         cause = first_line(error)
-        raise InputError(f"The network does not take images of {size[0]}x{size[1]} pixels: {cause}") from error
+        raise InputError(f"The network does not take inputs of {'x'.join(map(str, size))}: {cause}") from error
     graph_model = ir.from_proto(fixed)
     _fold_shapes(graph_model.graph)
     RemoveUnusedNodesPass()(graph_model)
@@ -91,8 +92,9 @@ def _fold_shapes(graph: ir.Graph) -> None:
                 reader.replace_input_with(1, graph.initializers[name])
 
 
-def _rewrite_card(model: onnx.ModelProto, size: tuple[int, int]) -> None:
+def _rewrite_card(model: onnx.ModelProto, size: Size) -> None:
     for entry in model.metadata_props:
         if entry.key == CARD_KEY:
             card = metadata_object(model, CARD_KEY) or {}
-            entry.value = json.dumps(card | {"height": size[0], "width": size[1]}, sort_keys=True)
+            volume = {"volume": {**card["volume"], "depth": size[0]}} if len(size) == VOLUME else {}
+            entry.value = json.dumps(card | {"height": size[-2], "width": size[-1]} | volume, sort_keys=True)

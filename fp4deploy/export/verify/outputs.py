@@ -244,7 +244,7 @@ def rest_for(rest: str, checkpoint: Path, data: Path | None, images: int) -> Res
 
 
 def validation_images(data: Path, card: ModelCard, count: int) -> Iterator[torch.Tensor]:
-    """`count` validation images, spread evenly over the set, each float32 [1, 3, H, W], prepared as the card says.
+    """`count` validation images, spread evenly over the set, each float32 [1, *input_shape], prepared as the card says.
 
     Raises:
         InputError: there are no validation images at `data`, nor is it a plain folder of images.
@@ -252,7 +252,7 @@ def validation_images(data: Path, card: ModelCard, count: int) -> Iterator[torch
     task, dataset = task_of(card), images_for(card, data, VAL)
     if not len(dataset):
         raise InputError(f"{data} has no validation images to verify the export on. Give another --data.")
-    transform = task.transform(card.height, card.width, card.mean, card.std)
+    transform = task.transform(card.size, card.mean, card.std)
     indices = np.unique(np.linspace(0, len(dataset) - 1, min(count, len(dataset))).round().astype(int))
     for index in indices:
         yield transform(dataset.load(int(index)))[0][None]

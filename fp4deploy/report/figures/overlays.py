@@ -1,7 +1,8 @@
 """Sample overlays: image, truth, FP16, NVFP4, and the pixels where the two models differ.
 
 Of up to sixteen validation images, evenly spaced, the three with the most classes are shown and then the one on which
-the models differ most, so that the report never hides the worst.
+the models differ most, so that the report never hides the worst. Of a volume the window of the network's size in its
+middle is predicted, and one axial slice of it shown.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from fp4deploy.bench.runtimes.pytorch import TorchRuntime
-from fp4deploy.data import IGNORE, EvalTransform, validation_set
+from fp4deploy.data import IGNORE, validation_set
 from fp4deploy.data.palette import Palette, colours, tinted
+from fp4deploy.tasks import task_of
 
 CANDIDATES = 16
 SHOWN = 4
+SLICE = 320  # pixels of the longer side of a slice of a volume, as an integer multiple of its voxels
 MOST_RUNS = 4  # of a comparison: columns of predictions and of heatmaps that stay legible
 DIFFERENCE = (214, 51, 108)
 PAIR = "FP16 | NVFP4"
@@ -72,7 +75,7 @@ def draw_overlays(fp16: Path, nvfp4: Path, data: Path) -> list[Overlay]:
     models = TorchRuntime(fp16), TorchRuntime(nvfp4)
     card = models[0].card
     dataset = validation_set(card, data)
-    transform = EvalTransform(card.height, card.width, card.mean, card.std)
+    transform = task_of(card).transform(card.size, card.mean, card.std)
     palette = colours(card.class_names, card.background)
     mean, std = (np.array(values, dtype=np.float32)[:, None, None] for values in (card.mean, card.std))
     found: list[_Prediction] = []
@@ -80,9 +83,13 @@ def draw_overlays(fp16: Path, nvfp4: Path, data: Path) -> list[Overlay]:
         sample = dataset.load(index)
         tensor, mask = transform(sample)
         normalised = tensor.numpy()
-        image = ((normalised * std + mean).clip(0, 1) * 255).round().astype(np.uint8).transpose(1, 2, 0)
         first, second = (model.infer(normalised[None])[0].argmax(0).astype(np.uint8) for model in models)
-        found.append(_Prediction(sample.name, image, mask.numpy().astype(np.uint8), first, second))
+        truth = mask.numpy().astype(np.uint8)
+        if card.volume is not None:
+            found.append(_slice(sample.name, normalised[0], truth, first, second))
+            continue
+        image = ((normalised * std + mean).clip(0, 1) * 255).round().astype(np.uint8).transpose(1, 2, 0)
+        found.append(_Prediction(sample.name, image, truth, first, second))
     worst = max(found, key=lambda prediction: prediction.differing)
     rich = sorted(
         (prediction for prediction in found if prediction is not worst), key=lambda prediction: -prediction.classes
@@ -128,6 +135,21 @@ class _Prediction:
             if colour and number in present
         ]
         return Overlay(self.name, uris, self.differing, worst, legend)
+
+
+def _slice(name: str, voxels: NDArray[np.float32], truth: Pixels, first: Pixels, second: Pixels) -> _Prediction:
+    """The axial slice of a window [D, H, W] in which the models differ most, of several the one with most classes."""
+    differing = (first != second).sum((1, 2))
+    labelled = ((truth > 0) & (truth != IGNORE)).sum((1, 2))
+    at = int(np.lexsort((labelled, differing))[-1])
+    low, high = np.percentile(voxels, (0.5, 99.5))
+    grey = ((voxels[at] - low) / max(high - low, 1e-6) * 255).clip(0, 255).astype(np.uint8)
+    times = max(1, SLICE // max(grey.shape))
+    shown = [
+        np.kron(each[::-1], np.ones((times, times), np.uint8)) for each in (grey, truth[at], first[at], second[at])
+    ]
+    image, *masks = shown  # anterior is up
+    return _Prediction(f"{name}, slice {at}", np.repeat(image[..., None], 3, -1), *masks)
 
 
 def png_uri(pixels: Pixels, largest: int | None = None) -> str:

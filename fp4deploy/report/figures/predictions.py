@@ -141,7 +141,7 @@ def _numbers(model: TorchRuntime, sample: Any) -> NDArray[Any]:
 
 def _output(model: TorchRuntime, sample: Any) -> NDArray[Any]:
     card = model.card
-    image = task_of(card).transform(card.height, card.width, card.mean, card.std)(sample)[0].numpy()[None]
+    image = task_of(card).transform(card.size, card.mean, card.std)(sample)[0].numpy()[None]
     return model.infer(image)[0]
 
 

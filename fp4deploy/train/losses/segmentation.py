@@ -36,7 +36,7 @@ def dice_loss(logits: torch.Tensor, target: torch.Tensor, class_weights: torch.T
     """Soft multi-class Dice loss.
 
     Args:
-        logits: [N, C, H, W], any float dtype.
+        logits: [N, C, H, W], or with D before H; any float dtype.
         target: int64 [N, H, W], class ids or 255.
         class_weights: float [C], or None for equal weights.
 
@@ -69,7 +69,7 @@ class SegmentationLoss(Loss):
         self._placed: dict[torch.device, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
 
     def of(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Loss of logits [N, C, H, W] against int64 targets [N, H, W]; 0 where no pixel is labelled."""
+        """Loss of logits [N, C, *size] against int64 targets [N, *size]; 0 where no pixel is labelled."""
         weights, balance = self._weights_on(logits.device)
         for_entropy = balance if weights is None else weights if balance is None else weights * balance
         sums = summed(class_sums(logits, target, for_entropy, self.label_smoothing))
@@ -92,6 +92,8 @@ def class_sums(
         [2 + 3 C], float32 (float64 for float64 logits): w -log p[y], smoothed; w; then for each class c p_c where it
         is the truth, p_c, and the pixels whose truth it is.
     """
+    if target.ndim > 3:  # the sums do not know how pixels lie
+        logits, target = logits.flatten(2, -2), target.flatten(1, -2)
     if fits(logits, target, weight):
         return segmentation_sums(logits, target, weight, smoothing, IGNORE)
     with torch.autocast(logits.device.type, enabled=False):
