@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -30,6 +31,8 @@ class Network:
     """x + 1 of images of up to 64 pixels, on a "GPU"; remembers what it was run on."""
 
     device, dtype, input_dtype = torch.device("cuda"), torch.float32, torch.float32
+
+    graph = SimpleNamespace(inputs=[SimpleNamespace(dtype="float32")])
 
     def __init__(self) -> None:
         self.read: list[weakref.ref[torch.Tensor]] = []
