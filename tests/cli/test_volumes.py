@@ -10,7 +10,9 @@ from tests.volumes import write_set
 
 def test_check_and_options(invoke: Invoke, tmp_path: Path) -> None:
     data = write_set(tmp_path / "set", shape=(12, 10, 6), spacing=(1.0, 1.0, 2.5))
-    found = invoke("data", "check", str(data))
+    sheet = tmp_path / "sheet.png"
+    found = invoke("data", "check", str(data), "--sheet", str(sheet))
+    assert sheet.is_file(), "a slice of each volume"
     assert found.exit_code == 0, found.stderr
     assert "train: 4 volumes, width x height x depth 12 x 10 x 6, voxels of 1 x 1 x 2.5 mm" in found.stdout
     (data / "labelsTr" / "case_003.nii.gz").unlink()
