@@ -33,7 +33,8 @@ def require_folder(root: Path) -> None:
     if not is_volumes(root) and not has_masks(root) and not any(find_annotations(root, split) for split in ALL_SPLITS):
         raise InputError(
             f"{root} is not a dataset folder: it needs {LAYOUTS}. Images and masks in other folders, YOLO, Cityscapes "
-            "and nnU-Net become one by: fp4deploy data import. To see an example: fp4deploy data shapes DIR"
+            f"and nnU-Net become one by: fp4deploy data import {root} --val-share 0.2 --out DIR. To see an example: "
+            "fp4deploy data shapes DIR"
         )
 
 

@@ -2,7 +2,8 @@
 
 Calibration, comparing an exported file with torch, and comparing a quantised network with its source need no labels. A
 folder has no splits either: every fifth image, in the order of paths, is for validation, so that nothing is compared on
-an image that calibration saw. Of fewer than five images all are for both.
+an image that calibration saw. Of fewer than five images all are for both. Folders of masks beside the images, by their
+names, are left out.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 
 from fp4deploy.data.dataset import has_split
 from fp4deploy.data.images import IMAGE_SUFFIXES, ImageError, read_image
+from fp4deploy.data.importing.pairs import MASKS
 from fp4deploy.data.sample import ALL_SPLITS, IGNORE, TRAIN, Sample, SegmentationDataset
 from fp4deploy.errors import InputError
 
@@ -44,6 +46,9 @@ class PhotoDataset:
         self._paths = sorted(
             path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file()
         )
+        masks = [path for path in self._paths if not {*MASKS}.isdisjoint(path.relative_to(folder).parts[:-1])]
+        if len(masks) < len(self._paths):
+            self._paths = sorted({*self._paths} - {*masks})
         if not self._paths:
             raise InputError(f"{folder} is no dataset and holds no image ({', '.join(IMAGE_SUFFIXES)}).")
         if split is not None and len(self._paths) >= EVERY:

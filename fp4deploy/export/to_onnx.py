@@ -7,7 +7,7 @@ file under a temporary name first: no file exists that was not compared (except 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
@@ -34,7 +34,7 @@ from fp4deploy.export.verify.outputs import (
     verify_decomposed,
 )
 from fp4deploy.export.verify.sizes import require_open_sizes
-from fp4deploy.graph.capture import Inputs
+from fp4deploy.graph.capture import Inputs, of_batch
 from fp4deploy.graph.copied import copied
 from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.card import ModelCard
@@ -107,6 +107,8 @@ def export_onnx(
     with_portable: bool = False,
     outputs: Outputs = None,
     rest: str | None = None,
+    dynamic: Mapping[str, Mapping[int, str]] | None = None,
+    batch: int | None = None,
 ) -> ExportResult: ...
 
 
@@ -123,6 +125,8 @@ def export_onnx(
     with_portable: bool = False,
     outputs: Outputs = None,
     rest: str | None = None,
+    dynamic: Mapping[str, Mapping[int, str]] | None = None,
+    batch: int | None = None,
 ) -> ExportResult:
     """Export a checkpoint, or a module in memory, to canonical ONNX, verified against torch before anything is written.
 
@@ -149,6 +153,9 @@ def export_onnx(
         outputs: of a module: what its outputs are, as of `verify`; by default as the card says.
         rest: what is neither FP4 nor FP8: "fp16", "bf16" or "fp32" (`fp4deploy.rest`), or "auto": by the ranges that
             are seen (`qat.ranges.automatic_rest`); None: as the card says.
+        dynamic: of a module: more open axes with their names, as {"input_ids": {1: "L"}, "attention_mask": {1: "L"}};
+            the file is then verified at two other sizes, too.
+        batch: of a module: the only number of samples that the file takes; None: any.
 
     Raises:
         GateError: ONNX Runtime and torch disagree by more than FP4 explains (see `verify`).
@@ -166,8 +173,13 @@ def export_onnx(
     1
     """
     if isinstance(checkpoint, nn.Module):
-        given = {"card": card, "portable": with_portable, "dynamic_size": dynamic_size, "outputs": outputs}
-        given["rest"] = rest
+        given: dict[str, Any] = {
+            "card": card,
+            "portable": with_portable,
+            "dynamic_size": dynamic_size,
+            "outputs": outputs,
+        }
+        given |= {"rest": rest, "dynamic": dynamic, "batch": batch}
         return _export_module(checkpoint, out, Path(portable), data, verify, **given)
     checkpoint, out = Path(checkpoint), Path(out)
     check_request(checkpoint, out, ".onnx", data, images, verify)
@@ -208,16 +220,18 @@ def _export_module(
     rest = options["rest"]
     if rest == AUTO:
         rest = automatic_rest(copied(model).eval(), batches_of(example if inputs is None else inputs, 0))
-    canonical = export_graph(model, example, card, options["dynamic_size"], rest)
+    form = {name: options[name] for name in ("dynamic", "batch")}
+    canonical = export_graph(model, example, card, options["dynamic_size"], rest, **form)
     _describe(canonical, card, None)
     verification, decomposed = None, to_portable(canonical) if portable or verify else None
     if verify and decomposed is not None:
         samples = batches_of(example if inputs is None else inputs, len(canonical.graph.input))
+        samples = [of_batch(each, options["batch"]) for each in samples]
         reference = deployed(model, rest_of_file(canonical))
         verification = verify_decomposed(reference, decomposed, samples, meanings=meanings, card=card)
         require_agreement(verification, type(model).__name__)
-        if options["dynamic_size"]:
-            require_open_sizes(reference, decomposed, samples[0], type(model).__name__, meanings)
+        if options["dynamic_size"] or options["dynamic"]:
+            require_open_sizes(reference, decomposed, samples[0], type(model).__name__, meanings, **form)
     return _write_all(model, canonical, decomposed if portable else None, out, card, verification)
 
 

@@ -25,6 +25,7 @@ from typing import Any, cast
 
 import torch
 from torch import fx, nn
+from torch.utils._pytree import tree_map
 
 from fp4deploy.errors import InputError
 from fp4deploy.graph.copied import copied
@@ -86,8 +87,10 @@ def _refuse_fake_quantized(model: nn.Module) -> None:
         )
 
 
-def arguments(example_inputs: Inputs) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
-    """Example inputs as (positional, by name), on the CPU, with a batch of at least two.
+def arguments(
+    example_inputs: Inputs, batch: int | None = None
+) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+    """Example inputs as (positional, by name), on the CPU, with a batch of at least two, or of `batch`.
 
     Raises:
         InputError: they are no tensors with a batch axis.
@@ -102,9 +105,18 @@ def arguments(example_inputs: Inputs) -> tuple[tuple[torch.Tensor, ...], dict[st
             "torch.zeros(1, 3, 256, 256)."
         )
     # A batch of 1 would be taken for a constant.
-    several = [x.detach().cpu() if x.shape[0] > 1 else torch.cat([x.detach().cpu()] * 2) for x in tensors]
+    several = [_rows(x.detach().cpu(), batch or max(2, len(x))) for x in tensors]
     count = len(positional)
     return tuple(several[:count]), dict(zip(named, several[count:], strict=True))
+
+
+def of_batch(inputs: Inputs, batch: int | None) -> Inputs:
+    """Inputs of so many samples, repeated or cut; as they are where it is None."""
+    return inputs if batch is None else tree_map(lambda x: _rows(x, batch), inputs)
+
+
+def _rows(x: torch.Tensor, count: int) -> torch.Tensor:
+    return x if len(x) == count else x[torch.arange(count) % len(x)]
 
 
 def _export(

@@ -55,7 +55,7 @@ class TestBuilt:
         assert (ledger.batch, ledger.sizes) == ((2, 3, 4), ((8, 16), (16, 16), (32, 24)))
         assert ledger.interface is not None
         assert {"uint8", "nhwc", "argmax"} <= set(ledger.interface.values())
-        shown = json.loads(invoke("inspect", "model.plan", "--json").stdout)
+        shown = json.loads(invoke("inspect", "model.sm120.plan", "--json").stdout)
         assert (shown["batch"], shown["sizes"]) == ([2, 3, 4], [[8, 16], [16, 16], [32, 24]])
         assert shown["interface"] == ledger.interface
 
@@ -74,9 +74,11 @@ class TestBuilt:
             result = invoke("build", "four.onnx", "--conv", form, "--out", f"{form}.plan", "--json")
             (built,) = json.loads(result.stdout)["results"]
             sizes[form] = built["size_bytes"]
-            (half,) = (path.stat().st_size for path in tmp_path.glob("half.plan"))
+            (half,) = (path.stat().st_size for path in tmp_path.glob("half.sm120.plan"))
             assert sizes[form] > half
-            assert f"{form}.plan is larger than the FP16 plan half.plan, {sizes[form] / 1e6:.2f} MB" in result.stderr
+            assert (
+                f"{form}.plan is larger than the FP16 plan half.sm120.plan, {sizes[form] / 1e6:.2f} MB" in result.stderr
+            )
         assert len(set(sizes.values())) > 1
         result = invoke("build", "four.onnx", "--conv", "smallest", "--out", "least.plan", "--json")
         assert json.loads(result.stdout)["results"][0]["size_bytes"] == min(sizes.values())
@@ -87,7 +89,7 @@ class TestBuilt:
         sizes = ("--min-size", "8x16", "--max-size", "32x24")
         result = invoke("build", "model.onnx", *sizes, "--output", "fp32", "--output-layout", "nhwc")
         assert result.exit_code == 0, result.stderr
-        ledger = open_plan(tmp_path / "model.plan")
+        ledger = open_plan(tmp_path / "model.sm120.plan")
         assert (ledger.batch, ledger.sizes) == ((1, 1, 8), ((8, 16), (32, 24), (32, 24)))
         assert ledger.interface is not None
         assert {"fp32", "nhwc"} <= set(ledger.interface.values())

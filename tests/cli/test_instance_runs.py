@@ -26,7 +26,7 @@ TINY = (
     "--set", "instance.threshold=0.02", "--set", "instance.max_detections=300", "--set", "telemetry.every=0",
 )  # fmt: skip
 RUN = ("run", "--task", "instance", "--out", "runs/one", *TINY)
-ARTEFACTS = ("fp16", "nvfp4", *(f"unet{model}{suffix}" for model in ("", "-fp16") for suffix in FORMS))
+ARTEFACTS = ("fp16", "nvfp4", *(f"unet.{model}{suffix}" for model in ("nvfp4", "fp16") for suffix in FORMS))
 
 
 @pytest.fixture(scope="module")

@@ -51,7 +51,7 @@ def test_a_bundle(invoke: Invoke, network: Path) -> None:
         (("--arch", "all"), "give --arch once"),
         (("--arch", "sm75"), "is not a supported GPU architecture"),
         (("--arch", "sm90", "--size", "30x30"), "multiples of 16"),
-        (("--arch", "sm90", "--size", "30"), "HEIGHTxWIDTH"),
+        (("--arch", "sm90", "--size", "30x"), "HEIGHTxWIDTH"),
     ],
 )
 def test_refusals(invoke: Invoke, network: Path, words: tuple[str, ...], cause: str) -> None:

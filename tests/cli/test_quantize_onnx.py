@@ -33,7 +33,7 @@ def test_a_foreign_file_from_audit_to_bench(invoke: Invoke, shapes: Path, tmp_pa
         pytest.skip("TensorRT-RTX is not installed (pip install tensorrt-rtx)")
     result = invoke("build", "net.nvfp4.onnx", "--strict", "--conv", "gemm")
     assert result.exit_code == 0, result.stderr
-    assert Path("net.nvfp4.plan").is_file()
+    assert Path("net.nvfp4.sm120.plan").is_file()
 
 
 def test_what_the_command_refuses(invoke: Invoke, shapes: Path, tmp_path: Path) -> None:

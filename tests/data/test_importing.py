@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fp4deploy.data import check_dataset, import_folder, open_boxes, open_dataset
+from fp4deploy.data import PhotoDataset, are_photos, check_dataset, import_folder, open_boxes, open_dataset
 from fp4deploy.data.sample import Pixels
 from fp4deploy.errors import InputError
 
@@ -286,3 +286,15 @@ def test_the_command(folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (result.exit_code, "width x height 16 x 12" in result.stdout) == (0, True)
     result = CliRunner().invoke(app, ["data", "check", "in"])
     assert "fp4deploy data import" in result.stderr
+
+
+def test_photos_are_not_their_masks(folder: Folder) -> None:
+    """A folder of siblings holds ten photos, of which every fifth is kept to compare on."""
+    source = folder()
+    names = [
+        [each.load(at).name for at in range(len(each))] for each in (PhotoDataset(source, s) for s in ("train", "val"))
+    ]
+    assert (len(names[0]), len(names[1]), names[1]) == (8, 2, ["4.jpg", "9.jpg"])
+    assert len(PhotoDataset(source / "labels")) == 10, "asked for by itself"
+    assert are_photos(source)
+    assert not are_photos(imported(source))

@@ -120,3 +120,22 @@ def test_outputs_of_a_class_without_names_and_a_batch_up_to_which_one_way_is_gon
     with pytest.warns(UserWarning, match="Large goes another way for a batch above 63"):
         graph = capture(Large(), torch.zeros(2, 3))
     assert [name for name, _ in graph.outputs] == ["sample", "more.0"]
+
+
+def test_axes_are_open_by_name_and_the_batch_may_be_fixed(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    inputs = {"ids": torch.randint(96, (2, 6)), "mask": torch.ones(2, 6, dtype=torch.int64)}
+    model = Tokens().eval()
+    fd.prepare(model, example_inputs=inputs)
+    fd.calibrate(model, inputs)
+    dynamic = {name: {1: "L"} for name in inputs}
+    fd.export_onnx(model, inputs, tmp_path / "open.onnx", dynamic=dynamic)
+    runtime = fd.open_runtime(tmp_path / "open.onnx")
+    assert [port.extents for port in runtime.inputs] == [("N", "L"), ("N", "L")]
+    longer = {name: x.repeat(2, 3)[:3] for name, x in inputs.items()}
+    with torch.no_grad():
+        assert torch.allclose(torch.from_numpy(runtime(longer)), deployed(model)(**longer)["logits"], atol=5e-3)
+    fd.export_onnx(model, inputs, tmp_path / "three.onnx", dynamic=dynamic, batch=3)
+    assert [port.extents for port in fd.open_runtime(tmp_path / "three.onnx").inputs] == [(3, "L"), (3, "L")]
+    with pytest.raises(InputError, match=r"dynamic names the axes \[2\] of 'ids'. Inputs: 'ids' with the axes 1 to 1"):
+        fd.export_onnx(model, inputs, tmp_path / "no.onnx", dynamic={"ids": {2: "L"}})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def test_segmentations_are_nnunets_of_the_quantised_network(
     for name, values in expected.items():
         assert values.shape == (12, 20, 14)  # of the image, not of the resampled one
         assert len(np.unique(values)) > 1
-        assert np.array_equal(ours[name], values)
+        assert np.mean(ours[name] != values) <= 1e-3  # sums of another order, at a tie of two classes
 
 
 def test_folds_differ_and_are_averaged(bed: Path) -> None:
@@ -208,6 +209,17 @@ def test_monais_sliding_window_with_a_packed_network_inside(bed: Path) -> None:
         torch.testing.assert_close(inferer(volume, packed), inferer(volume, network), atol=1e-3, rtol=1e-3)
 
 
+def test_python_of_the_page(bed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hippocampus_nvfp4").symlink_to(bed / "nvfp4")
+    monkeypatch.chdir(tmp_path)
+    page = Path(__file__).resolve().parents[2] / "docs" / "nnunet.md"
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+        exec(compile(block, page.name, "exec"), names)
+    assert names["logits"].shape == (3, *nnunet_folder.PATCH)
+    assert issubclass(names["nnUNetTrainerNVFP4Short"], names["nnUNetTrainerNVFP4"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -238,7 +250,7 @@ def test_one_error_each(bed: Path, raw: Path, tmp_path: Path, arguments: tuple[s
     finally:
         os.chdir(before)
     assert said.exit_code == 2
-    assert __import__("re").search(message, said.stderr.replace("\n", " ")), said.stderr
+    assert re.search(message, said.stderr.replace("\n", " ")), said.stderr
     assert not any(tmp_path.iterdir())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,7 @@ def made_without_nnunet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     (tmp_path / "fold_0").mkdir()
     for name in ("plans.json", "dataset.json", "fold_0/checkpoint_final.pth"):
         (tmp_path / name).write_text("{}")
-    monkeypatch.setitem(__import__("sys").modules, "nnunetv2", None)
+    monkeypatch.setitem(sys.modules, "nnunetv2", None)
     return tmp_path
 
 

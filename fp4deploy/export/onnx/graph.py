@@ -46,7 +46,7 @@ from fp4deploy.export.onnx.exporter import short_export
 from fp4deploy.export.onnx.floor import TRANSLATIONS
 from fp4deploy.export.onnx.layer_constants import CONVOLUTIONS, Fp8Constants, LayerConstants, layer_constants
 from fp4deploy.export.onnx.mixed_types import MixedTypes, one_type_of_norms
-from fp4deploy.export.onnx.naming import ForgetTracing, NameAfterModules
+from fp4deploy.export.onnx.naming import ForgetTracing, NameAfterModules, aliases_of
 from fp4deploy.export.onnx.pooling import Divisors
 from fp4deploy.export.onnx.qdq import ACTIVATION_MARKER, MARKER_DOMAIN, WEIGHT_MARKER, LowerMarkers, marked_layers
 from fp4deploy.graph.capture import (
@@ -86,6 +86,8 @@ def export_graph(
     card: ModelCard | None = None,
     dynamic_size: bool = False,
     rest: str | Rest | None = None,
+    dynamic: Dynamic | None = None,
+    batch: int | None = None,
 ) -> onnx.ModelProto:
     """Make the canonical graph of a model: FP4 for the layers `qat.prepare` quantised, FP16, or what is chosen, for the
     rest.
@@ -99,6 +101,8 @@ def export_graph(
             network takes; for an engine, `fp4deploy build --size HxW` fixes one.
         rest: "fp16", "bf16" or "fp32", or one with modules in FP32 (`fp4deploy.rest`); None: as the card says, FP16
             without one.
+        dynamic: more open axes with their names, by input: {"input_ids": {1: "L"}, "attention_mask": {1: "L"}}.
+        batch: the only number of samples that the file takes; None: any.
 
     Returns:
         Opset 23, IR 11; float16 (of another rest float32) "image" [N, *input_shape] -> float16 "logits" [N, ...], N
@@ -118,17 +122,25 @@ def export_graph(
     constants, refused = _constants(model)
     precision = rest_of(rest or card)
     # The multi-term FP4 encoding reads FP16.
-    examples = _examples(input_shape, FP16 if getattr(model, "digits", False) else precision)
+    examples = _examples(input_shape, FP16 if getattr(model, "digits", False) else precision, batch)
+    open_axes = _open_axes(model, examples, dynamic or {}, dynamic_size, batch)
     refuse_random(restore(copied(model)), *examples)
-    traced = _trace(_traceable(model, constants, refused, precision), examples, dynamic_size, precision)
+    traced = _trace(_traceable(model, constants, refused, precision), examples, open_axes, dynamic_size, precision)
     reached = marked_layers(traced)
     operators = WidenOperators()
     wide = (operators, WidenEnds()) if precision.name == BF16.name else ()
     leaves = {name for name, module in model.named_modules() if not any(module.children())}
-    for each in (NameAfterModules(leaves), ForgetTracing(), LowerMarkers(constants, precision), *wide, NameFixPass()):
+    for each in (
+        NameAfterModules(leaves, aliases_of(model)),
+        ForgetTracing(),
+        LowerMarkers(constants, precision),
+        *wide,
+        NameFixPass(),
+    ):
         each(traced)
     _trim_less(traced.graph)
     one_type_of_norms(traced.graph)
+    _name_open(traced.graph, dynamic or {})
     if dynamic_size:
         _name_axes(traced.graph)
     traced.ir_version = IR_VERSION
@@ -230,25 +242,58 @@ def _layers(
 Examples = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]  # positional, by name
 
 
-def _examples(given: tuple[int, ...] | Inputs, rest: Rest) -> Examples:
+def _examples(given: tuple[int, ...] | Inputs, rest: Rest, batch: int | None) -> Examples:
     """Example inputs, floating point ones in `rest`, with a batch of at least two: one would be a constant."""
     shape = not isinstance(given, torch.Tensor | Mapping) and all(isinstance(size, int) for size in given)
-    positional, named = arguments(torch.zeros((2, *given)) if shape else given)  # type: ignore[arg-type]
+    positional, named = arguments(torch.zeros((2, *given)) if shape else given, batch)  # type: ignore[arg-type]
     typed = [x.to(rest.dtype) if x.is_floating_point() else x for x in (*positional, *named.values())]
     count = len(positional)
     return tuple(typed[:count]), dict(zip(named, typed[count:], strict=True))
 
 
-def _trace(model: nn.Module, examples: Examples, dynamic_size: bool, rest: Rest) -> ir.Model:
+Dynamic = Mapping[str, Mapping[int, str]]  # input -> open axis -> its name
+OpenAxes = dict[str, dict[int, Any]]  # input -> open axis -> what torch.export calls it
+
+
+def _open_axes(
+    model: nn.Module, examples: Examples, dynamic: Dynamic, dynamic_size: bool, batch: int | None
+) -> OpenAxes:
+    """The open axes of each input, in order: the batch unless it is fixed, height and width, and what is asked for.
+
+    Raises:
+        InputError: `dynamic` names no input, or no axis that it has behind the batch.
+    """
+    positional, named = examples
+    tensors = dict(zip(_input_names(model, positional, named), (*positional, *named.values()), strict=True))
+    for name, axes in dynamic.items():
+        if name not in tensors or any(not 0 < axis < tensors[name].ndim for axis in axes):
+            valid = ", ".join(f"'{each}' with the axes 1 to {x.ndim - 1}" for each, x in tensors.items())
+            raise InputError(f"dynamic names the axes {[*axes]} of '{name}'. Inputs: {valid}.")
+    several = {} if batch else {0: torch.export.Dim(BATCH, min=1)}
+    return {
+        name: several
+        | dict.fromkeys({*(range(2, x.ndim) if dynamic_size else ()), *dynamic.get(name, ())}, torch.export.Dim.DYNAMIC)
+        for name, x in tensors.items()
+    }
+
+
+def _name_open(graph: ir.Graph, dynamic: Dynamic) -> None:
+    """Axes that were asked for by name have these names, in inputs and outputs."""
+    inputs = {value.name: value for value in graph.inputs}
+    names: dict[str, str] = {}
+    for name, axes in dynamic.items():
+        shape = inputs[name].shape
+        assert shape is not None
+        names |= {str(shape[axis]): label for axis, label in axes.items()}
+    for value in (*graph.inputs, *graph.outputs):
+        if value.shape is not None:
+            value.shape = ir.Shape([names.get(str(size), size) for size in value.shape])
+
+
+def _trace(model: nn.Module, examples: Examples, open_axes: OpenAxes, dynamic_size: bool, rest: Rest) -> ir.Model:
     positional, named = examples
     tensors = (*positional, *named.values())
-    batch = torch.export.Dim(BATCH, min=1)
-
-    def axes(x: torch.Tensor) -> dict[int, Any]:
-        free = dict.fromkeys(range(2, x.ndim), torch.export.Dim.DYNAMIC) if dynamic_size else {}
-        return {0: batch, **free}
-
-    shapes: Any = {name: axes(x) for name, x in named.items()} or tuple(axes(x) for x in positional)
+    shapes: Any = open_axes if named else tuple(open_axes.values())
 
     make_no_folder()
 
@@ -308,7 +353,7 @@ def _trace(model: nn.Module, examples: Examples, dynamic_size: bool, rest: Rest)
     _require_free(
         program.model.graph,
         type(model).__name__,
-        dynamic_size,
+        open_axes,
         fixed[-1],
         partial(specializing, model, positional, named),
     )
@@ -317,7 +362,7 @@ def _trace(model: nn.Module, examples: Examples, dynamic_size: bool, rest: Rest)
 
 
 def _require_free(
-    graph: ir.Graph, kind: str, dynamic_size: bool, fixed: str, watched_again: Callable[[], Specializing]
+    graph: ir.Graph, kind: str, open_axes: OpenAxes, fixed: str, watched_again: Callable[[], Specializing]
 ) -> None:
     """Refuse a network that needs one size of an axis: torch's exporter fixes the axis, or not even that, in silence.
 
@@ -328,7 +373,7 @@ def _require_free(
     for value in graph.inputs:
         assert value.shape is not None
         for axis, size in enumerate(value.shape):
-            if isinstance(size, int) and (axis == 0 or (dynamic_size and axis > 1)):
+            if isinstance(size, int) and axis in open_axes[str(value.name)]:
                 name = f"axis {axis} of {value.name}" if axis else BATCH
                 raise InputError(fixes_an_axis(kind, name, watched_again()))
 

@@ -2,15 +2,18 @@
 
 The node that does a leaf module's work takes the module's own name ("encoder.1.conv2"), others append their operator
 ("encoder.1.relu", "encoder.1.relu_2"); the output of a node has the name of the node. Engine build logs and ledgers
-quote these names. Tracing's own metadata goes: it holds source paths, and the same checkpoint must give the same bytes.
+quote these names. A module that the network holds under several names has the first of them, which plans and
+checkpoints of quantised layers use; tracing takes the one by which it was called. Tracing's own metadata goes: it holds
+source paths, and the same checkpoint must give the same bytes.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import onnx_ir as ir
+from torch import nn
 
 from fp4deploy.export.onnx.canonical import GEMM_OPS
 
@@ -18,23 +21,29 @@ _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
 class NameAfterModules(ir.passes.InPlacePass):
-    """Rename nodes and their values; `leaves` are the names of modules without children.
+    """Rename nodes, their values and initialisers; `leaves` are the names of modules without children.
 
+    aliases: further names of a module -> the first.
     onnx-ir's `NameFixPass` makes names unique, and knows nothing of modules.
     """
 
-    def __init__(self, leaves: Collection[str]) -> None:
+    def __init__(self, leaves: Collection[str], aliases: Mapping[str, str] | None = None) -> None:
         super().__init__()
-        self.leaves = leaves
+        self.leaves, self.aliases = leaves, aliases or {}
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
+        for value in list(graph.initializers.values()):
+            module, dot, tensor = str(value.name).rpartition(".")
+            if module in self.aliases and f"{self.aliases[module]}.{tensor}" not in graph.initializers:
+                value.name = f"{self.aliases[module]}{dot}{tensor}"
         kept = {value.name for value in (*graph.inputs, *graph.outputs, *graph.initializers.values())}
-        stand_ins = _stand_ins(graph, self.leaves)
+        scopes = {node: self.aliases.get(_scope(node), _scope(node)) for node in graph}
+        stand_ins = _stand_ins(scopes, self.leaves)
         taken: set[str | None] = kept | set(self.leaves)
         named: set[str] = set()
         for node in graph:
-            scope = _scope(node)
+            scope = scopes[node]
             if node in stand_ins:
                 name = _free(scope, named if scope not in named and scope not in kept else taken)
             else:
@@ -70,18 +79,30 @@ class ForgetTracing(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, modified=True)
 
 
-def _stand_ins(graph: ir.Graph, leaves: Collection[str]) -> set[ir.Node]:
+def _stand_ins(scopes: Mapping[ir.Node, str], leaves: Collection[str]) -> set[ir.Node]:
     """The nodes that stand for a leaf module: its GEMMs, else its last node (a reused module has several)."""
     nodes: dict[str, list[ir.Node]] = {}
-    for node in graph:
-        if _scope(node) in leaves:
-            nodes.setdefault(_scope(node), []).append(node)
+    for node, scope in scopes.items():
+        if scope in leaves:
+            nodes.setdefault(scope, []).append(node)
     chosen: set[ir.Node] = set()
     for group in nodes.values():
         gemms = [node for node in group if node.op_type in GEMM_OPS]
         alike = group if len({node.op_type for node in group}) == 1 else group[-1:]
         chosen.update(gemms or alike)
     return chosen
+
+
+def aliases_of(model: nn.Module) -> dict[str, str]:
+    """Further names of the modules that a network holds under several -> the first.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> aliases_of(nn.ModuleDict({"first": layer, "again": nn.Sequential(layer)}))
+    {'again.0': 'first'}
+    """
+    first: dict[int, str] = {}
+    named = model.named_modules(remove_duplicate=False)
+    return {name: first[id(module)] for name, module in named if first.setdefault(id(module), name) != name}
 
 
 def _scope(node: ir.Node) -> str:

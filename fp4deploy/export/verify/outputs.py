@@ -40,7 +40,7 @@ from fp4deploy.export.verify.agreement import (
 from fp4deploy.export.verify.flat import flat_difference
 from fp4deploy.export.verify.layerwise import LayerwiseAgreement, compare_layerwise
 from fp4deploy.export.verify.tensors import call, feed, floats
-from fp4deploy.graph.capture import Inputs
+from fp4deploy.graph.capture import Inputs, of_batch
 from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.card import ModelCard
 from fp4deploy.models.checkpoint import read_card, read_signed
@@ -128,13 +128,16 @@ def verify_decomposed(
 def _flat_difference(model: nn.Module, portable: onnx.ModelProto, batch: Inputs, card: ModelCard | None) -> str:
     session = verifying_session(portable)
     names = [value.name for value in session.get_inputs()]
+    first = session.get_inputs()[0].shape
+    fixed = first[0] if first and isinstance(first[0], int) else None  # the only batch that the file takes
 
     def of_torch(inputs: Inputs) -> list[torch.Tensor]:
         with torch.inference_mode():
-            return [floats(each) for each in call(model, inputs, rest_of_file(portable))]
+            return [floats(each) for each in call(model, of_batch(inputs, fixed), rest_of_file(portable))]
 
     def of_file(inputs: Inputs) -> list[torch.Tensor]:
-        return [floats(torch.from_numpy(each)) for each in session.run(None, feed(inputs, names))]
+        fed = feed(of_batch(inputs, fixed), names)
+        return [floats(torch.from_numpy(each)) for each in session.run(None, fed)]
 
     return flat_difference(of_torch, of_file, batch, card, bool(quantized_layers(model)))
 

@@ -53,20 +53,29 @@ class OtherSize:
 
 
 def require_open_sizes(
-    model: nn.Module, portable: onnx.ModelProto, example: Inputs, name: str, meanings: OutputMeanings = UNKNOWN
+    model: nn.Module,
+    portable: onnx.ModelProto,
+    example: Inputs,
+    name: str,
+    meanings: OutputMeanings = UNKNOWN,
+    dynamic: Mapping[str, Mapping[int, str]] | None = None,
+    batch: int | None = None,
 ) -> None:
     """Pass a decomposed graph of open size only if it computes what torch computes at two other sizes, too.
 
     Args:
         model: as deployed.
         example: inputs at which the graph was compared.
+        dynamic: as of `export_graph`, where these axes are open, and not height and width.
+        batch: likewise.
 
     Raises:
         GateError: it does not, with the operator and the layer from which on it differs.
     """
     session, quantized = verifying_session(portable), bool(quantized_layers(model))
     names, rest = [each.name for each in session.get_inputs()], rest_of_file(portable)
-    for other in other_sizes(partial(_outputs, model, rest=rest), example, _open_axes(portable)):
+    run = partial(_outputs, model, rest=rest)
+    for other in other_sizes(run, example, _open_axes(portable), batch or SAMPLES):
         expected = _outputs(model, other.inputs, rest)
         try:
             given = session.run(None, feed(other.inputs, names))
@@ -83,13 +92,13 @@ def require_open_sizes(
                 cause = f"outputs of up to {largest:.3g} differ by up to {found.largest:.3g}"
         if cause:
             plain = _plain(model)
-            open_graph = partial(export_graph, plain, example, dynamic_size=True, rest=rest.name)
-            graph = to_portable(open_graph()) if quantized else portable
+            form: Any = {"dynamic_size": not dynamic, "dynamic": dynamic, "batch": batch, "rest": rest.name}
+            graph = to_portable(export_graph(plain, example, **form)) if quantized else portable
             where = first_difference(plain, other.inputs, onnx_values(graph, other.inputs), rest)
             raise GateError(
                 f"{name}: as a graph of open size it would be another network at {other.text}: {cause}"
-                f"{_because(where)}. Nothing was written. Export it for one size, without --dynamic-size "
-                "(dynamic_size=False)."
+                f"{_because(where)}. Nothing was written. Export it for one size, without "
+                f"{'dynamic' if dynamic else '--dynamic-size (dynamic_size=False)'}."
             )
 
 
@@ -159,13 +168,14 @@ def _open_axes(model: onnx.ModelProto) -> dict[str, dict[int, str]]:
     }
 
 
-def other_sizes(run: Callable[[Inputs], Any], example: Inputs, axes: Axes) -> list[OtherSize]:
+def other_sizes(run: Callable[[Inputs], Any], example: Inputs, axes: Axes, samples: int = SAMPLES) -> list[OtherSize]:
     """Two sizes at which torch runs, one of them odd if it takes odd ones; fewer where it takes no others.
 
     Args:
         run: torch's network, which raises at a size that it does not take.
         example: whose values are repeated or cut.
         axes: what is open, for each input in order.
+        samples: most of a batch.
 
     >>> found = other_sizes(lambda x: x, torch.zeros(1, 3, 16, 24), {"image": {2: "H", 3: "W"}})
     >>> [each.text for each in found]
@@ -177,7 +187,7 @@ def other_sizes(run: Callable[[Inputs], Any], example: Inputs, axes: Axes) -> li
     for step, extents in _candidates(tensors, axes):
         if len(found) == 2:
             break
-        sized = {name: _resized(x[:SAMPLES], axes[name], extents) for name, x in tensors.items()}
+        sized = {name: _resized(x[:samples], axes[name], extents) for name, x in tensors.items()}
         if (step == 1 and odd) or all(x.shape[1:] == tensors[name].shape[1:] for name, x in sized.items()):
             continue
         inputs = _as(example, sized)

@@ -132,7 +132,7 @@ def _checkpoint(fold: Fold, network: nn.Module, plans: dict[str, Any]) -> dict[s
     """What nnU-Net's predictor reads, and its trainer's arguments; tensors, containers and plain values."""
     settings = {**fold.settings, "plans": plans}
     return {
-        "network_weights": {name: value.detach().clone() for name, value in network.state_dict().items()},
+        "network_weights": network.state_dict(),
         "init_args": settings,
         "trainer_name": TRAINER,
         "inference_allowed_mirroring_axes": fold.mirroring,

@@ -124,6 +124,30 @@ def test_nodes_are_called_after_torch_modules() -> None:
     assert all(layer["reason"] and layer["kind"] for layer in layers.values())
 
 
+class _Twice(nn.Module):
+    """Holds each layer under two names and calls it by the second, as blocks of nnU-Net do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.body, self.head = nn.Conv2d(3, 16, 1), nn.Conv2d(16, 16, 1), nn.Conv2d(16, 4, 1)
+        self.all = nn.Sequential(self.stem, nn.ReLU(), self.body, self.head)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.all(x)
+
+
+def test_layers_of_several_names_have_the_first() -> None:
+    model = prepare(_Twice())
+    calibrate(model, torch.randn(1, 3, 8, 8))
+    graph = export_graph(model, (3, 8, 8))
+    convolutions = [node.name for node in graph.graph.node if node.op_type == "Conv"]
+    assert convolutions == ["stem", "body", "head"]
+    held = {tensor.name for tensor in graph.graph.initializer}
+    assert {"stem.weight", "stem.bias", "body.weight.codes", "head.weight"} <= held
+    assert not any(name.startswith("all.") for name in held)
+    assert {layer.name for layer in layers_of(graph)} == {"stem", "body", "head"}
+
+
 def test_same_model_gives_same_bytes_and_no_paths() -> None:
     torch_model, model = unet()
     content = model.SerializeToString(deterministic=True)
