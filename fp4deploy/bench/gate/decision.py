@@ -165,8 +165,8 @@ def doubt(baseline: Baseline) -> str | None:
         return None
     return (
         f"The baseline {Path(baseline.artefact).name} has {100 * baseline.value:.2f} % {baseline.metric}, no more than "
-        f"calling every pixel {name} ({100 * constant:.2f} %): staying near it proves nothing. Give a trained baseline, "
-        "and the data that it was trained on."
+        f"calling every pixel {name} ({100 * constant:.2f} %): staying near it proves nothing. Give a trained "
+        "baseline, and the data that it was trained on."
     )
 
 
