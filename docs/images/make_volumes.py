@@ -24,15 +24,15 @@ def main(fp16: str, nvfp4: str, data: str) -> None:
     matplotlib.use("Agg")
     found = draw_overlays(Path(fp16), Path(nvfp4), Path(data))
     columns = list(found[0].pictures)
-    figure, rows = plt.subplots(len(found), len(columns), figsize=(9, 2.2 * len(found)), squeeze=False)
+    figure, rows = plt.subplots(len(found), len(columns), figsize=(8, 2.75 * len(found)), squeeze=False)
     for overlay, axes in zip(found, rows, strict=True):
         for title, each in zip(columns, axes, strict=True):
             content = base64.b64decode(overlay.pictures[title].partition(",")[2])
             each.imshow(Image.open(io.BytesIO(content)))
-            each.set_title(title, fontsize=9)
+            each.set_title(title if overlay is found[0] else "", fontsize=9)
             each.axis("off")
-        axes[0].text(0, 1.22, f"{overlay.name}: {100 * overlay.differing:.1f} % differ", transform=axes[0].transAxes)
-    figure.tight_layout()
+        axes[0].text(0, -0.09, f"{overlay.name}: {100 * overlay.differing:.1f} % differ", transform=axes[0].transAxes)
+    figure.subplots_adjust(left=0.01, right=0.99, top=0.97, bottom=0.03, wspace=0.03, hspace=0.15)
     figure.savefig(TARGET, dpi=90)
 
 

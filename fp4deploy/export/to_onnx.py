@@ -187,6 +187,8 @@ def export_onnx(
     model, found = load_model(checkpoint, rest=chosen)
     if size is not None:
         found = found.resized(size)
+    if dynamic_size and found.volume is not None:
+        raise InputError("--dynamic-size leaves height and width of images open; a network of volumes has one size.")
     canonical = export_graph(model, found.input_shape, found, dynamic_size, chosen)
     _describe(canonical, found, checkpoint)
     decomposed = to_portable(canonical) if portable or verify else None

@@ -70,6 +70,8 @@ def write_repository(path: Path, out: Path, name: str | None = None, most: int =
     if not name.replace("-", "").replace("_", "").isalnum():
         raise InputError(f"'{name}' is no name of a model: letters, digits, - and _ are.")
     served = _served(path, most)
+    if served.card.volume is not None:
+        raise InputError(f"{path} is of volumes, and a model repository serves images. Predict with: fp4deploy predict")
     folders = {name: _network(name, served)}
     if not task_of(served.card).counts_objects:
         folders |= {

@@ -128,6 +128,8 @@ def test_dice_is_a_mean_over_volumes() -> None:
     voxels = VoxelCounts(["a", "b"], ["background", "x", "y"], counts)
     assert np.allclose(voxels.per_class(np.ones(2)), [np.nan, (0.5 + 0.9) / 2, 0.5], equal_nan=True)
     assert value(voxels) == pytest.approx((0.7 + 0.5) / 2)
+    name, constant = voxels.constant()  # every voxel "x": Dice 2/3 and 200/214 alone, "y" 0
+    assert (name, constant) == ("x", pytest.approx((20 / 30 + 200 / 214) / 2 / 2))
     again = read_evidence(write_pixels(voxels), "here")
     assert isinstance(again, VoxelCounts)
     assert isinstance(again, PixelCounts)

@@ -164,9 +164,9 @@ def doubt(baseline: Baseline) -> str | None:
     if baseline.value > constant + ROUNDING:
         return None
     return (
-        f"The baseline {Path(baseline.artefact).name} has {100 * baseline.value:.2f} % mIoU, no more than calling "
-        f"every pixel {name} ({100 * constant:.2f} %): staying near it proves nothing. Give a trained baseline, and "
-        "the data that it was trained on."
+        f"The baseline {Path(baseline.artefact).name} has {100 * baseline.value:.2f} % {baseline.metric}, no more than "
+        f"calling every pixel {name} ({100 * constant:.2f} %): staying near it proves nothing. Give a trained "
+        "baseline, and the data that it was trained on."
     )
 
 

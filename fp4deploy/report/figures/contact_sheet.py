@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,8 @@ from PIL import Image, ImageDraw, ImageOps
 
 from fp4deploy.data import open_boxes, open_dataset
 from fp4deploy.data.palette import colours, tinted
-from fp4deploy.data.sample import IGNORE, Boxes
+from fp4deploy.data.sample import IGNORE, Boxes, Sample
+from fp4deploy.report.figures.overlays import grey_slice
 from fp4deploy.system.files import atomic_write
 
 COLUMNS, ROWS = 4, 3
@@ -33,7 +35,7 @@ def draw_contact_sheet(root: Path, split: str, out: Path, boxes: bool = False) -
     present: set[int] = set()
     cells = []
     for index in chosen:
-        sample = dataset.load(int(index))
+        sample = _flat(dataset.load(int(index)))
         image = Image.fromarray(sample.image if boxes else tinted(sample.image, sample.mask, palette))
         image.thumbnail((SIDE - 8, SIDE - 8))  # at once: twelve whole photos may be gigabytes
         times = max(1, (SIDE - 8) // max(image.size))  # small images: whole pixels, enlarged
@@ -56,6 +58,16 @@ def draw_contact_sheet(root: Path, split: str, out: Path, boxes: bool = False) -
     with atomic_write(out) as temporary:
         sheet.save(temporary, format="PNG")
     return len(cells)
+
+
+def _flat(sample: Sample) -> Sample:
+    """An image as it is; of a volume the axial slice with most labelled voxels, in grey, anterior up."""
+    if sample.mask.ndim == 2:
+        return sample
+    labelled = ((sample.mask > 0) & (sample.mask != IGNORE)).sum((1, 2))
+    at = int(labelled.argmax())
+    image, mask = grey_slice(sample.image[0], at), sample.mask[at, ::-1]
+    return replace(sample, image=image, mask=mask, name=f"{sample.name}, slice {at}")
 
 
 def _draw_boxes(

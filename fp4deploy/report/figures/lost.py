@@ -66,6 +66,8 @@ def draw_lost(
         other = None
     models = [model for model in (other, runtime) if model is not None]
     card = runtime.card
+    if card.volume is not None:
+        return []  # a volume is no one picture; the slices of a report show where models differ
     dataset = task_of(card).for_card(card, data, split, labelled=True)
     draw = DRAWN[card.task]
     wanted = dict.fromkeys(images)

@@ -137,13 +137,19 @@ class _Prediction:
         return Overlay(self.name, uris, self.differing, worst, legend)
 
 
+def grey_slice(voxels: NDArray[np.floating], at: int) -> Pixels:
+    """An axial slice of [D, H, W] as uint8 [H, W, 3], between the 0.5 and 99.5 percentiles of all; anterior is up."""
+    low, high = np.percentile(voxels, (0.5, 99.5))
+    grey = ((voxels[at, ::-1] - low) / max(high - low, 1e-6) * 255).clip(0, 255).astype(np.uint8)
+    return np.repeat(grey[..., None], 3, -1)
+
+
 def _slice(name: str, voxels: NDArray[np.float32], truth: Pixels, first: Pixels, second: Pixels) -> _Prediction:
     """The axial slice of a window [D, H, W] in which the models differ most, of several the one with most classes."""
     differing = (first != second).sum((1, 2))
     labelled = ((truth > 0) & (truth != IGNORE)).sum((1, 2))
     at = int(np.lexsort((labelled, differing))[-1])
-    low, high = np.percentile(voxels, (0.5, 99.5))
-    grey = ((voxels[at] - low) / max(high - low, 1e-6) * 255).clip(0, 255).astype(np.uint8)
+    grey = grey_slice(voxels, at)[::-1, :, 0]
     times = max(1, SLICE // max(grey.shape))
     shown = [
         np.kron(each[::-1], np.ones((times, times), np.uint8)) for each in (grey, truth[at], first[at], second[at])

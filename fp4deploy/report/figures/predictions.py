@@ -85,6 +85,8 @@ def _rows(
     models = [TorchRuntime(Run(Path(runs[place].path)).checkpoint(model)) for place, model in chosen]
     titles = [f"{runs[place].label}: {MODEL_TITLES[model]}" for place, model in chosen]
     card = models[0].card
+    if card.volume is not None:
+        return [], []  # the report of each run has slices
     kind = KINDS[card.task]
     dataset: Any = task_of(card).for_card(card, data, labelled=True)
     if not len(dataset):
