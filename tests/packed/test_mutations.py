@@ -107,7 +107,8 @@ def outcome(file: PackedFile, graph: dict[str, Any], tensors: dict[str, torch.Te
 @pytest.mark.parametrize("name", ["MobileNet", "SegFormer block", "ASPP", "windows"])
 def test_changed_graphs(name: str) -> None:
     file = network(name)
-    graph, draw = file.graph.model_dump(), random.Random(2)
+    graph = file.graph.model_dump(exclude={"inputs": {"__all__": {"dtype"}}})  # as an older file has them
+    draw = random.Random(0)
     found = [outcome(file, changed(graph, draw), file.tensors) for _ in range(60)]
     assert {"refused", "accepted"} <= set(found)
 
