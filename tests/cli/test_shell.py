@@ -100,7 +100,7 @@ def test_short_flags_are_settings_and_set_wins() -> None:
     config = resolve(None, ["train.epochs=7"], epochs=3, batch_size=5, size="64x32")
     assert (config.train.epochs, config.train.batch_size, config.data.height, config.data.width) == (7, 5, 64, 32)
     assert (resolve(None, None, size="64").data.height, resolve(None, None, size="64").data.width) == (64, 64)
-    for text in ("64x", "64x32x3", "0", "wide"):
+    for text in ("64x", "64x32x3x2", "0", "wide"):
         with pytest.raises(InputError, match="--size takes HEIGHTxWIDTH"):
             resolve(None, None, size=text)
 

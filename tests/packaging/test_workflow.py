@@ -33,7 +33,7 @@ def test_ci_makes_targets_of_the_makefile() -> None:
     assert "make release" in [step.get("run") for step in workflow("release")["jobs"]["build"]["steps"]]
     listed = re.search(r"^LIBRARY_TESTS := ((?:.*\\\n)*.*)", makefile, re.MULTILINE)
     assert listed is not None
-    assert all((ROOT / path).exists() for path in listed[1].replace("\\", " ").split())
+    assert all(list(ROOT.glob(path)) for path in listed[1].replace("\\", " ").split())
 
 
 @pytest.mark.parametrize(("needed", "status"), [("", 0), ("1", 1)])

@@ -92,7 +92,7 @@ def class_sums(
         [2 + 3 C], float32 (float64 for float64 logits): w -log p[y], smoothed; w; then for each class c p_c where it
         is the truth, p_c, and the pixels whose truth it is.
     """
-    if target.ndim > 3:  # the sums do not know how pixels lie
+    if logits.ndim == target.ndim + 1 > 4:  # the sums do not know how pixels lie
         logits, target = logits.flatten(2, -2), target.flatten(1, -2)
     if fits(logits, target, weight):
         return segmentation_sums(logits, target, weight, smoothing, IGNORE)

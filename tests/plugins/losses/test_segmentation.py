@@ -121,3 +121,11 @@ def test_what_the_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_targets_of_another_size_are_an_error(shape: tuple[int, ...]) -> None:
     with pytest.raises((RuntimeError, ValueError, IndexError)):
         SegmentationLoss()(torch.zeros(2, 4, 6, 6), torch.zeros(shape, dtype=torch.int64))
+
+
+def test_targets_of_volumes_have_no_axis_of_channels() -> None:
+    logits, target = torch.randn(2, 4, 3, 6, 6), torch.randint(0, 4, (2, 3, 6, 6))
+    flat = SegmentationLoss()(logits.flatten(2, 3), target.flatten(1, 2))
+    torch.testing.assert_close(SegmentationLoss()(logits, target), flat)
+    with pytest.raises((RuntimeError, ValueError, IndexError)):
+        SegmentationLoss()(logits, target[:, None])
