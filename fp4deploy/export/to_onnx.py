@@ -35,7 +35,6 @@ from fp4deploy.export.verify.outputs import (
 )
 from fp4deploy.export.verify.sizes import require_open_sizes
 from fp4deploy.graph.capture import Inputs, of_batch
-from fp4deploy.graph.copied import copied
 from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.card import ModelCard
 from fp4deploy.models.meaning import Outputs, known_outputs
@@ -219,7 +218,7 @@ def _export_module(
     meanings = known_outputs(card, said=options["outputs"])
     rest = options["rest"]
     if rest == AUTO:
-        rest = automatic_rest(copied(model).eval(), batches_of(example if inputs is None else inputs, 0))
+        rest = automatic_rest(model, batches_of(example if inputs is None else inputs, 0))
     form = {name: options[name] for name in ("dynamic", "batch")}
     canonical = export_graph(model, example, card, options["dynamic_size"], rest, **form)
     _describe(canonical, card, None)

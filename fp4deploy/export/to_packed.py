@@ -135,9 +135,7 @@ def compile(model: nn.Module, example_inputs: Inputs, rest: str = "fp16") -> Cap
 
 
 def _chosen(rest: str | None, model: nn.Module, example_inputs: Inputs) -> Rest:
-    if rest != AUTO:
-        return rest_of(rest)
-    return automatic_rest(copied(model).cpu().float().eval(), [example_inputs])
+    return automatic_rest(model, [example_inputs]) if rest == AUTO else rest_of(rest)
 
 
 def _float(x: Any) -> Any:

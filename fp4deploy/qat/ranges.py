@@ -16,7 +16,7 @@ its range, such as an attention without a scale, FP32 for that module (`Rest.wid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,9 +26,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fp4deploy.errors import InputError
 from fp4deploy.graph.capture import Inputs
+from fp4deploy.graph.copied import copied
 from fp4deploy.graph.wide import casts_operands, is_sum, numbers_of, operator_name
+from fp4deploy.qat.batches import run
 from fp4deploy.qat.computed import rest_tensors
 from fp4deploy.qat.layers import QuantizedLayer
 from fp4deploy.rest import BF16, FP16, Rest
@@ -149,34 +150,23 @@ class Ranges(TorchDispatchMode):
 def automatic_rest(model: nn.Module, batches: Iterable[Inputs]) -> Rest:
     """FP16, with the modules in FP32 whose code leaves its range on these inputs; BF16 where that does not suffice.
 
-    model: as deployed (`deployed`). Where a layer's result does not fit, or one of its parameters, it is BF16.
+    model: on any device, of any precision; a copy of it runs on the CPU in FP32. batches: on the CPU. Where a layer's
+    result does not fit, or one of its parameters, it is BF16.
     """
-    kept = list(batches)
-    try:
-        for name, tensor in rest_tensors(model, FP16):
-            FP16.require(name, tensor[tensor.isfinite()])
-        rest = FP16
-        for _ in range(2):
-            ranges = Ranges(model, rest)
-            with torch.no_grad(), ranges:
-                for batch in kept:
-                    _call(model, tree_map(torch.clone, batch))
-            beyond = [place for place, size in ranges.largest.items() if size > FP16.largest]
-            if not beyond:
-                return rest
-            rest = replace(FP16, wide=tuple(sorted({ranges.modules[place] for place in beyond})))
-    except (InputError, KeyError):  # a tensor or the result of a layer
-        pass
+    model = copied(model).cpu().float().eval()
+    kept, rest = list(batches), FP16
+    for _ in range(2):
+        ranges = Ranges(model, rest)
+        with torch.no_grad(), ranges:
+            for batch in kept:
+                run(model, (tree_map(torch.clone, batch),))
+        beyond = {place for place, size in ranges.largest.items() if size > FP16.largest}
+        if not beyond:
+            return rest
+        if not beyond <= ranges.modules.keys():  # a parameter, or the result of a layer
+            break
+        rest = replace(FP16, wide=tuple(sorted({ranges.modules[place] for place in beyond})))
     return BF16
-
-
-def _call(model: nn.Module, inputs: Inputs) -> None:
-    if isinstance(inputs, torch.Tensor):
-        model(inputs)
-    elif isinstance(inputs, Mapping):
-        model(**inputs)
-    else:
-        model(*inputs)
 
 
 def _is_view(func: Any) -> bool:

@@ -205,6 +205,7 @@ def test_the_rest_is_chosen_by_what_is_seen(kind: type[Network], gain: float, ch
     torch.manual_seed(0)
     model, x = kind(gain).eval(), torch.randn(2, 3, 8, 8)
     assert automatic_rest(deployed(model, FP32), [x]) == chosen
+    assert automatic_rest(model.bfloat16(), [x]) == chosen
 
 
 def attention_in_fp32() -> tuple[nn.Module, torch.Tensor]:
