@@ -20,6 +20,7 @@ import torch
 
 from fp4deploy.errors import InputError
 from fp4deploy.formats import Nvfp4Tensor
+from fp4deploy.graph.sizes import output_size
 from fp4deploy.native.plan import Gpu, Plan
 from fp4deploy.native.recording import META, Recording
 from fp4deploy.packed import PackedFile
@@ -30,7 +31,6 @@ from fp4deploy.packed.shapes import Shape, fitting, weight_shape
 from fp4deploy.plugins.gemm.arguments import launch_gemm
 from fp4deploy.plugins.gemm.convolution import decoded, plain
 from fp4deploy.plugins.gemm.convolution.decoded_weight import DecodedWeight, fits, planes_shape
-from fp4deploy.plugins.gemm.reference import output_size
 from fp4deploy.plugins.gemm.triton.tiles import NATIVE_FROM
 from fp4deploy.plugins.quantize import operators
 from fp4deploy.plugins.quantize.channels_last import channels_fit

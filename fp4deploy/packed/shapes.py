@@ -20,7 +20,7 @@ import torch
 
 from fp4deploy.errors import InputError, first_line
 from fp4deploy.formats import NVFP4_BLOCK
-from fp4deploy.graph.sizes import SizeError
+from fp4deploy.graph.sizes import SizeError, output_size, transposed_size
 from fp4deploy.models.input_encoding import ENCODED_CHANNELS
 from fp4deploy.packed.graph import (
     Activation,
@@ -198,15 +198,14 @@ def _convolved(node: Conv2d | ConvTranspose2d, source: Shape, weight: list[int])
     channels, *kernel, _ = weight
     if isinstance(node, Conv2d):
         return (source[0], channels, *_windows(source[2:], kernel, node))
-    axes = zip(source[2:], node.stride, node.padding, node.dilation, kernel, node.output_padding, strict=True)
-    sizes = [(size - 1) * step - 2 * pad + wide * (taps - 1) + more + 1 for size, step, pad, wide, taps, more in axes]
-    return (source[0], channels * node.groups, *sizes)
+    axes = zip(source[2:], kernel, node.stride, node.padding, node.dilation, node.output_padding, strict=True)
+    return (source[0], channels * node.groups, *(transposed_size(*axis) for axis in axes))
 
 
 def _windows(sizes: Shape, kernel: list[int], node: Any) -> list[int]:
     """How many windows of a kernel lie in the padded sizes."""
     axes = zip(sizes, kernel, node.stride, node.padding, node.dilation, strict=True)
-    return [(size + 2 * pad - wide * (taps - 1) - 1) // step + 1 for size, taps, step, pad, wide in axes]
+    return [output_size(*axis) for axis in axes]
 
 
 def _resampled(node: Node, source: Shape, context: Context) -> Shape | None:

@@ -32,13 +32,13 @@ from pydantic import Field
 from fp4deploy.architecture import Architecture
 from fp4deploy.errors import UnavailableError
 from fp4deploy.formats import E2M1_MAX, NVFP4_BLOCK, Nvfp4Tensor
+from fp4deploy.graph.sizes import output_size
 from fp4deploy.plugins.aot import load as aot
 from fp4deploy.plugins.aot.compile import triton_version
 from fp4deploy.plugins.aot.spec import Call, Launch
 from fp4deploy.plugins.gemm.arguments import TYPES, require_offsets, run
 from fp4deploy.plugins.gemm.convolution import direct, warpgroup
 from fp4deploy.plugins.gemm.convolution.decoded_weight import DecodedWeight
-from fp4deploy.plugins.gemm.reference import output_size
 from fp4deploy.plugins.gemm.triton.tiles import NATIVE_FROM, Tile
 from fp4deploy.plugins.quantize.statistics import Moments
 from fp4deploy.plugins.runtime.pdl import secondary_kernels

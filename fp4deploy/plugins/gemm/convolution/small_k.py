@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
+from fp4deploy.graph.sizes import output_size
 from fp4deploy.plugins.gemm.convolution.direct import processors
-from fp4deploy.plugins.gemm.reference import output_size
 from fp4deploy.plugins.quantize.statistics import Moments
 from fp4deploy.plugins.runtime.availability import available
 from fp4deploy.plugins.runtime.fallback import Fallback

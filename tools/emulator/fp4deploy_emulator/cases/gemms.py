@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from fp4deploy.formats import Nvfp4Tensor
+from fp4deploy.graph.sizes import output_size
 from fp4deploy.plugins.aot.spec import Call
 from fp4deploy.plugins.gemm.arguments import gemm_call, weight_only_call
-from fp4deploy.plugins.gemm.reference import conv2d_reference, conv_transpose2d_reference, matmul_reference, output_size
+from fp4deploy.plugins.gemm.reference import conv2d_reference, conv_transpose2d_reference, matmul_reference
 from fp4deploy_emulator.cases.case import Case, Outcome, Setting, multiples, packed
 from fp4deploy_emulator.launch import emulate_triton
 
