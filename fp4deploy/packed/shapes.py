@@ -48,7 +48,7 @@ from fp4deploy.packed.operators import Context, compute, convolve
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
 
-MOST_ELEMENTS = 1 << 28  # of one activation, for one item of the batch
+MAX_ELEMENTS = 1 << 28  # of one activation, for one item of the batch
 KERNEL_ELEMENTS = (1 << 31) - 1  # 32-bit offsets of the kernels
 MODES = {"linear": 1, "bilinear": 2, "bicubic": 2, "trilinear": 3}  # of `Resize`, by their axes
 TRIALS = (2, 4, 8, 16, 32, 64, 128)  # multiples to which a size that does not fit is rounded, for the message
@@ -236,7 +236,7 @@ def weight_order(node: Layer, rank: int) -> tuple[int, ...]:
 def _add(found: Shapes, node: Node | Input, shape: Shape, sizes: Mapping[str, int]) -> None:
     batch = max(1, next(iter(sizes.values())))
     _require(0 not in shape, f"its result {list(shape)} is empty")
-    _require(math.prod(shape) <= MOST_ELEMENTS * batch, f"its result {list(shape)} has more than 2^28 elements an item")
+    _require(math.prod(shape) <= MAX_ELEMENTS * batch, f"its result {list(shape)} has more than 2^28 elements an item")
     for form in node.outputs:
         pooled = shape
         if form.pooled:

@@ -19,7 +19,7 @@ from . import nnunet
 if TYPE_CHECKING:
     from fp4deploy.bench.change import Change
 
-MOST_IMAGES = 256
+MAX_IMAGES = 256
 
 
 def quantize(
@@ -47,7 +47,7 @@ def quantize(
         typer.Option("--activations", help="amax, percentile or mse.", show_default="as the method has it"),
     ] = None,
     images: Annotated[
-        int, typer.Option("--images", min=1, max=MOST_IMAGES, help="Images of the training split to calibrate on.")
+        int, typer.Option("--images", min=1, max=MAX_IMAGES, help="Images of the training split to calibrate on.")
     ] = 64,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Images of one forward pass.")] = 4,
     iterations: Annotated[
@@ -76,7 +76,7 @@ def quantize(
         typer.Option(
             "--compare",
             min=0,
-            max=MOST_IMAGES,
+            max=MAX_IMAGES,
             help="Validation images on which the result is compared with the checkpoint; 0: it is not.",
         ),
     ] = 32,

@@ -38,7 +38,7 @@ from fp4deploy.data.sample import IGNORE, InstanceIds, Pixels, Sample, data_erro
 from fp4deploy.errors import InputError, suggest
 
 BACKGROUND = "background"
-MOST_DRAWN = 1_000_000_000  # pixels that the annotations of one image cover together; seconds of drawing
+MAX_DRAWN = 1_000_000_000  # pixels that the annotations of one image cover together; seconds of drawing
 
 
 class CocoDataset:
@@ -204,11 +204,11 @@ class CocoDataset:
                 continue
             size = pixel_count(region)
             drawn += size
-            if drawn > MOST_DRAWN:
+            if drawn > MAX_DRAWN:
                 raise data_error(
                     self.root,
                     f"The annotations of the image {record.file_name} cover {drawn} pixels together; the limit is "
-                    f"{MOST_DRAWN}.",
+                    f"{MAX_DRAWN}.",
                 )
             if not annotation.crowd:
                 objects.append((size, class_id, region))

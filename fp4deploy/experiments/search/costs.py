@@ -34,7 +34,7 @@ MOVED = {"FP16": FP16, "FP8": FP8, "FP4": FP4}
 PRECISIONS = ("FP4", "FP8")
 PROJECTED = "projected: roofline of published peaks"
 MEASURED = "measured: layers of packed networks"
-MOST_MS = 1e9  # of one layer
+MAX_MS = 1e9  # of one layer
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class TimedLayer(Record):
 
     layer: Name
     precision: Name
-    ms: Annotated[Float, Field(ge=0, le=MOST_MS)]
+    ms: Annotated[Float, Field(ge=0, le=MAX_MS)]
 
 
 class TimedNetwork(Record):

@@ -162,7 +162,7 @@ def conv_transpose2d(
         return conv_transpose2d_reference(source, weight, bias, relu, dtype, out_amax)
     shape = (n, 2 * h, 2 * w, outputs)
     extent = (n, h, w)
-    return launch_gemm((source,), weight, bias, extent, extent, shape, dtype, out_amax, relu=relu, up=True)
+    return launch_gemm((source,), weight, bias, extent, extent, shape, dtype, out_amax, relu=relu, transposed=True)
 
 
 def _weight_only(

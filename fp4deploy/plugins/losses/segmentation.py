@@ -26,15 +26,15 @@ from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, LIBRARY, THREADS
 SOURCE = "segmentation.cu"
 BLOCKS = 132 * 4  # at most what a large GPU runs at once
 PIXELS = 256  # of a block at a time, fewer where there are many classes
-MOST_CLASSES = 1024
+MAX_CLASSES = 1024
 
 
-def fits(logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None) -> bool:
+def supports(logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None) -> bool:
     """Whether the kernels take these, as `segmentation_sums` describes them."""
     return (
         logits.dtype in CUDA_TYPES
         and logits.ndim == 4
-        and 0 < logits.shape[1] <= MOST_CLASSES
+        and 0 < logits.shape[1] <= MAX_CLASSES
         and logits.numel() > 0
         and target.shape == (logits.shape[0], *logits.shape[2:])
         and (target.dtype, target.device) == (torch.int64, logits.device)

@@ -7,13 +7,11 @@ estimator, or is that mask. All tensors are on one GPU; nothing synchronises.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
 from fp4deploy.formats import MXFP4_BLOCK, NVFP4_BLOCK
 from fp4deploy.plugins.quantize.layout import View, dense, view_along
-from fp4deploy.plugins.runtime.launch import assumed_processors, kernel
+from fp4deploy.plugins.runtime.launch import kernel, num_sms
 from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, SMALL, THREADS, like_first, operator, scalar
 
 SIGNATURE = "PPPPPPqqq"
@@ -21,16 +19,6 @@ FILL = 132 * 16  # blocks that fill a large GPU
 BLOCKS = {"pack_rows": 8, "pack_rows_4o6": 6}  # thread blocks a multiprocessor: two waves; measured on an H200
 TILE = (128, 4)
 VECTORS = 2  # 16-byte loads of a thread; 2 was the fastest of 1, 2, 4, 8 on an H200
-
-
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; for anything else those that a recording assumes."""
-    return _processors(device) if device.type == "cuda" else assumed_processors()
-
-
-@lru_cache
-def _processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _block(variant: list[int]) -> int:
@@ -94,7 +82,7 @@ def _launch(
         choices: dict[str, str | int | None] = {"DTYPE": CUDA_TYPES[x.dtype], "E": variant[1]}
         choices |= {"SQUARED": variant[2], "FAST": variant[3]} if variant[0] else {}
         pack = kernel(f"{name}.cu", name, "PPPPq", choices, x.device)
-        blocks = min(-(-threads // THREADS), BLOCKS[name] * processors(x.device))
+        blocks = min(-(-threads // THREADS), BLOCKS[name] * num_sms(x.device))
         pack.launch(blocks, THREADS, x, amax, outputs[0], outputs[1], threads)
         return
     launch = kernel("quantize.cu", "quantize_tensor", SIGNATURE, macros, x.device).launch

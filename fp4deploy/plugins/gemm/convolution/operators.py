@@ -75,14 +75,14 @@ def _small_k(
     relu: bool,
 ) -> torch.Tensor | None:
     """By the kernel for sums of few elements, where it takes the layer and runs."""
-    if weight.dtype != torch.float16 or not small_k.runs(x.device):
+    if weight.dtype != torch.float16 or not small_k.is_available(x.device):
         return None
     outputs, channels, kh, kw = weight.shape
     stride, padding, dilation = ((a, b) for a, b in places)
     pixels, filters = x.permute(0, 2, 3, 1), weight.permute(0, 2, 3, 1)
-    if not small_k.takes(channels, outputs, (kh, kw), stride, padding, dilation, groups):
+    if not small_k.supports(channels, outputs, (kh, kw), stride, padding, dilation, groups):
         return None
-    if not small_k.fits(pixels, filters, stride, padding):
+    if not small_k.is_aligned(pixels, filters, stride, padding):
         return None
     try:
         return small_k.conv2d(pixels, filters, bias, stride, padding, relu)[0].permute(0, 3, 1, 2)
