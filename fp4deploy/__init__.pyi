@@ -15,7 +15,8 @@ from .predict.predictor import load
 from .ptq.quantize import quantize
 from .qat.fusion.fuse import fuse
 from .qat.load import load_model
-from .qat.prepare import calibrate, layer_plan, prepare, restore
+from .qat.plan import layer_plan
+from .qat.prepare import calibrate, prepare, restore
 from .qat.recipes import RECIPES, QuantSpec, Recipe
 
 __version__: str

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from fp4deploy.ptq.forward import call_of, order_of
 from fp4deploy.qat.layers import QuantizedLayer
-from fp4deploy.qat.prepare import NORMS
+from fp4deploy.qat.plan import NORMS
 
 if TYPE_CHECKING:
     from fp4deploy.system.progress import Phase

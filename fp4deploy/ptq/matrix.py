@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.graph.sizes import output_size
 from fp4deploy.qat.layers import QuantizedLayer
-from fp4deploy.qat.prepare import is_fp8, quantized_layers
+from fp4deploy.qat.plan import is_fp8
+from fp4deploy.qat.prepare import quantized_layers
 
 POSITIONS = 2048  # of one image
 

@@ -38,7 +38,7 @@ from fp4deploy.formats import fake_quantize_nvfp4
 from fp4deploy.graph.costs import MULTIPLYING, work_of_layers
 from fp4deploy.models import read_card
 from fp4deploy.qat import QuantSpec, calibrate, layer_plan, load_model, prepare, restore
-from fp4deploy.qat.prepare import NORMS
+from fp4deploy.qat.plan import NORMS
 from fp4deploy.qat.telemetry.collect import contracted_axis
 from fp4deploy.qat.telemetry.statistics import coded_row, encode
 from fp4deploy.tasks import task_of

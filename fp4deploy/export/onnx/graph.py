@@ -49,7 +49,8 @@ from fp4deploy.graph.copied import copied
 from fp4deploy.graph.randomness import refuse_random
 from fp4deploy.models.card import CARD_KEY, ModelCard
 from fp4deploy.qat.experts import refuse_experts
-from fp4deploy.qat.prepare import layer_plan, quantized_layers, restore
+from fp4deploy.qat.plan import layer_plan
+from fp4deploy.qat.prepare import quantized_layers, restore
 from fp4deploy.rest import BF16, FP16, FP32, Rest, rest_of
 
 SIZES = ("H", "W")
