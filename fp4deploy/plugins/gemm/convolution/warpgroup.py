@@ -223,7 +223,11 @@ def fitted(shape: Shape, joint: bool, height: int, splits: int, num_sms: int) ->
 
 
 def cycles(each: Variant, shape: Shape, num_sms: int) -> float:
-    """An estimate of the time in cycles, fitted to what was measured on an H100 (`benchmarks/warpgroup_conv.py`).
+    """An estimate of the time in cycles.
+
+    Measured fact: H200, 2026-11-28, `python benchmarks/warpgroup_conv.py` (its file in benchmarks/results):
+    at 1.485 cycles a nanosecond nine in ten of the 75 layers are estimated to +-8 %, all to -13 and +19 %. The numbers
+    were fitted together, on an H100, by `--variants`; of each alone no source is recorded.
 
     A step multiplies one tap of one chunk: at the rate of tensor cores, of reading its weights from L2, or of its
     barriers. A chunk takes no less than decoding it. A unit of work adds an epilogue, which costs more in a tall tile
