@@ -46,9 +46,9 @@ from fp4deploy.plugins.runtime.pdl import secondary_kernels
 from fp4deploy.system.schema import Int, read_json, validated
 
 LARGE, SMALL = Tile(256, 128, 64, 8, 3), Tile(128, 64, 32, 4, 4)
-# Measured fact: H200, 2026-11-23, `python benchmarks/conv_plans.py` (benchmarks/results/conv_plans_h200.json): with the
-# three numbers below `plan` takes the fastest of the timed plans for half of the 85 shapes of our UNet, for nine in ten one
-# that is at most 11 % slower, and 35 % at worst. Fitted; of each alone no source is recorded.
+# Measured fact: H200, 2026-11-23, `python benchmarks/conv_plans.py` (its file in benchmarks/results): `plan` takes the
+# fastest of the timed plans for half of the 85 shapes of our UNet, for nine in ten one that is at most 11 % slower, and
+# 35 % at worst. The three numbers below were fitted; of each alone no source is recorded.
 BUSY = 0.63  # share of the waves of multiprocessors from which on large tiles are faster
 MAX_SPLITS, FEWEST_STEPS = 8, 5
 SUM_TILE = Tile(32, 64, 0, 4, 1)
