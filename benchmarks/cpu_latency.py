@@ -101,7 +101,7 @@ def measured(case: str, folder: Path, options: argparse.Namespace) -> list[dict[
     example = torch.zeros(1, 3, height, width)
     models = {precision: network(name, precision) for precision in ("fp16", "nvfp4")}
     for precision, model in models.items():
-        export_onnx(model, example, folder / f"{precision}.onnx", verify=False, with_portable=True)
+        export_onnx(model, example, folder / f"{precision}.onnx", verify=False, portable=True)
     packed = {
         precision: PackedNetwork(packed_file(folder / f"{precision}.fp4", None, *pack_model(model, example, False)))
         for precision, model in models.items()

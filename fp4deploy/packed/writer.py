@@ -356,7 +356,7 @@ def _is_pointwise(node: Conv2d, weight: torch.Tensor, x: torch.Tensor) -> bool:
     """Whether a convolution is a GEMM of its pixels, and no kernel for small K computes it."""
     outputs, channels, *taps = weight.shape
     one = math.prod((*taps, *node.stride, node.groups)) == 1 and not any(node.padding)
-    small = small_k.runs(x.device) and node.op == "conv2d" and small_k.takes(channels, outputs, (1, 1))
+    small = small_k.is_available(x.device) and node.op == "conv2d" and small_k.supports(channels, outputs, (1, 1))
     return one and not small
 
 

@@ -12,17 +12,31 @@ from __future__ import annotations
 import torch
 
 from fp4deploy.errors import UnavailableError
+from fp4deploy.graph.sizes import output_size, transposed_size
 from fp4deploy.plugins.gemm.convolution import small_k
-from fp4deploy.plugins.runtime.torch_library import LIBRARY
+from fp4deploy.plugins.runtime.torch_library import operator
 
-LIBRARY.define(
-    "convolution(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation, "
-    "int[] output_padding, int groups, bool transposed, bool relu) -> Tensor",
-    tags=(torch.Tag.needs_fixed_stride_order,),
-)
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
+def _fake_convolution(x, weight, bias, stride, padding, dilation, output_padding, groups, transposed, relu):  # type: ignore[no-untyped-def]
+    outputs, axes = weight.shape[0], zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
+    if transposed:
+        outputs = weight.shape[1] * groups
+        sizes = [transposed_size(*axis, more) for axis, more in zip(axes, output_padding, strict=True)]
+    else:
+        sizes = [output_size(*axis) for axis in axes]
+    layout = FORMATS.get(x.ndim, torch.contiguous_format)
+    return torch.empty((x.shape[0], outputs, *sizes), dtype=x.dtype, device=x.device, memory_format=layout)
+
+
+@operator(
+    "convolution(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation, "
+    "int[] output_padding, int groups, bool transposed, bool relu) -> Tensor",
+    _fake_convolution,
+    "CompositeExplicitAutograd",
+    fixed_strides=True,
+)
 def convolution(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -61,14 +75,14 @@ def _small_k(
     relu: bool,
 ) -> torch.Tensor | None:
     """By the kernel for sums of few elements, where it takes the layer and runs."""
-    if weight.dtype != torch.float16 or not small_k.runs(x.device):
+    if weight.dtype != torch.float16 or not small_k.is_available(x.device):
         return None
     outputs, channels, kh, kw = weight.shape
     stride, padding, dilation = ((a, b) for a, b in places)
     pixels, filters = x.permute(0, 2, 3, 1), weight.permute(0, 2, 3, 1)
-    if not small_k.takes(channels, outputs, (kh, kw), stride, padding, dilation, groups):
+    if not small_k.supports(channels, outputs, (kh, kw), stride, padding, dilation, groups):
         return None
-    if not small_k.fits(pixels, filters, stride, padding):
+    if not small_k.is_aligned(pixels, filters, stride, padding):
         return None
     try:
         return small_k.conv2d(pixels, filters, bias, stride, padding, relu)[0].permute(0, 3, 1, 2)
@@ -93,26 +107,3 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
     for axis in (1, *range(len(shape) - 1, 1, -1), 0):
         found[axis], step = step, step * shape[axis]
     return tuple(found)
-
-
-@torch.library.register_fake("fp4deploy::convolution", lib=LIBRARY)
-def _(x, weight, bias, stride, padding, dilation, output_padding, groups, transposed, relu):  # type: ignore[no-untyped-def]
-    if transposed:
-        outputs = weight.shape[1] * groups
-        sizes = [
-            (size - 1) * s - 2 * p + d * (k - 1) + o + 1
-            for size, k, s, p, d, o in zip(
-                x.shape[2:], weight.shape[2:], stride, padding, dilation, output_padding, strict=True
-            )
-        ]
-    else:
-        outputs = weight.shape[0]
-        sizes = [
-            (size + 2 * p - d * (k - 1) - 1) // s + 1
-            for size, k, s, p, d in zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
-        ]
-    layout = FORMATS.get(x.ndim, torch.contiguous_format)
-    return torch.empty((x.shape[0], outputs, *sizes), dtype=x.dtype, device=x.device, memory_format=layout)
-
-
-LIBRARY.impl("convolution", convolution, "CompositeExplicitAutograd")
