@@ -62,7 +62,7 @@ def test_a_norm_takes_in_the_sum_before_it(monkeypatch: pytest.MonkeyPatch) -> N
     assert writer.rows.sums
     with torch.no_grad():
         found = writer.outputs(writer.tensors(), [x])
-    module, tensors = trace(writer, [x.half()])
+    module, tensors, _ = trace(writer, [x.half()])
     names = [str(node.target) for node in module.graph.nodes]
     assert names.count("fp4deploy.layer_norm_values.default") == len(writer.rows.norms)
     assert not any("aten.layer_norm" in name for name in names)
@@ -83,7 +83,7 @@ def test_what_is_traced_computes_the_same_bits_from_fewer_tensors(name: str, mod
     writer = Writer(file, CPU, dtype)
     with mode():
         expected = writer.outputs(writer.tensors(), [x])
-        module, tensors = trace(writer, [x])
+        module, tensors, _ = trace(writer, [x])
         assert all(torch.equal(*pair) for pair in zip(module(*tensors, x), expected, strict=True))
     computed = [node for node in module.graph.nodes if node.op == "call_function" and not node.all_input_nodes]
     assert not computed  # no positions, no constants: they are among the tensors
