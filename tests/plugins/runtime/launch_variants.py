@@ -23,6 +23,7 @@ from fp4deploy.plugins.gemm.convolution.decoded_weight import decode_weight
 from fp4deploy.plugins.losses import segmentation
 from fp4deploy.plugins.quantize import (
     channels_last,
+    layer_norm,
     learned,
     norm_pack,
     operators,
@@ -88,7 +89,7 @@ def launched() -> list[Variant]:
     """Every variant of `EXERCISES`, each compilation once."""
     recorder = Recorder()
     with (
-        substituted(recorder.kernel, processors=132),
+        substituted(recorder.kernel, num_sms=132),
         mock.patch.object(pdl, "launch", recorder.pdl),
         mock.patch.object(gemv, "tensor_map", return_value=bytes(128)),
     ):
@@ -181,6 +182,12 @@ def _packed_norms() -> None:
     statistics.combine(statistics.chunk_moments(x), x.shape, None, torch.ones(32), torch.zeros(32), 8, 1e-5)
 
 
+def _row_norms() -> None:
+    for width, dtype in ((48, HALF), (384, BFLOAT), (layer_norm.MAX_WIDTH, HALF)):
+        x, weight = torch.zeros(5, width, dtype=dtype), torch.zeros(width)
+        layer_norm.layer_norm(x, x, weight, weight, _amax(), 1e-5, 0.0, True)
+
+
 def _elementwise_layers() -> None:
     x, ab, form = torch.zeros(2, 4, 4, 32, dtype=HALF), torch.zeros(1, 2, 32), norm_pack.OutputForm
     for activation in pointwise_pack.ACTIVATIONS:
@@ -239,12 +246,22 @@ def _copies(dtype: torch.dtype) -> None:
     plain.class_map(y)
 
 
-def _direct(channels: tuple[int, ...], outputs: int, packed: bool = False, up: bool = False) -> Callable[[], object]:
+def _direct(
+    channels: tuple[int, ...], outputs: int, packed: bool = False, transposed: bool = False
+) -> Callable[[], object]:
     def exercise() -> None:
         sources = tuple(quantize_nvfp4(torch.zeros(1, 4, 4, each)) for each in channels)
-        weight = quantize_nvfp4(torch.zeros(outputs, 2 if up else 3, 2 if up else 3, sum(channels)))
-        decoded = decode_weight(weight, channels, up)
-        direct.conv2d(sources, decoded, None, (1, 1), out_amax=_amax() if packed else None, moments=not packed, up=up)
+        weight = quantize_nvfp4(torch.zeros(outputs, 2 if transposed else 3, 2 if transposed else 3, sum(channels)))
+        decoded = decode_weight(weight, channels, transposed)
+        direct.conv2d(
+            sources,
+            decoded,
+            None,
+            (1, 1),
+            out_amax=_amax() if packed else None,
+            moments=not packed,
+            transposed=transposed,
+        )
 
     return exercise
 
@@ -257,16 +274,24 @@ def _small_k(
 
 
 def _warpgroup(
-    joint: bool, height: int, chunks: int = 1, size: int = 3, splits: int = 1, packed: bool = False, up: bool = False
+    joint: bool,
+    height: int,
+    chunks: int = 1,
+    size: int = 3,
+    splits: int = 1,
+    packed: bool = False,
+    transposed: bool = False,
 ) -> Callable[[], object]:
     def exercise() -> None:
-        channels, outputs, taps = 64 * chunks, 128 if joint else 64, 2 if up else size
+        channels, outputs, taps = 64 * chunks, 128 if joint else 64, 2 if transposed else size
         sources = (quantize_nvfp4(torch.zeros(1, 4, 4, channels)),)
-        weight = decode_weight(quantize_nvfp4(torch.zeros(outputs, taps, taps, channels)), (channels,), up)
-        place, amax = (0, 0) if up else (size // 2, size // 2), _amax() if packed else None
-        shape = warpgroup.shape_of(sources, weight, place, 1, up, packed)
+        weight = decode_weight(quantize_nvfp4(torch.zeros(outputs, taps, taps, channels)), (channels,), transposed)
+        place, amax = (0, 0) if transposed else (size // 2, size // 2), _amax() if packed else None
+        shape = warpgroup.shape_of(sources, weight, place, 1, transposed, packed)
         chosen = warpgroup.fitted(shape, joint, height, splits, 132)
-        warpgroup.conv2d(sources, weight, None, place, out_amax=amax, moments=not packed, up=up, chosen=chosen)
+        warpgroup.conv2d(
+            sources, weight, None, place, out_amax=amax, moments=not packed, transposed=transposed, chosen=chosen
+        )
 
     return exercise
 
@@ -307,6 +332,7 @@ EXERCISES: list[Callable[[], object]] = [
     _segmentation(81, BFLOAT, torch.channels_last),
     _segmentation(300, HALF, torch.contiguous_format),
     _packed_norms,
+    _row_norms,
     _elementwise_layers,
     _windows,
     _unfolded(HALF, None, "stochastic", hadamard=True),
@@ -314,7 +340,7 @@ EXERCISES: list[Callable[[], object]] = [
     _unfolded(FLOAT),
     _direct((16,), 16),
     _direct((32, 32), 32),
-    _direct((32,), 16, packed=True, up=True),
+    _direct((32,), 16, packed=True, transposed=True),
     _small_k((1, 4, 4, 3), (64, 3, 3), 1, 1, FLOAT, moments=True),
     _small_k((1, 9, 9, 3), (64, 7, 7), 2, 3),
     _small_k((1, 4, 4, 16), (21, 3, 3), 1, 1, moments=True),
@@ -324,7 +350,7 @@ EXERCISES: list[Callable[[], object]] = [
     _warpgroup(False, 24),
     _warpgroup(True, 20, 2, size=1, packed=True),
     _warpgroup(False, 16, splits=2, chunks=4),
-    _warpgroup(True, 24, 2, up=True, packed=True),
+    _warpgroup(True, 24, 2, transposed=True, packed=True),
     _gemv(1, 8192, HALF, *H200),
     _gemv(8, 4096, BFLOAT, *H200),
     _gemv(9, 40, HALF, *H200),

@@ -34,9 +34,9 @@ WARP = 32
 SHARED_BASE = 1024  # of a block's window: addresses below are reserved for the system, and null is no address
 WINDOW = 1 << 24  # an address in shared memory is rank in the cluster * WINDOW + offset
 GENERIC_SHARED, GENERIC_PARAMETER = 0x7F << 56, 0x7E << 56
-MOST_THREADS = 8192  # of a batch
-EXTRA_AGENTS, MOST_AGENTS = 24, 96  # mbarriers on which bulk copies complete; of a kernel that initialises many
-MOST_CLOCKS = 1 << 28  # of the accesses to shared memory, in a batch
+MAX_THREADS = 8192  # of a batch
+EXTRA_AGENTS, MAX_AGENTS = 24, 96  # mbarriers on which bulk copies complete; of a kernel that initialises many
+MAX_CLOCKS = 1 << 28  # of the accesses to shared memory, in a batch
 EARLY = "registers of tcgen05.ld are read before tcgen05.wait::ld"
 REGISTER_TYPES = {"pred": np.bool_, "16": np.uint16, "32": np.uint32, "64": np.uint64, "8": np.uint8}
 
@@ -165,7 +165,7 @@ def _batch(entry: Entry, launch: Launch, cluster: int) -> int:
     """Blocks that run at the same time: whole clusters, as many as there is memory for their clocks."""
     warps = -(-launch.block[0] * launch.block[1] * launch.block[2] // WARP)
     cells = layout(entry.variables, launch.shared)[1] * agents(entry, cluster, warps)[2]
-    fits = min(MOST_THREADS // (warps * WARP), MOST_CLOCKS // max(cells, 1), launch.resident or MOST_THREADS)
+    fits = min(MAX_THREADS // (warps * WARP), MAX_CLOCKS // max(cells, 1), launch.resident or MAX_THREADS)
     return max(cluster, fits // cluster * cluster)
 
 
@@ -174,7 +174,7 @@ def agents(entry: Entry, cluster: int, warps: int) -> tuple[int, int, int]:
     families = {instruction.parts[0] for instruction in entry.instructions}
     bulk = any({"bulk", "try_cancel"} & {*instruction.parts} for instruction in entry.instructions)
     barriers = sum(instruction.parts[:2] == ("mbarrier", "init") for instruction in entry.instructions)
-    units = cluster * warps + min(max(EXTRA_AGENTS, barriers), MOST_AGENTS) * bulk
+    units = cluster * warps + min(max(EXTRA_AGENTS, barriers), MAX_AGENTS) * bulk
     tensor = units + cluster * warps * ("wgmma" in families)
     return units, tensor, tensor + cluster * ("tcgen05" in families)
 
