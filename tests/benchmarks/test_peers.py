@@ -19,7 +19,7 @@ def test_the_networks_of_the_tables_are_built(monkeypatch: pytest.MonkeyPatch) -
     import peers
 
     for name in ("packed_latency", "peers", "training_step"):
-        monkeypatch.setitem(sys.modules, name, sys.modules.get(name))  # gone afterwards: their names are not a package's
+        monkeypatch.setitem(sys.modules, name, sys.modules.get(name))  # gone afterwards
     assert peers.network("0.125", 5)(torch.zeros(1, 3, 16, 16)).shape == (1, 5, 16, 16)
     for case in packed_latency.NETWORKS:
         spec, _, size = case.rpartition(":")
