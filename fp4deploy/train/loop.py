@@ -43,8 +43,8 @@ from fp4deploy.qat.ranges import Ranges
 from fp4deploy.rest import FP16
 from fp4deploy.system.files import append_line
 from fp4deploy.tasks import TaskScores
-from fp4deploy.train.captured import LAUNCHED_FIRST_OF_SEVERAL, CapturedStep
 from fp4deploy.train.checkpointing import checkpoint_blocks
+from fp4deploy.train.cuda_graph import LAUNCHED_FIRST_OF_SEVERAL, CapturedStep
 from fp4deploy.train.distributed import agreed_reason, agreed_signal, join, replicated, share_amaxes
 from fp4deploy.train.interrupt import Interrupt, Pause
 from fp4deploy.train.logging.metrics_log import keep_epochs
@@ -254,7 +254,7 @@ class Trainer:
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
-        """Inside, work goes to the stream of the captured step of several processes (`captured`), in order with that
+        """Inside, work goes to the stream of the captured step of several processes (`cuda_graph`), in order with that
         before and after."""
         if self.stream is None:
             yield

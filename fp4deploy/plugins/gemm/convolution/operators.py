@@ -107,5 +107,5 @@ def has_small_kernel(
     if weight.dtype != torch.float16 or weight.ndim != 4 or not small_k.is_available(device):
         return False
     outputs, channels, kh, kw = weight.shape
-    pairs = [(each[0], each[1]) for each in (stride, padding, dilation)]
-    return small_k.supports(channels, outputs, (kh, kw), *pairs, groups)
+    steps, pads, gaps = ((each[0], each[1]) for each in (stride, padding, dilation))
+    return small_k.supports(channels, outputs, (kh, kw), steps, pads, gaps, groups)

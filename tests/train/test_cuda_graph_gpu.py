@@ -20,7 +20,7 @@ from fp4deploy.qat import RECIPES
 from fp4deploy.qat.recipes import OutlierControl
 from fp4deploy.runs import Run, create_run
 from fp4deploy.train import Config, load_config, train_models, with_settings
-from fp4deploy.train.captured import LAUNCHED_FIRST, CapturedStep
+from fp4deploy.train.cuda_graph import LAUNCHED_FIRST, CapturedStep
 from fp4deploy.train.loop import Trainer
 from tests.train.small_network import SPEC
 

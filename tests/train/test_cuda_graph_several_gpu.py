@@ -18,7 +18,7 @@ from fp4deploy.errors import Interrupted
 from fp4deploy.models import name_model
 from fp4deploy.runs import Run, create_run
 from fp4deploy.train import load_config, train_models
-from fp4deploy.train.captured import LAUNCHED_FIRST_OF_SEVERAL, CapturedStep
+from fp4deploy.train.cuda_graph import LAUNCHED_FIRST_OF_SEVERAL, CapturedStep
 from fp4deploy.train.distributed import join
 from fp4deploy.train.loop import Trainer
 from tests.train.launch import assert_same, run_ranks
