@@ -1,8 +1,9 @@
 """Triton's kernels without a GPU, in Triton's interpreter: near float64, and between guards.
 
 A process runs those of a module (`tests.plugins.interpreter`). `interpreted_gemms` runs the GEMM kernels themselves,
-tile by tile; `interpreted_cases` runs them from `dispatch`, as a caller on a GPU does; `interpreted_training` has the GEMMs of
-a training step, `interpreted_decoded` the convolutions with decoded weights, `interpreted_plugins` what TensorRT runs.
+tile by tile; `interpreted_cases` runs them from `dispatch`, as a caller on a GPU does; `interpreted_training` has the
+GEMMs of a training step, `interpreted_decoded` the convolutions with decoded weights, `interpreted_plugins` what
+TensorRT runs.
 `make test` goes through `dispatch` alone: it executes the same kernels as PTX in the emulator, too.
 """
 
