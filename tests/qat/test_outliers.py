@@ -25,6 +25,7 @@ from fp4deploy.qat.recipes import OutlierControl, Recipe, WeightReset
 from fp4deploy.runs import create_run
 from fp4deploy.train import load_config, train_models
 from fp4deploy.train.loop import Trainer
+from tests.samples import sample
 
 NAME = "tetrajet_v2_outcontrol"
 PLAIN = QuantSpec()
@@ -297,7 +298,7 @@ def test_packed_products_take_the_recipe() -> None:
     set_products(prepare(nn.Sequential(nn.Linear(64, 8)), NAME, include=["0"]), "fp4")
 
 
-@pytest.mark.parametrize("stop", [2, 5])
+@pytest.mark.parametrize("stop", sample([2, 5], every=2))
 def test_a_training_chooses_resumes_exactly_and_loads(
     stop: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
