@@ -342,7 +342,7 @@ class Trainer:
         self._pause_if_asked()
         with self._rest() as batches:
             for images, masks in self._on_device(batches):
-                self._step(images, masks)
+                self.step(images, masks)
                 images_seen += len(images) * self.accelerator.num_processes
                 progress.epoch_seconds = elapsed + time.perf_counter() - start
                 if progress.batch % self.settings.accumulate == 0 or progress.batch == total:
@@ -366,7 +366,7 @@ class Trainer:
         finally:
             end_workers(batches)
 
-    def _step(self, images: torch.Tensor, labels: torch.Tensor) -> None:
+    def step(self, images: torch.Tensor, labels: torch.Tensor) -> None:
         """Forward and backward of one batch; the optimiser's step where it is the last of its group."""
         progress, accumulate = self.progress, self.settings.accumulate
         first = progress.batch - progress.batch % accumulate

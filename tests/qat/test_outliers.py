@@ -307,7 +307,7 @@ def test_a_training_chooses_resumes_exactly_and_loads(
     generate_shapes(tmp_path / "data", train=8, val=2, size=32, seed=0)
     sets = [f"data.root={tmp_path / 'data'}", f"recipe={NAME}", "model.scale=0.125", "data.height=32", "data.width=32"]
     sets += ["train.from_scratch=true", "train.epochs=4", "train.batch_size=4", "train.evaluate_every=4"]
-    config, original = load_config(None, [*sets, "telemetry.every=0"]), Trainer._step
+    config, original = load_config(None, [*sets, "telemetry.every=0"]), Trainer.step
     straight, broken = create_run(tmp_path / "straight"), create_run(tmp_path / "broken")
     train_models(config, straight, ("nvfp4",))
 
@@ -317,7 +317,7 @@ def test_a_training_chooses_resumes_exactly_and_loads(
         original(self, *batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_step", interrupted)
+        patch.setattr(Trainer, "step", interrupted)
         with pytest.raises(KeyboardInterrupt):
             train_models(config, broken, ("nvfp4",))
     train_models(config, broken, ("nvfp4",), resume=True)
