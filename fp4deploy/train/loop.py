@@ -410,7 +410,7 @@ class Trainer:
                 layer.quantizing = False
 
     def _compute(self, images: torch.Tensor, *targets: torch.Tensor, group: int = 1, last: bool = True) -> None:
-        """What the GPU does in `_step`; captured, it is only replayed.
+        """What the GPU does in `step`; captured, it is only replayed.
 
         Gradients are averaged over the processes in the backward of the `last` batch of a group. The forward decides.
         """
