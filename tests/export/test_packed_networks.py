@@ -95,7 +95,8 @@ def test_quantised_layers_are_packed(name: str) -> None:
 @pytest.mark.parametrize("name", NETWORKS)
 def test_other_sizes_from_one_file(name: str) -> None:
     model, file, x = made(name)
-    other = torch.randn(3, 3, x.shape[2] + 16, x.shape[3] - 16, generator=torch.Generator().manual_seed(2))
+    sizes = (*x.shape[2:-2], x.shape[-2] + 16, x.shape[-1] - 16)
+    other = torch.randn(3, 3, *sizes, generator=torch.Generator().manual_seed(2))
     with torch.inference_mode():
         errors = compare_nodes(model, PackedNetwork(file), other)
         expected, got = leaves(model(other)), leaves(PackedNetwork(file)(other))
@@ -107,9 +108,8 @@ def test_other_sizes_from_one_file(name: str) -> None:
 @pytest.mark.parametrize("name", NETWORKS)
 def test_memory_and_description(name: str, tmp_path: Path) -> None:
     _, file, x = made(name)
-    height, width = x.shape[2:]
-    assert activation_bytes(file.graph, height, width) > 0
-    assert activation_bytes(full_precision(file.graph), height, width) > 0
+    assert activation_bytes(file.graph, *x.shape[2:]) > 0
+    assert activation_bytes(full_precision(file.graph), *x.shape[2:]) > 0
     path = tmp_path / "own.fp4"
     fd_file = PackedFile(path, None, file.graph, file.tensors, file.version)
     from fp4deploy.packed import write_packed
