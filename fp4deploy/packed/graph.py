@@ -46,8 +46,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from fp4deploy.rest import FP16, FP32, RestName
 
-MOST_NODES = 4096
-MOST_FORMS = 64
+MAX_NODES = 4096
+MAX_FORMS = 64
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 Count = Annotated[int, Field(ge=1, le=1 << 16)]
 Extent = Annotated[int, Field(ge=0, le=1 << 12)]
@@ -55,7 +55,7 @@ Steps = Annotated[int, Field(ge=1, le=1 << 10)]
 Axis = Annotated[int, Field(ge=0, le=7)]
 Number = Annotated[float, Field(ge=-FP32.largest, le=FP32.largest)]
 Epsilon = Annotated[float, Field(gt=0, lt=1)]
-LEAST_EPSILON = 1e-12  # up to packed/7, and excluded
+MIN_EPSILON = 1e-12  # up to packed/7, and excluded
 Whole = Annotated[int, Field(ge=-(1 << 31), le=1 << 31)]
 Tokens = Annotated[list[Whole | Name], Field(min_length=1, max_length=64)]
 Size = Whole | Tokens
@@ -103,7 +103,7 @@ class Input(Strict):
     shape: Annotated[list[Annotated[int, Field(ge=1, le=1 << 20)]], Field(min_length=1, max_length=6)]
     free: list[Axis]
     dtype: Literal["float32", "int64", "bool"] = "float32"
-    outputs: Annotated[list[Form], Field(min_length=1, max_length=MOST_FORMS)]
+    outputs: Annotated[list[Form], Field(min_length=1, max_length=MAX_FORMS)]
 
 
 class Output(Strict):
@@ -117,7 +117,7 @@ class Step(Strict):
     """What all nodes share."""
 
     inputs: One
-    outputs: Annotated[list[Form], Field(min_length=1, max_length=MOST_FORMS)]
+    outputs: Annotated[list[Form], Field(min_length=1, max_length=MAX_FORMS)]
 
 
 class Layer(Step):
@@ -471,7 +471,7 @@ class Graph(Strict):
     """
 
     inputs: Annotated[list[Input], Field(min_length=1, max_length=8)]
-    nodes: Annotated[list[Node], Field(min_length=1, max_length=MOST_NODES)]
+    nodes: Annotated[list[Node], Field(min_length=1, max_length=MAX_NODES)]
     outputs: Annotated[list[Output], Field(min_length=1, max_length=64)]
     tensors: dict[Name, TensorInfo]
     digits: bool = False
@@ -499,7 +499,7 @@ class Graph(Strict):
 
 def format_of(node: Node) -> int:
     """The oldest format `packed/N` that has a node of this kind, from 3 on."""
-    if isinstance(node, Norm | GroupNormReLU) and node.eps <= LEAST_EPSILON:
+    if isinstance(node, Norm | GroupNormReLU) and node.eps <= MIN_EPSILON:
         return 8
     if isinstance(node, Aten) and node.function.partition(".")[0] in ("embedding", "index", "index_select"):
         return 8

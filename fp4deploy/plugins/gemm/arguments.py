@@ -91,7 +91,7 @@ def launch_weight_only(x: torch.Tensor, weight: Nvfp4Tensor, bias: torch.Tensor 
     )
     out = torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype, device=x.device)
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    if gemv.takes(rows, weight):
+    if gemv.supports(rows, weight):
         gemv.launch(rows, weight, None if bias is None else _bias(bias, weight), out, relu)
     else:
         run(weight_only_call(rows, weight, bias, out, _capability(x.device.index), relu), x.device)
@@ -166,43 +166,43 @@ def gemm_call(
     padding: int | Sizes = 0,
     dilation: int = 1,
     relu: bool = False,
-    up: bool = False,
+    transposed: bool = False,
     tile: Tile | None = None,
     asm: bool = True,
 ) -> Call:
     """The launch of `implicit_gemm_kernel`.
 
     extent, pixels: batch, perhaps depth, height and width of the input and of the output (of a transposed convolution:
-    of the input). stride, padding: of all axes or of each. up: a transposed convolution, whose strides are the sizes of
-    the weight's filter. capability: 90 for SM90; from 100 on the native instructions are used.
+    of the input). stride, padding: of all axes or of each. transposed: a transposed convolution, whose strides are the
+    sizes of the weight's filter. capability: 90 for SM90; from 100 on the native instructions are used.
     """
     x, second = sources[0], sources[-1]
     two = len(sources) == 2
     m, outputs = math.prod(pixels), weight.shape[0]
     strides, paddings = each(stride, len(taps)), each(padding, len(taps))
-    if up:  # each pixel by itself, wherever it lies: one tap, without padding
+    if transposed:  # each pixel by itself, wherever it lies: one tap, without padding
         scale = weight.shape[1:-1]
         taps, strides, paddings = (*taps[len(scale) :], *scale), (1,) * len(taps), (0,) * len(taps)
     else:
         extent, pixels, taps, strides, paddings = flat(extent, pixels, taps, strides, paddings)
     volume: Sizes = ()
-    if not up and len(taps) == 3:
+    if not transposed and len(taps) == 3:
         volume = (extent[1], pixels[1], strides[0], strides[2], paddings[0], paddings[2])
-    elif not up and (len({*strides}) > 1 or len({*paddings}) > 1):
+    elif not transposed and (len({*strides}) > 1 or len({*paddings}) > 1):
         volume = (1, 1, 1, strides[1], 0, paddings[1])
-    filter_taps = 1 if up else math.prod(taps)
+    filter_taps = 1 if transposed else math.prod(taps)
     cb, cb2 = x.codes.shape[-1], second.codes.shape[-1] if two else 0
     quantize = out_scales is not None
     if tile is None:
         depth = math.gcd(cb, cb2) if two else cb
-        tile = gemm_tile(m, outputs, capability, quantize, up, two, filter_taps, depth)
+        tile = gemm_tile(m, outputs, capability, quantize, transposed, two, filter_taps, depth)
     constants: dict[str, Any] = {
         **({} if volume else dict.fromkeys(VOLUME)),
         "KD": taps[0] if len(taps) == 3 else 1,
         "KH": taps[-2],
         "KW": taps[-1],
         "TWO": two,
-        "UP": up,
+        "UP": transposed,
         **k_step_constants(tile, filter_taps, (cb, cb2) if two else (cb,)),
         "BIAS": bias is not None,
         "RELU": relu,
@@ -224,7 +224,7 @@ def gemm_call(
     tensors += (out if out_scales is None else out_scales, x.amax if out_amax is None else out_amax)
     sizes = (*extent[-2:], cb, cb2, *pixels[-2:], m, outputs, strides[-2], paddings[-2], dilation)
     ranges = tuple(E2M1_MAX * value.e4m3_max for value in (x, second, weight))
-    grid = (-(-m // tile.bm) * -(-outputs // tile.bn) * (math.prod(taps) if up else 1), 1, 1)
+    grid = (-(-m // tile.bm) * -(-outputs // tile.bn) * (math.prod(taps) if transposed else 1), 1, 1)
     return Call(launch, (*tensors, *sizes, *ranges, *volume), grid)
 
 

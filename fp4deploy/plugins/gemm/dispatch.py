@@ -178,7 +178,7 @@ def conv_transpose2d(
         return conv_transpose2d_reference(source, weight, bias, relu, dtype, out_amax)
     shape = (n, *(size * step for size, step in zip(sizes, taps, strict=True)), outputs)
     extent = (n, *(1,) * (2 - len(taps)), *sizes)
-    geometry: dict[str, Any] = {"taps": (1,) * (len(extent) - 1), "relu": relu, "up": True}
+    geometry: dict[str, Any] = {"taps": (1,) * (len(extent) - 1), "relu": relu, "transposed": True}
     return launch_gemm((source,), weight, bias, extent, extent, shape, dtype, out_amax, **geometry)
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from fp4deploy.formats import Nvfp4Tensor, quantize_nvfp4
+from fp4deploy.graph.sizes import output_size
 
 Output = torch.Tensor | Nvfp4Tensor
 Sizes = int | Sequence[int]  # of all spatial axes, or of each
@@ -27,11 +28,6 @@ TRANSPOSED: dict[int, Callable[..., torch.Tensor]] = {
     2: F.conv_transpose2d,
     3: F.conv_transpose3d,
 }
-
-
-def output_size(size: int, taps: int, stride: int, padding: int, dilation: int) -> int:
-    """Pixels of a convolution along one axis."""
-    return (size + 2 * padding - dilation * (taps - 1) - 1) // stride + 1
 
 
 def each(size: Sizes, axes: int) -> tuple[int, ...]:

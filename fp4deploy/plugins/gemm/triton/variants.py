@@ -70,17 +70,19 @@ def _volumes(capability: int) -> list[Launch]:
 
 def _of_shape(shape: Shape, dtype: torch.dtype, bias: bool, relu: bool, packed: bool, capability: int) -> list[Launch]:
     """With each tile that is chosen for these sources and this filter."""
-    sources, weight, up = shape
+    sources, weight, transposed = shape
     x, taps = sources[0], weight.shape[1:-1]
     out = torch.empty(0, dtype=torch.uint8 if packed else dtype)
     scales, amax = (out, x.amax) if packed else (None, None)
     stride = 1 if len(taps) == 2 else VOLUME_STRIDE
     image, one = (1, *(SIZE,) * len(taps)), (1,) * len(taps)
     launches = []
-    for tile in tiles(capability, packed, up, len(sources) == 2, 1 if up else math.prod(taps), x.codes.shape[-1]):
+    for tile in tiles(
+        capability, packed, transposed, len(sources) == 2, 1 if transposed else math.prod(taps), x.codes.shape[-1]
+    ):
         call = gemm_call(
             *(sources, weight, torch.zeros(16) if bias else None, image, image, out, scales, amax, dtype),
-            *(capability, one if up else taps, stride, 0, 1, relu, up, tile),
+            *(capability, one if transposed else taps, stride, 0, 1, relu, transposed, tile),
         )
         launches.append(call.launch)
     return launches

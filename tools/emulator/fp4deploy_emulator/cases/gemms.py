@@ -71,7 +71,7 @@ class Gemm:
     relu: bool = True
     bias: bool = True
     dtype: torch.dtype = HALF
-    up: bool = False
+    transposed: bool = False
     amax: float | None = None
 
     @property
@@ -102,8 +102,8 @@ class Gemm:
         geometry: dict[str, Any] = {}
         if not self.size:
             extent = pixels = (1, 1, math.prod(self.image))
-        elif self.up:
-            geometry = {"up": True, "taps": (1,) * len(self.taps)}
+        elif self.transposed:
+            geometry = {"transposed": True, "taps": (1,) * len(self.taps)}
         else:
             sizes = output_sizes(self.image[1:], self.taps, self.stride, self.padding, self.dilation)
             pixels = (self.image[0], *sizes)
@@ -132,7 +132,7 @@ class Gemm:
         }
         if not self.size:
             return matmul_reference(sources[0], weight, **common)
-        if self.up:
+        if self.transposed:
             return conv_transpose2d_reference(sources[0], weight, **common)
         geometry: dict[str, Any] = {"stride": self.stride, "padding": self.padding, "dilation": self.dilation}
         return conv2d_reference(sources, weight, **geometry, **common)
@@ -179,13 +179,15 @@ CASES = (
     Case("conv 3x3, 32 channels, 128 pixels", "several taps", Gemm(channels=(32,), image=(1, 10, 13))),
     Case("conv 3x3, two sources", "two sources", Gemm(channels=(64, 64))),
     Case("conv 3x3, two sources of different depth", "two sources", Gemm(channels=(32, 80))),
-    Case("transposed 2x2", "transposed", Gemm(up=True, size=2, image=(1, 5, 7))),
+    Case("transposed 2x2", "transposed", Gemm(transposed=True, size=2, image=(1, 5, 7))),
     Case(
-        "transposed 2x2, 24 outputs", "transposed", Gemm(up=True, size=2, image=(1, 3, 4), outputs=24, channels=(96,))
+        "transposed 2x2, 24 outputs",
+        "transposed",
+        Gemm(transposed=True, size=2, image=(1, 3, 4), outputs=24, channels=(96,)),
     ),
     Case("conv 3x3, packed output", "packed output", Gemm(amax=24.0)),
     Case("linear, packed output", "packed output", Gemm(size=0, image=(1, 1, 40), amax=30.0, channels=(64,))),
-    Case("transposed 2x2, packed output", "packed output", Gemm(up=True, size=2, image=(1, 4, 4), amax=9.0)),
+    Case("transposed 2x2, packed output", "packed output", Gemm(transposed=True, size=2, image=(1, 4, 4), amax=9.0)),
     Case("conv 3x3x3", "volumes", Gemm(image=(1, 3, 4, 5))),
     Case("conv 3x3x3, 16 channels", "volumes", Gemm(image=(2, 2, 4, 3), channels=(16,), outputs=17)),
     Case("conv 3x3x3, 20 channels, stride 2", "volumes", Gemm(image=(1, 5, 4, 3), channels=(20,), stride=2)),
@@ -210,9 +212,17 @@ CASES = (
     Case("conv 3x1x1", "volumes", Gemm(image=(1, 4, 3, 5), size=(3, 1, 1), padding=(1, 0, 0), dtype=BFLOAT)),
     Case("conv 1x1x1, stride 2", "volumes", Gemm(image=(2, 3, 5, 5), size=1, padding=0, stride=2, bias=False)),
     Case("conv 3x1, stride 2x1", "volumes", Gemm(image=(2, 7, 6), size=(3, 1), padding=(1, 0), stride=(2, 1))),
-    Case("transposed 2x2x2", "volumes", Gemm(up=True, size=2, image=(2, 2, 3, 4), outputs=24)),
-    Case("transposed 1x2x2, packed output", "volumes", Gemm(up=True, size=(1, 2, 2), image=(1, 3, 3, 3), amax=9.0)),
-    Case("transposed 2x1x2", "volumes", Gemm(up=True, size=(2, 1, 2), image=(1, 3, 2, 5), channels=(17,), outputs=5)),
+    Case("transposed 2x2x2", "volumes", Gemm(transposed=True, size=2, image=(2, 2, 3, 4), outputs=24)),
+    Case(
+        "transposed 1x2x2, packed output",
+        "volumes",
+        Gemm(transposed=True, size=(1, 2, 2), image=(1, 3, 3, 3), amax=9.0),
+    ),
+    Case(
+        "transposed 2x1x2",
+        "volumes",
+        Gemm(transposed=True, size=(2, 1, 2), image=(1, 3, 2, 5), channels=(17,), outputs=5),
+    ),
     Case("W4A16, 1 row", "W4A16", WeightOnly(1, 512)),
     Case("W4A16, 100 rows", "W4A16", WeightOnly(100, 96, dtype=BFLOAT)),
     Case("W4A16, K = 36", "W4A16", WeightOnly(3, 36)),
