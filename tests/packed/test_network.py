@@ -268,5 +268,5 @@ def test_a_network_of_volumes_is_multiplied_in_packed_form(monkeypatch: pytest.M
                 torch.testing.assert_close(decoded_form(one, torch.float32), decoded_form(other, torch.float32))
         live.update(zip([form.name for form in node.outputs], got, strict=True))
     layers = [node for node in file.graph.nodes if isinstance(node, Layer) and node.precision == "nvfp4"]
-    assert len(multiplied) == len(layers) == 9
+    assert len(multiplied) == len(layers) == 11
     assert [len(node.inputs) for node in layers if "decoder" in node.layer] == [2, 1, 2, 1]
