@@ -232,7 +232,7 @@ def test_layers_that_cannot_be_quantised_say_why() -> None:
     assert reasons["embedding"].startswith("embedding: rows")
     assert "normalisation" in reasons["norm"]
     assert "weight_norm" not in reasons
-    for name in ("own", "volume", "attention", "embedding", "norm"):
+    for name in ("own", "line", "attention", "embedding", "norm"):
         with pytest.raises(InputError, match=f"'{name}' includes nothing that can be quantised"):
             prepare(model, include=[name])
     prepare(model, include=["*"])
