@@ -140,6 +140,26 @@ def test_batch_norm_is_an_affine_epilogue_and_the_codes_are_the_trained_ones() -
     assert torch.equal(file.tensors["stages.1.conv1.weight.codes"], codes)
 
 
+class Renamed(nn.Module):
+    """A layer that the code calls by the second of its names, as MONAI's DynUNet and nnU-Net's decoder do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.body, self.head = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 3), nn.Conv2d(16, 4, 1)
+        self.called = nn.ModuleDict({"deep": self.body})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.called["deep"](torch.relu(self.stem(x))))
+
+
+def test_a_layer_of_two_names_is_compared_with_reference_inputs() -> None:
+    x = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(1))
+    model = deployed(Renamed(), x)
+    with torch.inference_mode():
+        errors = compare_nodes(model, PackedNetwork(packed_file(Path("own.fp4"), None, *pack_model(model, x))), x)
+    assert set(errors) == {"stem", "called.deep", "head"}
+
+
 def test_branches_of_one_scale_share_one_packed_form() -> None:
     """A residual block's first convolution and its projection read the same activation."""
     _, file, _ = made("ResNet encoder")
