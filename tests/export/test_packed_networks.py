@@ -95,7 +95,8 @@ def test_quantised_layers_are_packed(name: str) -> None:
 @pytest.mark.parametrize("name", sample(NETWORKS, every=2))
 def test_other_sizes_from_one_file(name: str) -> None:
     model, file, x = made(name)
-    other = torch.randn(3, 3, x.shape[2] + 16, x.shape[3] - 16, generator=torch.Generator().manual_seed(2))
+    sizes = (*x.shape[2:-2], x.shape[-2] + 16, x.shape[-1] - 16)
+    other = torch.randn(3, 3, *sizes, generator=torch.Generator().manual_seed(2))
     with torch.inference_mode():
         errors = compare_nodes(model, PackedNetwork(file), other)
         expected, got = leaves(model(other)), leaves(PackedNetwork(file)(other))
@@ -107,9 +108,8 @@ def test_other_sizes_from_one_file(name: str) -> None:
 @pytest.mark.parametrize("name", sample(NETWORKS, every=2))
 def test_memory_and_description(name: str, tmp_path: Path) -> None:
     _, file, x = made(name)
-    height, width = x.shape[2:]
-    assert activation_bytes(file.graph, height, width) > 0
-    assert activation_bytes(full_precision(file.graph), height, width) > 0
+    assert activation_bytes(file.graph, *x.shape[2:]) > 0
+    assert activation_bytes(full_precision(file.graph), *x.shape[2:]) > 0
     path = tmp_path / "own.fp4"
     fd_file = PackedFile(path, None, file.graph, file.tensors, file.version)
     from fp4deploy.packed import write_packed
@@ -138,6 +138,26 @@ def test_batch_norm_is_an_affine_epilogue_and_the_codes_are_the_trained_ones() -
     unfolded = fd.quantize_nvfp4(layer.weight.detach().permute(2, 3, 0, 1))
     codes = unfolded.codes.permute(2, 0, 1, 3)
     assert torch.equal(file.tensors["stages.1.conv1.weight.codes"], codes)
+
+
+class Renamed(nn.Module):
+    """A layer that the code calls by the second of its names, as MONAI's DynUNet and nnU-Net's decoder do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.body, self.head = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 3), nn.Conv2d(16, 4, 1)
+        self.called = nn.ModuleDict({"deep": self.body})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.called["deep"](torch.relu(self.stem(x))))
+
+
+def test_a_layer_of_two_names_is_compared_with_reference_inputs() -> None:
+    x = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(1))
+    model = deployed(Renamed(), x)
+    with torch.inference_mode():
+        errors = compare_nodes(model, PackedNetwork(packed_file(Path("own.fp4"), None, *pack_model(model, x))), x)
+    assert set(errors) == {"stem", "called.deep", "head"}
 
 
 def test_branches_of_one_scale_share_one_packed_form() -> None:

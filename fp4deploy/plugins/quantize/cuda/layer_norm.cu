@@ -24,15 +24,20 @@ extern "C" __global__ void __launch_bounds__(256) layer_norm(
     const DTYPE* x, const DTYPE* other, const float* weight, const float* bias, const float* amax, DTYPE* sum,
     DTYPE* plain, DTYPE* values, int width, float eps, float unit, long long rows) {
     begin_after_primary();
-    // The divisions of the global scale are done once a block.
-    __shared__ fp4::GlobalScale shared;
-    if (threadIdx.x == 0) shared = fp4::global_scale(*amax);
-    __syncthreads();
-    const fp4::GlobalScale global = shared;
     const long long row = (long long)blockIdx.x * (256 / LANES) + threadIdx.x / LANES;
     const int lane = threadIdx.x % LANES;
     const bool inside = row < rows;  // threads without a row take part in the shuffles
     const long long start = row * width;
+
+    // Weights are on their way while the row is summed, if there are registers for them.
+    constexpr bool EARLY = STEPS <= 2;
+    float w[EARLY ? STEPS : 1][VECTOR], b[EARLY ? STEPS : 1][VECTOR];
+    const auto affine = [&](int channel, float (&factor)[VECTOR], float (&offset)[VECTOR]) {
+#pragma unroll
+        for (int j = 0; j < VECTOR; ++j) factor[j] = 1.f, offset[j] = 0.f;
+        if (weight) channels::load(weight + channel, factor);
+        if (bias) channels::load(bias + channel, offset);
+    };
 
     float s[STEPS][VECTOR], total = 0.f;
 #pragma unroll
@@ -42,6 +47,7 @@ extern "C" __global__ void __launch_bounds__(256) layer_norm(
         for (int j = 0; j < VECTOR; ++j) s[i][j] = 0.f;
         if (!inside || channel >= width) continue;
         channels::load(x + start + channel, s[i]);
+        if constexpr (EARLY) affine(channel, w[i], b[i]);
         if (other) {
             float added[VECTOR];
             channels::load(other + start + channel, added);
@@ -54,6 +60,9 @@ extern "C" __global__ void __launch_bounds__(256) layer_norm(
 #pragma unroll
         for (int j = 0; j < VECTOR; ++j) total += s[i][j];
     }
+    // The divisions of the global scale are done once a block, while the others sum.
+    __shared__ fp4::GlobalScale shared;
+    if (threadIdx.x == 0) shared = fp4::global_scale(*amax);
     const float mean = sum_of_row(total) / float(width);
     float squares = 0.f;
 #pragma unroll
@@ -63,6 +72,8 @@ extern "C" __global__ void __launch_bounds__(256) layer_norm(
         for (int j = 0; j < VECTOR; ++j) squares = fmaf(s[i][j] - mean, s[i][j] - mean, squares);
     }
     const float factor = rsqrtf(sum_of_row(squares) / float(width) + eps);
+    __syncthreads();
+    const fp4::GlobalScale global = shared;
 
 #pragma unroll
     for (int i = 0; i < STEPS; ++i) {
@@ -71,13 +82,10 @@ extern "C" __global__ void __launch_bounds__(256) layer_norm(
         float y[VECTOR], largest = 0.f;
         uint4 rounded = {};
         if (has) {
-            float w[VECTOR], b[VECTOR];
+            const int at = EARLY ? i : 0;
+            if constexpr (!EARLY) affine(channel, w[at], b[at]);
 #pragma unroll
-            for (int j = 0; j < VECTOR; ++j) w[j] = 1.f, b[j] = 0.f;
-            if (weight) channels::load(weight + channel, w);
-            if (bias) channels::load(bias + channel, b);
-#pragma unroll
-            for (int j = 0; j < VECTOR; ++j) y[j] = fmaf((s[i][j] - mean) * factor, w[j], b[j]);
+            for (int j = 0; j < VECTOR; ++j) y[j] = fmaf((s[i][j] - mean) * factor, w[at][j], b[at][j]);
             rounded = channels::narrowed<DTYPE>(y);
             if (plain) *reinterpret_cast<uint4*>(plain + start + channel) = rounded;
         }
