@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from fp4deploy.graph.copied import copied
+from fp4deploy.graph.copies import copied
 from fp4deploy.graph.own_linear import weight_axis
 from fp4deploy.models.checkpoint import QUANTIZER_BUFFERS
 from fp4deploy.qat.experts import QuantExperts

@@ -54,9 +54,12 @@ def test_activations_of_a_gpu_are_near_those_of_a_cpu(recipe: str | None, digits
 
 def test_digits_are_those_of_the_image_and_not_of_its_rounding() -> None:
     """BF16 would round the image before its terms are taken."""
-    found = [PackedNetwork(packed("nvfp4_qat", 0.25, True, False, rest)[1], dtype=rest_of(rest).dtype).read(images(1))
-             for rest in ("fp16", "bf16", "fp32")]  # fmt: skip
-    assert all(torch.equal(each.float(), found[0].float()) for each in found)  # type: ignore[union-attr]
+    file = packed("nvfp4_qat", 0.25, True)[1]
+    expected = PackedNetwork(file, dtype=torch.float16).read(images(1))
+    for rest in OTHERS:
+        other = replace(file, graph=file.graph.model_copy(update={"rest": rest}))
+        read = PackedNetwork(other, dtype=rest_of(rest).dtype).read(images(1))
+        assert torch.equal(read.float(), expected.float())  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("rest", OTHERS)
@@ -98,8 +101,10 @@ def test_numbers_that_are_held() -> None:
 @pytest.mark.parametrize("weights", ["decoded", "packed"])
 @pytest.mark.parametrize(("recipe", "digits"), [(None, False), ("nvfp4_qat", False), ("nvfp4_qat", True)])
 def test_every_step_on_a_gpu(
-    recipe: str | None, digits: bool, weights: Literal["decoded", "packed"], rest: str
+    recipe: str | None, digits: bool, weights: Literal["decoded", "packed"], rest: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for library in (torch.backends.cudnn, torch.backends.cuda.matmul):
+        monkeypatch.setattr(library, "allow_tf32", False)  # as `PackedNetwork` does around all of its nodes
     file = packed(recipe, 0.25, digits, digits, rest)[1]
     network, reference = PackedNetwork(file, "cuda", weights), PackedNetwork(file, dtype=rest_of(rest).dtype)
     assert network.dtype == rest_of(rest).dtype
@@ -114,7 +119,8 @@ def test_every_step_on_a_gpu(
             if isinstance(one, Nvfp4Tensor):
                 assert float((difference != 0).float().mean()) < 5e-3, node
             else:
-                assert float(difference.norm() / values(other).norm()) < (1e-5 if rest == "fp32" else 2e-3), node
+                # A bias is added to a sum that is rounded already: twice half of BF16's step.
+                assert float(difference.norm() / values(other).norm()) < (1e-5 if rest == "fp32" else 4e-3), node
         live.update(zip([form.name for form in node.outputs], got, strict=True))
 
 

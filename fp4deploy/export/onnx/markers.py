@@ -13,7 +13,7 @@ from torch import nn
 from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.layer_constants import CONVOLUTIONS, Fp8Constants, LayerConstants
 from fp4deploy.export.onnx.qdq import ACTIVATION_MARKER, MARKER_DOMAIN, WEIGHT_MARKER
-from fp4deploy.graph.copied import copied
+from fp4deploy.graph.copies import copied
 from fp4deploy.qat.computed import rest_tensors, torch_class
 from fp4deploy.qat.layers import TRANSPOSED, QuantLinear
 from fp4deploy.rest import Rest
