@@ -16,7 +16,8 @@ is a process: --jobs of them compile at the same time, and then have a GPU one a
 * `packed nvfp4, node by node`: the same without the steps of several nodes (`fp4deploy/packed/producers.py`).
 
 `best` is the fastest FP16 form of torch, `ratio` the packed network's time over it, in its faster form, CUDA graphs on
-both sides: below 1 the packed network is faster. `difference` is that of the outputs of both its forms, over the norm.
+both sides: below 1 the packed network is faster. `difference` is that of the outputs of both its forms, over the norm, null where
+they are not finite.
 `--cases networks` measures networks of other libraries. On GPUs before Blackwell FP4 is decoded to FP16, in registers
 or by what computes an activation.
 """
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
@@ -179,7 +181,8 @@ def in_turn(case: str, names: Sequence[str], folder: Path, number: int, profiles
             row["runs"][name] |= {**measured(run), "first_call_s": row["runs"][name]["first_call_s"]}
         if PACKED[0] in runs and COMPILED in runs:
             y, expected = (tree_leaves(runs[name]())[0].float() for name in (COMPILED, PACKED[0]))
-            row["difference"] = float((y - expected).norm() / expected.norm())
+            difference = float((y - expected).norm() / expected.norm())
+            row["difference"] = difference if math.isfinite(difference) else None
         compare(row)
         (folder / f"{number}.json").write_text(json.dumps(row))
         for name, run in runs.items() if profiles else ():

@@ -223,9 +223,9 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def origin() -> dict[str, str]:
-    """Commit and date of a result; FP4DEPLOY_COMMIT names the commit where there is no repository."""
+    """Commit and date of a result; FP4DEPLOY_COMMIT names the commit of a copy of the files."""
     git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
-    commit = git.stdout.strip() or os.environ.get("FP4DEPLOY_COMMIT") or "unknown"
+    commit = os.environ.get("FP4DEPLOY_COMMIT") or git.stdout.strip() or "unknown"
     return {"commit": commit, "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
 
 

@@ -19,7 +19,7 @@ from fp4deploy.formats import Nvfp4Tensor, global_scale
 from fp4deploy.packed import PackedFile, PackedNetwork, packed_file, row_norms
 from fp4deploy.packed.graph import Graph, Layer, Resize, Take
 from fp4deploy.packed.program import trace
-from fp4deploy.packed.writer import Writer, is_channels_last, only_moves
+from fp4deploy.packed.writer import Writer, _patches, is_channels_last, only_moves
 from fp4deploy.qat import round_to_deployed
 from tests.export.packable_networks import NETWORKS, deployed
 from tests.samples import sample
@@ -317,3 +317,22 @@ def test_which_maps_are_in_channels_last() -> None:
     assert is_channels_last(x.contiguous(memory_format=torch.channels_last))
     assert not is_channels_last(torch.zeros(2, 1, 3, 5).contiguous(memory_format=torch.channels_last))  # both
     assert not is_channels_last(torch.zeros(2, 3, 5))
+
+
+@pytest.mark.parametrize(
+    ("layer", "size"),
+    [
+        (nn.Conv2d(16, 24, 4, 4), (9, 13)),  # pixels beyond whole patches
+        (nn.Conv2d(16, 24, (2, 3), (2, 3), bias=False), (6, 9)),
+        (nn.Conv2d(16, 24, 1), (5, 7)),
+        (nn.Conv1d(16, 24, 3, 3), (10,)),
+        (nn.Conv3d(16, 24, 2, 2), (4, 5, 6)),
+    ],
+    ids=str,
+)
+def test_patches_are_rows_in_the_order_of_a_filter(layer: Any, size: tuple[int, ...]) -> None:
+    x = torch.randn(2, 16, *size)
+    taps = layer.kernel_size
+    rows, filters = _patches(x.movedim(1, -1), taps), layer.weight.movedim(1, -1).flatten(1)
+    y = nn.functional.linear(rows, filters, layer.bias).movedim(-1, 1)
+    torch.testing.assert_close(y, layer(x), rtol=1e-4, atol=1e-5)
