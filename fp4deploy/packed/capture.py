@@ -105,11 +105,15 @@ class CapturedNetwork:
             held.copy_(x)
         return run
 
+    def _may_join(self) -> bool:
+        """Whether torch computes something that a compiler may join, in a network without wishes of its own."""
+        network = self.network
+        return network.by_default and (network.decodes_layers or left_to_torch(network.steps))
+
     def _run(self, inputs: tuple[torch.Tensor, ...]) -> tuple[Callable[[], Result], Program | None]:
         """By the program or by the network's own steps, as was chosen."""
         network, mode = self.network, self.compiled
-        joins = network.by_default and (network.decodes_layers or left_to_torch(network.steps))
-        if mode == "off" or (mode == "auto" and not joins):
+        if mode == "off" or (mode == "auto" and not self._may_join()):
             return self._record(network, inputs), None
         name = choice_key(network.file, inputs, self.enabled)
         choice = "program" if mode == "on" else remembered(name)

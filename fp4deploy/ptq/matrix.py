@@ -4,6 +4,8 @@
     ConvTranspose2d    [C, O, KH, KW]   ->  [O*KH*KW, C']        every tap contracts the channels of one input pixel
     Linear             [O, C]           ->  [O, C']
 
+Of one or three spatial axes they are the same with as many taps.
+
 C' is C padded with zeros to whole blocks of 16, so that a block is 16 neighbours of one row. With X the rows of inputs,
 the error of a row w of the weight in the layer's output is (w - q) H (w - q)^T with H = X^T X / rows, the Hessian that
 GPTQ and local block errors use. X holds a random choice of output positions, drawn from a generator of its own.
@@ -11,6 +13,8 @@ GPTQ and local block errors use. X holds a random choice of output positions, dr
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,7 +82,7 @@ def has_hessian(layer: nn.Module) -> bool:
     """The inputs of this layer can be written as rows: one group, zeros as padding."""
     if isinstance(layer, nn.Linear):
         return True
-    plain = isinstance(layer, nn.Conv2d | nn.ConvTranspose2d) and layer.groups == 1
+    plain = isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)) and layer.groups == 1
     return plain and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
 
 
@@ -89,17 +93,22 @@ def input_rows(layer: nn.Module, x: Tensor, generator: torch.Generator, most: in
         flat = F.pad(x.flatten(0, -2).float(), (0, pad))
         return flat[_chosen(len(flat), most * max(1, len(x)), generator, x.device)]
     pixels = F.pad(x.float().movedim(1, -1), (0, pad))  # [N, H, W, C']
-    if isinstance(layer, nn.ConvTranspose2d):
-        flat = pixels.flatten(1, 2)
+    if isinstance(layer, TRANSPOSED):
+        flat = pixels.flatten(1, -2)
         return flat[:, _chosen(flat.shape[1], most, generator, x.device)].flatten(0, 1)
-    assert isinstance(layer, nn.Conv2d)
-    top, left = _numbers(layer.padding)
-    padded = F.pad(pixels, (0, 0, left, left, top, top))
-    (kh, kw), (sh, sw), (dh, dw) = layer.kernel_size, layer.stride, layer.dilation
-    height, width = output_size(padded.shape[1], kh, sh, 0, dh), output_size(padded.shape[2], kw, sw, 0, dw)
-    place = _chosen(height * width, most, generator, x.device)
-    y, z = place // width * sh, place % width * sw
-    taps = [padded[:, y + i * dh, z + j * dw] for i in range(kh) for j in range(kw)]  # [N, P, C'] each
+    assert isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+    kernel, stride, dilation = layer.kernel_size, layer.stride, layer.dilation
+    edges = [edge for size in reversed(_numbers(layer.padding, len(kernel))) for edge in (size, size)]
+    padded = F.pad(pixels, (0, 0, *edges))
+    steps = zip(padded.shape[1:-1], kernel, stride, dilation, strict=True)
+    extents = [output_size(side, taps, step, 0, wide) for side, taps, step, wide in steps]
+    place = torch.unravel_index(_chosen(math.prod(extents), most, generator, x.device), extents)
+    starts = [at * step for at, step in zip(place, stride, strict=True)]
+    taps = []  # [N, P, C'] each
+    for tap in itertools.product(*map(range, kernel)):
+        places = [start + at * wide for start, at, wide in zip(starts, tap, dilation, strict=True)]
+        index: Any = (slice(None), *places)
+        taps.append(padded[index])
     return torch.cat(taps, -1).flatten(0, 1)
 
 
@@ -109,5 +118,5 @@ def _chosen(count: int, most: int, generator: torch.Generator, device: torch.dev
     return torch.randint(count, (most,), generator=generator).to(device)
 
 
-def _numbers(padding: Any) -> Sequence[int]:
-    return (padding, padding) if isinstance(padding, int) else padding
+def _numbers(padding: Any, axes: int) -> Sequence[int]:
+    return (padding,) * axes if isinstance(padding, int) else padding

@@ -142,6 +142,9 @@ def test_an_input_that_is_always_zero_is_no_obstacle() -> None:
         nn.Conv2d(16, 4, (3, 5), stride=2, padding=(1, 2), dilation=(1, 2)),
         nn.Linear(20, 6),
         nn.ConvTranspose2d(6, 3, 2, stride=2),
+        nn.Conv1d(5, 7, 3, 2, 1),
+        nn.Conv3d(5, 4, (1, 3, 2), (2, 1, 2), (0, 1, 0), (1, 2, 1)),
+        nn.ConvTranspose3d(6, 3, (1, 2, 2), (1, 2, 2)),
     ],
     ids=repr,
 )
@@ -151,15 +154,17 @@ def test_rows_times_matrix_is_the_layer(layer: nn.Module) -> None:
     matrix = WeightMatrix.of(layer)
     weight = layer.weight.detach()  # type: ignore[union-attr,operator]
     assert torch.equal(matrix.weight(matrix.rows(weight)), weight)
-    x = torch.randn(2, 20) if isinstance(layer, nn.Linear) else torch.randn(2, matrix.channels, 8, 9)
+    axes = len(matrix.shape) - 2
+    x = torch.randn(2, 20) if isinstance(layer, nn.Linear) else torch.randn(2, matrix.channels, *(3, 8, 9)[3 - axes :])
     rows = input_rows(layer, x, torch.Generator(), most=10_000)
     found = rows @ matrix.rows(weight).T
     expected = layer(x) - layer.bias.view(-1, *[1] * (x.ndim - 2))  # type: ignore[union-attr,operator]
-    if isinstance(layer, nn.ConvTranspose2d):
-        taps = found.view(2, 8, 9, 3, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(2, 3, 16, 18)
-        assert torch.allclose(taps, expected, atol=1e-5)
+    if matrix.transposed:
+        taps = found.view(-1, 8, 9, 3, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(-1, 3, 16, 18)  # of each slice
+        slices = expected if axes == 2 else expected.transpose(1, 2).flatten(0, 1)
+        assert torch.allclose(taps, slices, atol=1e-5)
     else:
-        flat = expected if x.ndim == 2 else expected.movedim(1, -1).flatten(0, 2)
+        flat = expected if x.ndim == 2 else expected.movedim(1, -1).flatten(0, -2)
         assert torch.allclose(found, flat, atol=1e-5)
 
 
