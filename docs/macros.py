@@ -28,7 +28,8 @@ from typing import Any
 import jinja2
 
 import fp4deploy
-from fp4deploy.experiments.sweep.results import gap_text
+from fp4deploy.experiments.sweep.results import gap_text, interval
+from fp4deploy.qat.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for tools
@@ -97,7 +98,9 @@ STEP_ROWS = {
     "NVFP4, fused, delayed amax": "nvfp4 fused, delayed",
 }
 UNFUSED_ROWS = {
+    "FP16, torch.compile, channels_last": "fp16 compiled",
     "FP16, fused": "fp16 fused",
+    "FP16, fused, compiled loss": "fp16 fused, compiled loss",
     "NVFP4, torch reference": "nvfp4 unfused, reference",
     "NVFP4, kernels but not fused": "nvfp4 unfused",
     "NVFP4, kernels but not fused, delayed amax": "nvfp4 unfused, delayed",
@@ -111,8 +114,14 @@ def _steps(name: str = "training_step_h200") -> dict[tuple[float, str], dict[str
     return {(row["scale"], row["case"]): row for row in result(name)["rows"]}
 
 
+def _best_fp16(found: dict[tuple[float, str], dict[str, Any]], scale: float) -> dict[str, Any]:
+    """The FP16 step of least time in a CUDA graph, of every form that a run measured."""
+    rows = (row for (own, case), row in found.items() if own == scale and case.startswith("fp16") and "graph_ms" in row)
+    return min(rows, key=lambda row: float(row["graph_ms"]))
+
+
 def training_step() -> str:
-    """A training step of the UNet by scale: time launched from Python and in a CUDA graph, and peak memory."""
+    """A training step of the UNet by scale: launched from Python, in a CUDA graph, over the best FP16, peak memory."""
     return _step_table(STEP_ROWS, _steps())
 
 
@@ -122,12 +131,17 @@ def unfused_step() -> str:
 
 
 def _step_table(labels: dict[str, str], found: dict[tuple[float, str], dict[str, Any]]) -> str:
+    best = {scale: _best_fp16(found, scale)["graph_ms"] for scale in (1.0, 0.25)}
     rows = []
     for label, case in labels.items():
-        cells = [f"{found[scale, case][key]:.1f}" for scale in (1.0, 0.25) for key in ("ms", "graph_ms", "peak_gb")]
-        rows.append([label, *cells])
-    head = [cell for scale in (1.0, 0.25) for cell in (f"scale {scale}, ms", "in a CUDA graph, ms", "peak GB")]
-    return markdown(["", *head], rows)
+        cells = [label]
+        for scale in best:
+            row = found[scale, case]
+            cells += [f"{row['ms']:.1f}", f"{row['graph_ms']:.1f}", f"{row['graph_ms'] / best[scale]:.2f}"]
+            cells.append(f"{row['peak_gb']:.1f}")
+        rows.append(cells)
+    head = ["in a CUDA graph, ms", "over the best FP16", "peak GB"]
+    return markdown(["", *(cell for scale in best for cell in (f"scale {scale}, ms", *head))], rows)
 
 
 KEPT_AS_CODES = {"default": "a quarter (default)", "fused": "none", "recomputed": "all"}
@@ -165,10 +179,13 @@ def recomputed_steps() -> str:
             continue
         kept = found[scale, case.removesuffix(", recomputed")]
         ratios = ["" if row is kept else f"{row[key] / kept[key]:.2f}" for key in ("graph_ms", "peak_gb")]
+        ratios.append(f"{row['graph_ms'] / _best_fp16(found, scale)['graph_ms']:.2f}")
         rows.append(
             [f"{case}, scale {scale:g}", f"{row['ms']:.1f}", f"{row['graph_ms']:.1f}", f"{row['peak_gb']:.2f}", *ratios]
         )
-    return markdown(["", "launched, ms", "in a CUDA graph, ms", "peak GB", "time", "memory"], rows)
+    return markdown(
+        ["", "launched, ms", "in a CUDA graph, ms", "peak GB", "time", "memory", "over the best FP16"], rows
+    )
 
 
 def largest_batches() -> str:
@@ -215,7 +232,7 @@ def four_over_six_training() -> str:
         low, high = row["ratio_quartiles"]
         times = (f"{row[key]:.2f}" for key in ("plain_ms", "four_over_six_ms"))
         rows.append([row["pair"], f"{row['scale']:g}", *times, f"{row['ratio']:.3f} [{low:.3f}, {high:.3f}]"])
-    return markdown(["4/6 in", "scale", "plain, ms", "4/6, ms", "ratio, quartiles of the pairs"], rows)
+    return markdown(["4/6 in", "scale", "NVFP4 without 4/6, ms", "4/6, ms", "ratio, quartiles of the pairs"], rows)
 
 
 KERNEL_ROWS = {
@@ -767,26 +784,138 @@ def scaling() -> str:
     return markdown([*head, "difference of the loss"], rows, 4)
 
 
+STEP_IMAGES = 16  # BATCH of benchmarks/training_step.py
+BEST_STEPS = {"fused, in a CUDA graph": "fp16 fused", "torch.compile, in a CUDA graph": "fp16 compiled"}
+
+
 def fp4_training() -> str:
-    """Steps of a training through FP4 GEMMs, of their emulation, and in FP16."""
-    rows = []
-    for row in result("fp4_training_h200")["rows"]:
-        name = f"`{row['recipe']}`, `{row['products']}`" if row["recipe"] else "FP16, torch eager, channels_last"
-        losses = [row["losses"][0], statistics.mean(row["losses"][-10:])]
-        measured = [f"{row['ms']:.1f}", f"{row['peak_gb']:.2f}", *(f"{loss:.4f}" for loss in losses)]
-        rows.append([name, str(row["scale"]), *measured])
-    return markdown(
-        [
-            "",
-            "scale",
-            "ms a step",
-            "peak GB",
-            "first loss",
-            f"mean of steps {len(row['losses']) - 9} to {len(row['losses'])}",
-        ],
-        rows,
-        1,
+    """Steps through FP4 GEMMs and of their emulation, an image, over the best FP16 step of the same kind of GPU."""
+    found, report, rows = _steps(), result("fp4_training_h200"), []
+    for scale in dict.fromkeys(row["scale"] for row in report["rows"]):
+        best = _best_fp16(found, scale)["graph_ms"] / STEP_IMAGES
+        for label, case in BEST_STEPS.items():
+            row = found[scale, case]
+            rows.append([f"FP16, {label}", *_an_image(row, row["graph_ms"], STEP_IMAGES, best), "", ""])
+        for row in (row for row in report["rows"] if row["scale"] == scale):
+            name = f"`{row['recipe']}`, `{row['products']}`" if row["recipe"] else "FP16, torch eager, channels_last"
+            losses = (row["losses"][0], statistics.mean(row["losses"][-10:]))
+            rows.append([name, *_an_image(row, row["ms"], _images(report), best), *(f"{loss:.4f}" for loss in losses)])
+    steps = len(report["rows"][0]["losses"])
+    head = ["", "scale", "images", "ms a step", "ms an image", "over the best FP16", "peak GB", "first loss"]
+    return markdown([*head, f"mean of steps {steps - 9} to {steps}"], rows)
+
+
+def _images(report: dict[str, Any]) -> int:
+    """Images a step of a result, as its command says."""
+    return int(report["command"].partition("--batch ")[2].split()[0])
+
+
+def _an_image(row: dict[str, Any], ms: float, images: int, best: float) -> list[str]:
+    """A step's scale, images, time, time an image, that over the best FP16's, and memory."""
+    own = ms / images
+    return [f"{row['scale']}", str(images), f"{ms:.1f}", f"{own:.2f}", f"{own / best:.2f}", f"{row['peak_gb']:.2f}"]
+
+
+def fp4_over_best(form: str = ".1f") -> str:
+    """Time an image of the steps that quantise gradients over the best FP16 step, from and to."""
+    found, report = _steps(), result("fp4_training_h200")
+    images = _images(report)
+    return _span(
+        (
+            row["ms"] / images / (_best_fp16(found, row["scale"])["graph_ms"] / STEP_IMAGES)
+            for row in report["rows"]
+            if row["recipe"]
+        ),
+        form,
     )
+
+
+def over_bound(scale: float, recipe: str | None) -> str:
+    """A measured step of 8 images on an H200 over its projected bound; recipe: of FP4 products, None: of FP16."""
+    (bound,) = (
+        row for row in result("roofline_training_projected")["rows"] if (row["gpu"], row["scale"]) == ("H200", scale)
+    )
+    products = "fp4" if recipe else "fp16"
+    (row,) = (
+        row
+        for row in result("fp4_training_h200")["rows"]
+        if (row["scale"], row["recipe"], row["products"]) == (scale, recipe, products)
+    )
+    return f"{row['ms'] / bound[f'{products}_ms']:.0f}"
+
+
+def fused_losses(which: str) -> str:
+    """Mean difference of 50 losses to those of the torch reference: of "fused", or of "reference, seed 1"."""
+    return f"{result('convergence_h200')[which]['mean_difference']:.3f}"
+
+
+NOT_MEASURED = "not measured"
+STEP_RECIPES = {"": "nvfp4_qat", ", delayed": "nvfp4_qat_delayed", ", dynamic": "nvfp4_qat+dynamic"}
+STEP_RECIPES |= {", learned": "nvfp4_qat+learned", ", 2-D": "nvfp4_qat_2d", ", 4/6": "nvfp4_4o6_qat"}
+SAME_RECIPE = {"nvfp4_qat+delayed": "nvfp4_qat_delayed"}
+
+
+def recipe_evidence() -> str:
+    """What was measured of each recipe: time of a step, gaps of trainings; a recipe without a figure says so."""
+    found = _steps()
+    best = _best_fp16(found, 1.0)["graph_ms"]
+    times = {name: f"{found[1.0, f'nvfp4 fused{key}']['graph_ms'] / best:.2f}" for key, name in STEP_RECIPES.items()}
+    (slow,) = (
+        row for row in result("fp4_training_h200")["rows"] if (row["scale"], row["products"]) == (1.0, "emulated")
+    )
+    times[slow["recipe"]] = f"{slow['ms'] / _images(result('fp4_training_h200')) / (best / STEP_IMAGES):.1f}"
+    gaps = [times, _tuned("camvid_sweep_h200"), _tuned("dsb2018_detection_h100") | _tuned("dsb2018_detection_h200")]
+    for data in ("camvid", "dsb2018"):
+        claimed = (each for each in result("claim_h200")["gaps"] if (each["data"], each["network"]) == (data, "unet_1"))
+        gaps.append({each["recipe"]: gap(each) for each in claimed})
+    gaps += [{name: gap(value) for name, value in _digit_gaps(name).items()} for name in DIGITS]
+    names = dict.fromkeys((*RECIPES, *(name for column in gaps for name in column)))
+    rows = [[f"`{name}`", *(column.get(name, NOT_MEASURED) for column in gaps)] for name in names]
+    head = ["recipe", "step over the best FP16", "CamVid, fine-tuned", "boxes of nuclei, fine-tuned, AP"]
+    return markdown([*head, "CamVid, from random weights", "DSB2018, from random weights", *DIGITS.values()], rows)
+
+
+def _tuned(name: str) -> dict[str, str]:
+    """Gaps to the control of the variants of a sweep that choose a recipe and no layers, and of its `qat`."""
+    found = {}
+    for variant, row in result(name)["variants"].items():
+        settings = dict(each.split("=", 1) for each in row["settings"])
+        recipe = json.loads(settings.get("recipe", '"nvfp4_qat"' if variant == "qat" else "null"))
+        if recipe and settings.keys() <= {"recipe", "quant.percentile"}:
+            found[SAME_RECIPE.get(recipe, recipe)] = _with_seeds(row)
+    return found
+
+
+def _with_seeds(row: dict[str, Any]) -> str:
+    """The gap at the best epoch; of fewer than three seeds, how many."""
+    seeds = len(row["gap_best"]["by_seed"])
+    return gap(row["gap_best"]) + {1: " (1 seed)", 2: " (2 seeds)"}.get(seeds, "")
+
+
+DIGITS = {"digits_vit_cpu": "digits, transformer", "digits_conv_cpu": "digits, convolutions"}
+
+
+def _digit_gaps(name: str) -> dict[str, dict[str, Any]]:
+    """Accuracy minus FP32's by recipe, paired by seed, in points."""
+    runs = result(name)["runs"]
+    base = [run["accuracy"] for run in runs["fp32"]]
+    return {
+        recipe: difference([run["accuracy"] - own for run, own in zip(found, base, strict=True)])
+        for recipe, found in runs.items()
+        if recipe != "fp32"
+    }
+
+
+def difference(values: Sequence[float]) -> dict[str, Any]:
+    """Mean of paired differences with its 95 % interval, as sweeps have it."""
+    low, high = interval(list(values))
+    return {"mean": statistics.fmean(values), "low": low, "high": high}
+
+
+def digits_below(name: str) -> str:
+    """The recipes whose gap to FP32 has an interval below zero."""
+    below = [f"`{recipe}` {gap(value)}" for recipe, value in _digit_gaps(name).items() if value["high"] < 0]
+    return ", ".join(below) or "none"
 
 
 def estimates() -> str:
@@ -1168,25 +1297,82 @@ def _other_models(files: dict[str, str]) -> str:
     return markdown(["network", "model", "seeds", "validation", "gap", "test", "gap"], rows, 2)
 
 
-README_ROWS = {
-    "FP16 control": ("control", "0"),
-    "NVFP4, calibrated only": ("ptq", "21 of 23"),
-    "**NVFP4, QAT**": ("qat", "21 of 23"),
-    "NVFP4, calibrated only, every layer": ("ptq_all", "all"),
-    "NVFP4, QAT, every layer": ("qat_all", "all"),
-    "**NVFP4, QAT, every layer, multi-term input**": ("qat_all_digits", "all"),
-}
+WHOLE_PICTURE = (  # data and network, result, control, calibrated only, QAT
+    ("COCO samples, persons; EfficientNet-Lite0 UNet", "coco_samples_h200", "control", "", "qat"),
+    ("COCO samples, seven classes; the same", "coco_samples_h200", "control_classes", "", "qat_classes"),
+    ("COCO samples, instances of persons; the same", "coco_samples_instance_h200", "control", "", "qat"),
+    ("DSB2018, boxes of nuclei; UNet 0.5", "dsb2018_detection_h200", "control", "ptq", "qat"),
+    ("DSB2018, boxes; every layer, multi-term input", "dsb2018_detection_h200", "control", "ptq_all", "qat_all"),
+    ("DSB2018, instances of nuclei; UNet 1.0", "dsb2018_h200", "fp16_control", "nvfp4_ptq", "nvfp4"),
+    ("DSB2018; smp DeepLabV3+", "dsb2018_models_h200", "deeplabv3plus_control", "", "deeplabv3plus"),
+    ("DSB2018; smp Unet(resnet34)", "dsb2018_models_h200", "unet_resnet34_control", "", "unet_resnet34"),
+    ("DSB2018; MONAI BasicUNet", "dsb2018_models_h200", "basicunet_control", "", "basicunet"),
+    ("CamVid; MONAI BasicUNet", "camvid_basicunet_h200", "basicunet_control", "", "basicunet"),
+    ("CamVid; smp Unet(resnet34)", "camvid_unet_resnet34_h200", "unet_resnet34_control", "", "unet_resnet34"),
+    ("CamVid; smp DeepLabV3+", "camvid_deeplabv3plus_h200", "deeplabv3plus_control", "", "deeplabv3plus"),
+    ("CamVid; UNet 0.25", "camvid_quarter_sweep_h200", "control", "ptq", "qat"),
+    ("CamVid; UNet 1.0", "camvid_sweep_h200", "control", "ptq", "qat"),
+    ("CamVid; UNet 1.0, every layer", "camvid_sweep_h200", "control", "ptq_all", "qat_all"),
+    (
+        "CamVid; UNet 1.0, every layer, multi-term input",
+        "camvid_sweep_h200",
+        "control",
+        "ptq_all_digits",
+        "qat_all_digits",
+    ),
+)
+SWEEP = "fp4deploy sweep configs/"
 
 
-def camvid_readme() -> str:
-    """CamVid in the README."""
-    found = result("camvid_sweep_h200")["variants"]
+def whole_picture() -> str:
+    """Every data set and network that a sweep fine-tuned three seeds of, the largest loss of QAT first.
+
+    Scores of the test split where there is one, else of the validation images that chose the best epoch; bold: the
+    interval does not include zero.
+    """
     rows = []
-    for label, (name, layers) in README_ROWS.items():
-        row = found[name]
-        cells = [text for key in ("best", "test") for text in (spread(row[key]), gap(row.get(f"gap_{key}")))]
-        rows.append([label, layers, *cells])
-    return markdown(["", "layers in FP4", "validation", "gap", "test", "gap"], rows, 2)
+    for label, name, control, ptq, qat in WHOLE_PICTURE:
+        report = result(name)
+        found = report.get("variants") or report["models"]
+        split = "test" if found[qat].get("gap_test") else "best"
+        metric = "mIoU" if report.get("metric") == "mIoU" else "AP"
+        score = found[control].get(split) or found[control]["ap"]
+        tuned, calibrated = (found[each][f"gap_{split}"] if each else None for each in (qat, ptq))
+        cells = [label, f"{metric}, {'test' if split == 'test' else 'validation'}", spread(score)]
+        cells += [_shown(calibrated), _shown(tuned), _shown(_over(tuned, calibrated)) if calibrated else NOT_MEASURED]
+        rows.append((tuned["mean"], [*cells, f"`{report['command'].removeprefix(SWEEP)}`"]))
+    head = ["data; network", "score", "FP16 control", "calibrated", "QAT", "QAT − calibrated", f"`{SWEEP}...`"]
+    return markdown(head, (cells for _, cells in sorted(rows, key=lambda row: float(row[0]))))
+
+
+def largest_loss() -> str:
+    """The default layers' largest loss after QAT that its interval shows: gap, data and network."""
+    found = []
+    for label, name, _, _, qat in WHOLE_PICTURE:
+        report = result(name)
+        row = (report.get("variants") or report["models"])[qat]
+        value = row.get("gap_test") or row["gap_best"]
+        if "every layer" not in label and value["high"] < 0:
+            found.append((value["mean"], f"{gap(value)} ({label})"))
+    return min(found)[1]
+
+
+def _over(value: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """The difference of two gaps to one control, paired by seed."""
+    return difference([value["by_seed"][seed] - other["by_seed"][seed] for seed in value["by_seed"]])
+
+
+def _shown(value: dict[str, Any] | None) -> str:
+    """A gap, bold where its interval lies on one side of zero."""
+    if value is None:
+        return NOT_MEASURED
+    return f"**{gap(value)}**" if value["low"] > 0 or value["high"] < 0 else gap(value)
+
+
+def qat_over_calibrated(name: str, split: str, layers: str = "") -> str:
+    """What QAT adds to calibration alone on a split ("test", "best") of a sweep; layers: "", "_all", "_all_digits"."""
+    found = result(name)["variants"]
+    return gap(_over(*(found[f"{variant}{layers}"][f"gap_{split}"] for variant in ("qat", "ptq"))))
 
 
 TABLES: dict[str, Callable[..., str]] = {
@@ -1203,7 +1389,7 @@ TABLES: dict[str, Callable[..., str]] = {
         sensitivity, tiles, projected, digit_recipes, settings, fuzzed, mutants, engine_forms, emulated,
         emulated_architectures, emulated_on_gpu, self_test, native_library, large_images, first_hour,
         plain_convolutions, fuzzed_networks, architectures, transformers_table, camvid_models, dsb2018_models,
-        camvid_readme,
+        whole_picture, recipe_evidence,
     )
 }  # fmt: skip
 
@@ -1216,7 +1402,7 @@ def input_encoding_cost(batch: int) -> float:
 
 def step_images_per_s() -> str:
     """Images a second of the fused FP16 step of scale 1.0 in a CUDA graph."""
-    return f"{1000 * 16 / _steps()[1.0, 'fp16 fused']['graph_ms']:.0f}"
+    return f"{1000 * STEP_IMAGES / _steps()[1.0, 'fp16 fused']['graph_ms']:.0f}"
 
 
 def loading_rates() -> str:
@@ -1310,7 +1496,8 @@ FIGURES: dict[str, Callable[..., Any]] = {
     for function in (
         result, command, points, machine, step_ratio, four_over_six_cost, input_encoding_cost, loading_rates,
         step_images_per_s, captured_recipe, recipe_ratios, first_steps, cpu_slowest, instances_of_samples, claim_growth,
-        image_loss, first_input_share, wgmma_share, packed_fp16_over_nvfp4, triton_share,
+        image_loss, first_input_share, wgmma_share, packed_fp16_over_nvfp4, triton_share, fp4_over_best, over_bound,
+        fused_losses, digits_below, qat_over_calibrated, largest_loss,
     )
 }  # fmt: skip
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
