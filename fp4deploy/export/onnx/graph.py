@@ -45,7 +45,7 @@ from fp4deploy.graph.capture import (
     Inputs,
     arguments,
 )
-from fp4deploy.graph.copied import copied
+from fp4deploy.graph.copies import copied
 from fp4deploy.graph.randomness import refuse_random
 from fp4deploy.models.card import CARD_KEY, ModelCard
 from fp4deploy.qat.experts import refuse_experts
