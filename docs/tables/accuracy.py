@@ -384,24 +384,3 @@ def _other_models(files: dict[str, str]) -> str:
             cells = [text for key in ("best", "test") for text in (spread(each[key]), gap(each.get(f"gap_{key}")))]
             rows.append([row["note"], label, _seeds(each), *cells])
     return markdown(["network", "model", "seeds", "validation", "gap", "test", "gap"], rows, 2)
-
-
-README_ROWS = {
-    "FP16 control": ("control", "0"),
-    "NVFP4, calibrated only": ("ptq", "21 of 23"),
-    "**NVFP4, QAT**": ("qat", "21 of 23"),
-    "NVFP4, calibrated only, every layer": ("ptq_all", "all"),
-    "NVFP4, QAT, every layer": ("qat_all", "all"),
-    "**NVFP4, QAT, every layer, multi-term input**": ("qat_all_digits", "all"),
-}
-
-
-def camvid_readme() -> str:
-    """CamVid in the README."""
-    found = result("camvid_sweep_h200")["variants"]
-    rows = []
-    for label, (name, layers) in README_ROWS.items():
-        row = found[name]
-        cells = [text for key in ("best", "test") for text in (spread(row[key]), gap(row.get(f"gap_{key}")))]
-        rows.append([label, layers, *cells])
-    return markdown(["", "layers in FP4", "validation", "gap", "test", "gap"], rows, 2)

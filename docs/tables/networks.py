@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from docs.tables.results import markdown, result
+from docs.tables.steps import span
 
 
 def projected() -> str:
@@ -75,19 +76,13 @@ def _families(rows: Iterable[dict[str, Any]], *keys: str) -> dict[tuple[str, ...
     return groups
 
 
-def _span(values: Iterable[float], form: str = ",") -> str:
-    found = sorted(values)
-    low, high = format(found[0], form), format(found[-1], form)
-    return low if low == high else f"{low} to {high}"
-
-
 def emulated(name: str, *architectures: str) -> str:
     """Kernels in the PTX emulator, against the reference; a line for each family."""
     rows, cases = [], [case for case in result(name)["cases"] if case["for"] in architectures]
     for (arch, family), group in sorted(_families(cases, "for", "family").items()):
         cells = [str(len({row["kernel"] for row in group})), str(sum(row["launches"] for row in group))]
-        cells += [_span(row["instructions"] for row in group), f"{sum(row['compared'] for row in group):,}"]
-        cells += [*_verdict(group), _span((row["seconds"] for row in group), ".1f")]
+        cells += [span(row["instructions"] for row in group), f"{sum(row['compared'] for row in group):,}"]
+        cells += [*_verdict(group), span((row["seconds"] for row in group), ".1f")]
         rows.append([arch.replace("sm_", "SM"), family, *cells])
     head = ["for", "family", "cases", "launches", "instructions a case", "values compared", "bit-equal", "hazards"]
     return markdown([*head, "CPU s a case"], rows, 2)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fp4deploy.experiments.sweep.results import gap_text
+from fp4deploy.experiments.sweep.results import gap_text, interval
 from tools.results import origin_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,6 +60,12 @@ def points(values: Sequence[float]) -> str:
 def gap(value: dict[str, Any] | None) -> str:
     """A difference paired by seed, in points, with its 95 % interval where there are several seeds."""
     return "" if value is None else gap_text(value).replace("-", MINUS)
+
+
+def difference(values: Sequence[float]) -> dict[str, Any]:
+    """Mean of paired differences with its 95 % interval, as sweeps have it."""
+    low, high = interval(list(values))
+    return {"mean": statistics.fmean(values), "low": low, "high": high}
 
 
 def microseconds(row: dict[str, float], key: str = "ms") -> str:

@@ -6,6 +6,7 @@ import statistics
 from typing import Any
 
 from docs.tables.results import markdown, result
+from docs.tables.steps import STEP_IMAGES, Steps, best_fp16, images, over_best, span, steps
 
 STEP_ROWS = {
     "FP16, torch eager, channels_last": "fp16 unfused",
@@ -19,7 +20,9 @@ STEP_ROWS = {
 }
 
 UNFUSED_ROWS = {
+    "FP16, torch.compile, channels_last": "fp16 compiled",
     "FP16, fused": "fp16 fused",
+    "FP16, fused, compiled loss": "fp16 fused, compiled loss",
     "NVFP4, torch reference": "nvfp4 unfused, reference",
     "NVFP4, kernels but not fused": "nvfp4 unfused",
     "NVFP4, kernels but not fused, delayed amax": "nvfp4 unfused, delayed",
@@ -29,27 +32,28 @@ UNFUSED_ROWS = {
 }
 
 
-def _steps(name: str = "training_step_h200") -> dict[tuple[float, str], dict[str, Any]]:
-    return {(row["scale"], row["case"]): row for row in result(name)["rows"]}
-
-
 def training_step() -> str:
-    """A training step of the UNet by scale: time launched from Python and in a CUDA graph, and peak memory."""
-    return _step_table(STEP_ROWS, _steps())
+    """A training step of the UNet by scale: launched from Python, in a CUDA graph, over the best FP16, peak memory."""
+    return _step_table(STEP_ROWS, steps())
 
 
 def unfused_step() -> str:
     """The same in the forms that are not fused, and of ModelOpt."""
-    return _step_table(UNFUSED_ROWS, _steps("training_step_unfused_h200"))
+    return _step_table(UNFUSED_ROWS, steps("training_step_unfused_h200"))
 
 
-def _step_table(labels: dict[str, str], found: dict[tuple[float, str], dict[str, Any]]) -> str:
+def _step_table(labels: dict[str, str], found: Steps) -> str:
+    best = {scale: best_fp16(found, scale)["graph_ms"] for scale in (1.0, 0.25)}
     rows = []
     for label, case in labels.items():
-        cells = [f"{found[scale, case][key]:.1f}" for scale in (1.0, 0.25) for key in ("ms", "graph_ms", "peak_gb")]
-        rows.append([label, *cells])
-    head = [cell for scale in (1.0, 0.25) for cell in (f"scale {scale}, ms", "in a CUDA graph, ms", "peak GB")]
-    return markdown(["", *head], rows)
+        cells = [label]
+        for scale in best:
+            row = found[scale, case]
+            cells += [f"{row['ms']:.1f}", f"{row['graph_ms']:.1f}", f"{row['graph_ms'] / best[scale]:.2f}"]
+            cells.append(f"{row['peak_gb']:.1f}")
+        rows.append(cells)
+    head = ["in a CUDA graph, ms", "over the best FP16", "peak GB"]
+    return markdown(["", *(cell for scale in best for cell in (f"scale {scale}, ms", *head))], rows)
 
 
 KEPT_AS_CODES = {"default": "a quarter (default)", "fused": "none", "recomputed": "all"}
@@ -81,16 +85,19 @@ def first_steps() -> str:
 
 def recomputed_steps() -> str:
     """Steps that keep the inputs of convolutions and steps that do not."""
-    found, rows = _steps(), []
+    found, rows = steps(), []
     for (scale, case), row in found.items():
         if f"{case.removesuffix(', recomputed')}, recomputed" not in {name for _, name in found}:
             continue
         kept = found[scale, case.removesuffix(", recomputed")]
         ratios = ["" if row is kept else f"{row[key] / kept[key]:.2f}" for key in ("graph_ms", "peak_gb")]
+        ratios.append(f"{row['graph_ms'] / best_fp16(found, scale)['graph_ms']:.2f}")
         rows.append(
             [f"{case}, scale {scale:g}", f"{row['ms']:.1f}", f"{row['graph_ms']:.1f}", f"{row['peak_gb']:.2f}", *ratios]
         )
-    return markdown(["", "launched, ms", "in a CUDA graph, ms", "peak GB", "time", "memory"], rows)
+    return markdown(
+        ["", "launched, ms", "in a CUDA graph, ms", "peak GB", "time", "memory", "over the best FP16"], rows
+    )
 
 
 def largest_batches() -> str:
@@ -104,7 +111,7 @@ def largest_batches() -> str:
 
 def recipe_ratios() -> str:
     """Time of a step of each recipe over that of FP16, both in CUDA graphs."""
-    found = {case: row["graph_ms"] for (scale, case), row in _steps().items() if scale == 1.0}
+    found = {case: row["graph_ms"] for (scale, case), row in steps().items() if scale == 1.0}
     names = {
         "": "`nvfp4_qat`",
         ", dynamic": "`nvfp4_qat+dynamic`",
@@ -126,7 +133,7 @@ def captured_recipe() -> str:
 
 def step_ratio(case: str, other: str, scale: float = 1.0, key: str = "graph_ms") -> str:
     """Time of one row of that table over another's, in CUDA graphs."""
-    found = _steps()
+    found = steps()
     return f"{found[scale, case][key] / found[scale, other][key]:.2f}"
 
 
@@ -137,7 +144,7 @@ def four_over_six_training() -> str:
         low, high = row["ratio_quartiles"]
         times = (f"{row[key]:.2f}" for key in ("plain_ms", "four_over_six_ms"))
         rows.append([row["pair"], f"{row['scale']:g}", *times, f"{row['ratio']:.3f} [{low:.3f}, {high:.3f}]"])
-    return markdown(["4/6 in", "scale", "plain, ms", "4/6, ms", "ratio, quartiles of the pairs"], rows)
+    return markdown(["4/6 in", "scale", "NVFP4 without 4/6, ms", "4/6, ms", "ratio, quartiles of the pairs"], rows)
 
 
 def scaling() -> str:
@@ -155,26 +162,55 @@ def scaling() -> str:
     return markdown([*head, "difference of the loss"], rows, 4)
 
 
+BEST_STEPS = {"fused, in a CUDA graph": "fp16 fused", "torch.compile, in a CUDA graph": "fp16 compiled"}
+
+
 def fp4_training() -> str:
-    """Steps of a training through FP4 GEMMs, of their emulation, and in FP16."""
-    rows = []
-    for row in result("fp4_training_h200")["rows"]:
-        name = f"`{row['recipe']}`, `{row['products']}`" if row["recipe"] else "FP16, torch eager, channels_last"
-        losses = [row["losses"][0], statistics.mean(row["losses"][-10:])]
-        measured = [f"{row['ms']:.1f}", f"{row['peak_gb']:.2f}", *(f"{loss:.4f}" for loss in losses)]
-        rows.append([name, str(row["scale"]), *measured])
-    return markdown(
-        [
-            "",
-            "scale",
-            "ms a step",
-            "peak GB",
-            "first loss",
-            f"mean of steps {len(row['losses']) - 9} to {len(row['losses'])}",
-        ],
-        rows,
-        1,
+    """Steps through FP4 GEMMs and of their emulation, an image, over the best FP16 step of the same kind of GPU."""
+    found, report, rows = steps(), result("fp4_training_h200"), []
+    for scale in dict.fromkeys(row["scale"] for row in report["rows"]):
+        best = best_fp16(found, scale)["graph_ms"]
+        for label, case in BEST_STEPS.items():
+            row = found[scale, case]
+            cells = _an_image(row, row["graph_ms"], STEP_IMAGES, row["graph_ms"] / best)
+            rows.append([f"FP16, {label}", *cells, "", ""])
+        for row in (row for row in report["rows"] if row["scale"] == scale):
+            name = f"`{row['recipe']}`, `{row['products']}`" if row["recipe"] else "FP16, torch eager, channels_last"
+            losses = (row["losses"][0], statistics.mean(row["losses"][-10:]))
+            cells = _an_image(row, row["ms"], images(report), over_best(row))
+            rows.append([name, *cells, *(f"{loss:.4f}" for loss in losses)])
+    count = len(report["rows"][0]["losses"])
+    head = ["", "scale", "images", "ms a step", "ms an image", "over the best FP16", "peak GB", "first loss"]
+    return markdown([*head, f"mean of steps {count - 9} to {count}"], rows)
+
+
+def _an_image(row: dict[str, Any], ms: float, batch: int, ratio: float) -> list[str]:
+    """A step's scale, images, time, time an image, that over the best FP16's, and memory."""
+    return [f"{row['scale']}", str(batch), f"{ms:.1f}", f"{ms / batch:.2f}", f"{ratio:.2f}", f"{row['peak_gb']:.2f}"]
+
+
+def fp4_over_best(form: str = ".1f") -> str:
+    """Time an image of the steps that quantise gradients over the best FP16 step, from and to."""
+    return span((over_best(row) for row in result("fp4_training_h200")["rows"] if row["recipe"]), form)
+
+
+def over_bound(scale: float, recipe: str | None) -> str:
+    """A measured step of 8 images on an H200 over its projected bound; recipe: of FP4 products, None: of FP16."""
+    (bound,) = (
+        row for row in result("roofline_training_projected")["rows"] if (row["gpu"], row["scale"]) == ("H200", scale)
     )
+    products = "fp4" if recipe else "fp16"
+    (row,) = (
+        row
+        for row in result("fp4_training_h200")["rows"]
+        if (row["scale"], row["recipe"], row["products"]) == (scale, recipe, products)
+    )
+    return f"{row['ms'] / bound[f'{products}_ms']:.0f}"
+
+
+def fused_losses(which: str) -> str:
+    """Mean difference of 50 losses to those of the torch reference: of "fused", or of "reference, seed 1"."""
+    return f"{result('convergence_h200')[which]['mean_difference']:.3f}"
 
 
 def estimates() -> str:
@@ -200,7 +236,7 @@ def telemetry_cost(where: str = "h200") -> str:
 
 def step_images_per_s() -> str:
     """Images a second of the fused FP16 step of scale 1.0 in a CUDA graph."""
-    return f"{1000 * 16 / _steps()[1.0, 'fp16 fused']['graph_ms']:.0f}"
+    return f"{1000 * STEP_IMAGES / steps()[1.0, 'fp16 fused']['graph_ms']:.0f}"
 
 
 def loading_rates() -> str:

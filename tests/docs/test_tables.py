@@ -93,6 +93,44 @@ def test_every_variant_of_the_sweep_is_in_the_ablation(macros: ModuleType) -> No
     assert sorted(re.findall(r"`(\w+)`", missing[1] if missing else "")) == sorted(planned.keys() - ran)
 
 
+def rows_of(table: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line[:1] == "|"]
+
+
+def test_no_set_is_missing_in_the_whole_picture(macros: ModuleType) -> None:
+    """Of every sweep the variants in default layers that three seeds finished; and the largest loss stands first."""
+    shown = {(name, qat) for _, name, _, _, qat in macros.picture.WHOLE_PICTURE}
+    for path in macros.results.RESULTS.glob("*_h200.json"):
+        for name, row in macros.result(path.stem).get("variants", {}).items():
+            own = all(each.startswith(("data.", "model.spec")) for each in row["settings"])
+            if row["model"] == "nvfp4" and own and sum(run["status"] == "done" for run in row["runs"].values()) >= 3:
+                assert (path.stem, name) in shown
+    means = [
+        float(row[4].strip("*").split()[0].replace(macros.results.MINUS, "-"))
+        for row in rows_of(macros.picture.whole_picture())[2:]
+    ]
+    assert means == sorted(means)
+    assert len(means) == len(macros.picture.WHOLE_PICTURE)
+
+
+@pytest.mark.parametrize("table", ["training_step", "unfused_step", "fp4_training", "recomputed_steps"])
+def test_steps_are_compared_with_the_fastest_fp16(macros: ModuleType, table: str) -> None:
+    head, _, *rows = rows_of(macros.TABLES[table]())
+    columns = [index for index, title in enumerate(head) if title == "over the best FP16"]
+    ratios = [float(row[index]) for row in rows if "fp16" in row[0].lower() for index in columns]
+    assert min(ratios) == 1.0
+
+
+def test_a_recipe_without_evidence_says_so(macros: ModuleType) -> None:
+    rows = {row[0].strip("`"): set(row[1:]) for row in rows_of(macros.picture.recipe_evidence())[2:]}
+    assert rows.keys() >= macros.picture.RECIPES.keys()
+    nothing = {name for name, cells in rows.items() if cells == {macros.picture.NOT_MEASURED}}
+    text = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    said = re.search(r"\n(`[^\n]*) were not trained to an accuracy", text)
+    assert said is not None
+    assert set(re.findall(r"`(\w+)`", said[1])) == nothing
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
 

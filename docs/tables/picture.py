@@ -1,0 +1,150 @@
+"""Tables of everything that was measured: what NVFP4 costs by data and network, and by recipe."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from docs.tables.results import difference, gap, markdown, result, spread
+from docs.tables.steps import best_fp16, over_best, steps
+from fp4deploy.qat.recipes import RECIPES
+
+NOT_MEASURED = "not measured"
+WHOLE_PICTURE = (  # data and network, result, control, calibrated only, QAT
+    ("COCO samples, persons; EfficientNet-Lite0 UNet", "coco_samples_h200", "control", "", "qat"),
+    ("COCO samples, seven classes; EfficientNet-Lite0 UNet", "coco_samples_h200", "control_classes", "", "qat_classes"),
+    ("COCO samples, instances of persons; EfficientNet-Lite0 UNet", "coco_samples_instance_h200", "control", "", "qat"),
+    ("DSB2018, boxes of nuclei; UNet 0.5", "dsb2018_detection_h200", "control", "ptq", "qat"),
+    ("DSB2018, boxes; every layer, multi-term input", "dsb2018_detection_h200", "control", "ptq_all", "qat_all"),
+    ("DSB2018, instances of nuclei; UNet 1.0", "dsb2018_h200", "fp16_control", "nvfp4_ptq", "nvfp4"),
+    ("DSB2018; smp DeepLabV3+", "dsb2018_models_h200", "deeplabv3plus_control", "", "deeplabv3plus"),
+    ("DSB2018; smp Unet(resnet34)", "dsb2018_models_h200", "unet_resnet34_control", "", "unet_resnet34"),
+    ("DSB2018; MONAI BasicUNet", "dsb2018_models_h200", "basicunet_control", "", "basicunet"),
+    ("CamVid; MONAI BasicUNet", "camvid_basicunet_h200", "basicunet_control", "", "basicunet"),
+    ("CamVid; smp Unet(resnet34)", "camvid_unet_resnet34_h200", "unet_resnet34_control", "", "unet_resnet34"),
+    ("CamVid; smp DeepLabV3+", "camvid_deeplabv3plus_h200", "deeplabv3plus_control", "", "deeplabv3plus"),
+    ("CamVid; UNet 0.25", "camvid_quarter_sweep_h200", "control", "ptq", "qat"),
+    ("CamVid; UNet 1.0", "camvid_sweep_h200", "control", "ptq", "qat"),
+    ("CamVid; UNet 1.0, every layer", "camvid_sweep_h200", "control", "ptq_all", "qat_all"),
+    (
+        "CamVid; UNet 1.0, every layer, multi-term input",
+        "camvid_sweep_h200",
+        "control",
+        "ptq_all_digits",
+        "qat_all_digits",
+    ),
+)
+SWEEP = "fp4deploy sweep configs/"
+
+
+def whole_picture() -> str:
+    """Every data set and network that a sweep fine-tuned three seeds of, the largest loss of QAT first.
+
+    Scores of the test split where there is one, else of the validation images that chose the best epoch; bold: the
+    interval does not include zero.
+    """
+    rows = []
+    for label, name, control, ptq, qat in WHOLE_PICTURE:
+        report = result(name)
+        found = report.get("variants") or report["models"]
+        split = "test" if found[qat].get("gap_test") else "best"
+        metric = "mIoU" if report.get("metric") == "mIoU" else "AP"
+        score = found[control].get(split) or found[control]["ap"]
+        tuned, calibrated = (found[each][f"gap_{split}"] if each else None for each in (qat, ptq))
+        cells = [label, f"{metric}, {'test' if split == 'test' else 'validation'}", spread(score)]
+        cells += [_shown(calibrated), _shown(tuned), _shown(_over(tuned, calibrated)) if calibrated else NOT_MEASURED]
+        rows.append((tuned["mean"], [*cells, f"`{report['command'].removeprefix(SWEEP)}`"]))
+    head = ["data; network", "score", "FP16 control", "calibrated", "QAT", "QAT − calibrated", f"`{SWEEP}...`"]
+    return markdown(head, (cells for _, cells in sorted(rows, key=lambda row: float(row[0]))))
+
+
+def largest_loss() -> str:
+    """The default layers' largest loss after QAT that its interval shows: gap, data and network."""
+    found = []
+    for label, name, _, _, qat in WHOLE_PICTURE:
+        report = result(name)
+        row = (report.get("variants") or report["models"])[qat]
+        value = row.get("gap_test") or row["gap_best"]
+        if "every layer" not in label and value["high"] < 0:
+            found.append((value["mean"], f"{gap(value)} ({label})"))
+    return min(found)[1]
+
+
+def _over(value: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """The difference of two gaps to one control, paired by seed."""
+    return difference([value["by_seed"][seed] - other["by_seed"][seed] for seed in value["by_seed"]])
+
+
+def _shown(value: dict[str, Any] | None) -> str:
+    """A gap, bold where its interval lies on one side of zero."""
+    if value is None:
+        return NOT_MEASURED
+    return f"**{gap(value)}**" if value["low"] > 0 or value["high"] < 0 else gap(value)
+
+
+def qat_over_calibrated(name: str, split: str, layers: str = "") -> str:
+    """What QAT adds to calibration alone on a split ("test", "best") of a sweep; layers: "", "_all", "_all_digits"."""
+    found = result(name)["variants"]
+    return gap(_over(*(found[f"{variant}{layers}"][f"gap_{split}"] for variant in ("qat", "ptq"))))
+
+
+STEP_RECIPES = {"": "nvfp4_qat", ", delayed": "nvfp4_qat_delayed", ", dynamic": "nvfp4_qat+dynamic"}
+STEP_RECIPES |= {", learned": "nvfp4_qat+learned", ", 2-D": "nvfp4_qat_2d", ", 4/6": "nvfp4_4o6_qat"}
+SAME_RECIPE = {"nvfp4_qat+delayed": "nvfp4_qat_delayed"}
+
+
+def recipe_evidence() -> str:
+    """What was measured of each recipe: time of a step, gaps of trainings; a recipe without a figure says so."""
+    found = steps()
+    best = best_fp16(found, 1.0)["graph_ms"]
+    times = {name: f"{found[1.0, f'nvfp4 fused{key}']['graph_ms'] / best:.2f}" for key, name in STEP_RECIPES.items()}
+    (slow,) = (
+        row for row in result("fp4_training_h200")["rows"] if (row["scale"], row["products"]) == (1.0, "emulated")
+    )
+    times[slow["recipe"]] = f"{over_best(slow):.1f}"
+    gaps = [times, _tuned("camvid_sweep_h200"), _tuned("dsb2018_detection_h100") | _tuned("dsb2018_detection_h200")]
+    for data in ("camvid", "dsb2018"):
+        claimed = (each for each in result("claim_h200")["gaps"] if (each["data"], each["network"]) == (data, "unet_1"))
+        gaps.append({each["recipe"]: gap(each) for each in claimed})
+    gaps += [{name: gap(value) for name, value in _digit_gaps(name).items()} for name in DIGITS]
+    names = dict.fromkeys((*RECIPES, *(name for column in gaps for name in column)))
+    rows = [[f"`{name}`", *(column.get(name, NOT_MEASURED) for column in gaps)] for name in names]
+    head = ["recipe", "step over the best FP16", "CamVid, fine-tuned", "boxes of nuclei, fine-tuned, AP"]
+    return markdown([*head, "CamVid, from random weights", "DSB2018, from random weights", *DIGITS.values()], rows)
+
+
+def _tuned(name: str) -> dict[str, str]:
+    """Gaps to the control of the variants of a sweep that choose a recipe and no layers, and of its `qat`."""
+    found = {}
+    for variant, row in result(name)["variants"].items():
+        settings = dict(each.split("=", 1) for each in row["settings"])
+        recipe = json.loads(settings.get("recipe", '"nvfp4_qat"' if variant == "qat" else "null"))
+        if recipe and settings.keys() <= {"recipe", "quant.percentile"}:
+            found[SAME_RECIPE.get(recipe, recipe)] = _with_seeds(row)
+    return found
+
+
+def _with_seeds(row: dict[str, Any]) -> str:
+    """The gap at the best epoch; of fewer than three seeds, how many."""
+    seeds = len(row["gap_best"]["by_seed"])
+    return gap(row["gap_best"]) + {1: " (1 seed)", 2: " (2 seeds)"}.get(seeds, "")
+
+
+DIGITS = {"digits_vit_cpu": "digits, transformer", "digits_conv_cpu": "digits, convolutions"}
+
+
+def _digit_gaps(name: str) -> dict[str, dict[str, Any]]:
+    """Accuracy minus FP32's by recipe, paired by seed, in points."""
+    runs = result(name)["runs"]
+    base = [run["accuracy"] for run in runs["fp32"]]
+    return {
+        recipe: difference([run["accuracy"] - own for run, own in zip(found, base, strict=True)])
+        for recipe, found in runs.items()
+        if recipe != "fp32"
+    }
+
+
+def digits_below(name: str) -> str:
+    """The recipes whose gap to FP32 has an interval below zero."""
+    below = [f"`{recipe}` {gap(value)}" for recipe, value in _digit_gaps(name).items() if value["high"] < 0]
+    return ", ".join(below) or "none"
