@@ -16,10 +16,9 @@ is a process: --jobs of them compile at the same time, and then have a GPU one a
 * `packed nvfp4, node by node`: the same without the steps of several nodes (`fp4deploy/packed/producers.py`).
 
 `best` is the fastest FP16 form of torch, `ratio` the packed network's time over it, in its faster form, CUDA graphs on
-both sides: below 1 the packed network is faster. `difference` is that of the outputs of both its forms, over the norm, null where
-they are not finite.
-`--cases networks` measures networks of other libraries. On GPUs before Blackwell FP4 is decoded to FP16, in registers
-or by what computes an activation.
+both sides: below 1 the packed network is faster. `difference` is that of the outputs of both its forms, over the norm,
+null where they are not finite. `--cases networks` measures networks of other libraries. On GPUs before Blackwell FP4
+is decoded to FP16, in registers or by what computes an activation.
 """
 
 from __future__ import annotations
