@@ -51,6 +51,38 @@ def packed_own_networks() -> str:
     return _latencies("packed_own_networks_h200", LATENCY_FORMS | {"NVFP4, node by node": "packed nvfp4, node by node"})
 
 
+COMPILED_FORMS = {
+    "FP16, torch.compile": "fp16, compiled",
+    "steps of kernels": "packed nvfp4",
+    "compiled": "packed nvfp4, compiled",
+}
+
+
+def packed_networks() -> str:
+    """Packed networks of other libraries, by steps and compiled, those that lose first."""
+    rows = []
+    for case in _by_ratio():
+        model, _, images = case["case"].rpartition(":")
+        times = [f"{case['runs'][form]['graph_ms']:.2f}" for form in COMPILED_FORMS.values()]
+        ratio = f"{case['ratio_nvfp4']:.2f}"
+        if case["ratio_nvfp4"] > 1:
+            ratio = f"**{ratio}**"
+        rows.append([model, images.replace("x", " x "), *times, ratio])
+    return markdown(["network", "images", *COMPILED_FORMS, "faster packed form / FP16"], rows)
+
+
+def packed_networks_ratios() -> str:
+    """The largest and the smallest time of a packed network over compiled FP16, and how many are above 1."""
+    ratios = [case["ratio_nvfp4"] for case in _by_ratio()]
+    slower = sum(ratio > 1 for ratio in ratios)
+    return f"{ratios[-1]:.2f} to {ratios[0]:.2f} times ({slower} of {len(ratios)} cases are slower)"
+
+
+def _by_ratio() -> list[dict[str, Any]]:
+    cases: list[dict[str, Any]] = result("packed_networks_h200")["cases"]
+    return sorted(cases, key=lambda case: -case["ratio_nvfp4"])
+
+
 def _latencies(name: str, forms: dict[str, str]) -> str:
     rows = []
     for case in result(name)["cases"]:
