@@ -34,7 +34,7 @@ from fp4deploy.packed import Graph, PackedFile, PackedNetwork, packed_file, writ
 from fp4deploy.packed.capture import CapturedNetwork, graphs_enabled
 from fp4deploy.packed.file import SUFFIX
 from fp4deploy.packed.program import compile_mode
-from fp4deploy.qat import load_model, restore, round_to_deployed
+from fp4deploy.qat import load_model, round_to_deployed, unquantized
 from fp4deploy.qat.experts import refuse_experts
 from fp4deploy.qat.layers import QuantizedLayer
 from fp4deploy.qat.ranges import automatic_rest
@@ -171,7 +171,7 @@ def pack_model(
     if not any(True for _ in model.children()):  # a single layer has no name of its own
         model = nn.Sequential(model)
     digits = bool(getattr(model, "digits", False))
-    plain = restore(copied(model))
+    plain = unquantized(copied(model))
     refuse_random(plain, *arguments(example_inputs))
     # Not `quantized_layers`, which names each once: a captured layer may have another of its names.
     quantised = {name for name, each in model.named_modules(remove_duplicate=False) if isinstance(each, QuantizedLayer)}

@@ -10,7 +10,16 @@ from fp4deploy.qat.layers import (
     QuantLinear,
 )
 from fp4deploy.qat.load import deployed, load_model, prepare_as, round_to_deployed
-from fp4deploy.qat.prepare import LayerPlan, calibrate, layer_plan, prepare, quantized_layers, restore, set_products
+from fp4deploy.qat.prepare import (
+    LayerPlan,
+    calibrate,
+    layer_plan,
+    prepare,
+    quantized_layers,
+    restore,
+    set_products,
+    unquantized,
+)
 from fp4deploy.qat.recipes import RECIPES, QuantSpec, Recipe, find_recipe
 
 __all__ = [
@@ -36,4 +45,5 @@ __all__ = [
     "restore",
     "round_to_deployed",
     "set_products",
+    "unquantized",
 ]

@@ -69,7 +69,7 @@ from fp4deploy.models.card import CARD_KEY, ModelCard
 from fp4deploy.qat.computed import rest_tensors, torch_class
 from fp4deploy.qat.experts import refuse_experts
 from fp4deploy.qat.layers import QuantConvTranspose2d, QuantLinear
-from fp4deploy.qat.prepare import layer_plan, quantized_layers, restore
+from fp4deploy.qat.prepare import layer_plan, quantized_layers, unquantized
 from fp4deploy.rest import BF16, FP16, FP32, Rest, rest_of
 from fp4deploy.tracing import make_no_folder
 
@@ -124,7 +124,7 @@ def export_graph(
     # The multi-term FP4 encoding reads FP16.
     examples = _examples(input_shape, FP16 if getattr(model, "digits", False) else precision, batch)
     open_axes = _open_axes(model, examples, dynamic or {}, dynamic_size, batch)
-    refuse_random(restore(copied(model)), *examples)
+    refuse_random(unquantized(copied(model)), *examples)
     traced = _trace(_traceable(model, constants, refused, precision), examples, open_axes, dynamic_size, precision)
     reached = marked_layers(traced)
     operators = WidenOperators()
