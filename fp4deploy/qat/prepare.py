@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from fp4deploy.errors import InputError
 from fp4deploy.formats import MXFP4_BLOCK, NVFP4_BLOCK
 from fp4deploy.graph.own_linear import weight_axis
-from fp4deploy.qat.attention import OpenAttention, close_attention, open_attention, opened
+from fp4deploy.qat.attention import OpenAttention, close_attention, opened
 from fp4deploy.qat.batches import batches_of, run
 from fp4deploy.qat.computed import plain_class, quantized_class, torch_class, why_not_plain
 from fp4deploy.qat.ends import Ends, Inputs, ends_of
@@ -181,23 +181,22 @@ def prepare(
     X NVFP4 RN static along C, W^T NVFP4 RN along C, G -, W -, G^T -, X (dW) -, straight-through)
     """
     chosen = find_recipe(recipe)
-    plans = {plan.name: plan for plan in layer_plan(model, chosen, include, exclude, fp8, example_inputs)}
-    names = [name for name, plan in plans.items() if plan.precision != "FP16"]
-    eight = predicate_of(fp8, plans)
-    if not names:
-        raise InputError(_nothing_to_quantize(model, plans))
-    calibrated = {name: layer.input_amax for name, layer in quantized_layers(model).items()}
-    restore(model)
-    open_attention(model)
-    for name in names:
-        layer = model.get_submodule(name)
-        if plans[name].precision == EXPERTS:
-            attach(layer, chosen)
-            continue
-        layer.__class__ = quantized_class(layer)
-        layer.attach(recipe_of(chosen, name, layer, eight), calibrated.get(name), name)  # type: ignore[operator]
-    close_attention(model, _is_quantized)
-    return model
+    with opened(model, _is_quantized):
+        plans = {plan.name: plan for plan in _planned(model, chosen, include, exclude, fp8, example_inputs)}
+        names = [name for name, plan in plans.items() if plan.precision != "FP16"]
+        eight = predicate_of(fp8, plans)
+        if not names:
+            raise InputError(_nothing_to_quantize(model, plans))
+        calibrated = {name: layer.input_amax for name, layer in quantized_layers(model).items()}
+        unquantized(model)
+        for name in names:
+            layer = model.get_submodule(name)
+            if plans[name].precision == EXPERTS:
+                attach(layer, chosen)
+                continue
+            layer.__class__ = quantized_class(layer)
+            layer.attach(recipe_of(chosen, name, layer, eight), calibrated.get(name), name)  # type: ignore[operator]
+        return model
 
 
 def _nothing_to_quantize(model: nn.Module, plans: Mapping[str, LayerPlan]) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import fp4deploy as fd
+from fp4deploy.errors import InputError
 from fp4deploy.qat import layer_plan, prepare, quantized_layers, restore
 from fp4deploy.qat.attention import OpenAttention, close_attention, open_attention
 from fp4deploy.qat.computed import rest_tensors
@@ -164,6 +165,16 @@ def test_a_subclass_of_attention_says_why_it_stays() -> None:
     reasons = {plan.name: plan.reason for plan in layer_plan(model, include=["*"]) if plan.precision == "FP16"}
     assert "subclass of nn.MultiheadAttention" in reasons["0"]
     assert "multiplies its weight itself" in reasons["0.out_proj"]
+
+
+def test_attention_alone_is_one_graph_for_torch_compile_and_names_its_layers_where_all_stay() -> None:
+    with pytest.raises(InputError, match=r"q_proj: first layer.*out_proj: output layer"):
+        prepare(nn.MultiheadAttention(E, 4))
+    model = prepare(nn.MultiheadAttention(E, 4, batch_first=True), include=["*"])
+    x = torch.randn(N, L, E)
+    eager = copy.deepcopy(model)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x, x, x)[0], eager(x, x, x)[0])
 
 
 def test_attention_goes_into_both_files(tokens: Any, tmp_path: Path) -> None:
