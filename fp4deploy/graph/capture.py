@@ -202,7 +202,8 @@ def why_not_captured(model: nn.Module, error: Exception, watched: Callable[[], S
         if "cache" in kept.lower():
             advice = (
                 "Export it without the cache of keys and values: model.config.use_cache = False, or use_cache=False in "
-                "its configuration. The file then computes a whole sequence in each call."
+                "its configuration; the file then computes a whole sequence in each call. Or with a cache of tensors: "
+                "fp4deploy.with_cache(model)."
             )
         return f"{kind} returns a {kept}, which is no tensor. {advice}"
     if "translating node return" in message:

@@ -47,6 +47,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from fp4deploy.rest import FP16, FP32, RestName
 
 MOST_NODES = 4096
+MOST_PORTS = 512  # inputs, or outputs: keys and values of each layer of a decoder are one each
 MOST_FORMS = 64
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 Count = Annotated[int, Field(ge=1, le=1 << 16)]
@@ -470,9 +471,9 @@ class Graph(Strict):
     (`fp4deploy.rest`). wide: path of a module -> activations that its code writes, in FP32 whatever the rest is.
     """
 
-    inputs: Annotated[list[Input], Field(min_length=1, max_length=8)]
+    inputs: Annotated[list[Input], Field(min_length=1, max_length=MOST_PORTS)]
     nodes: Annotated[list[Node], Field(min_length=1, max_length=MOST_NODES)]
-    outputs: Annotated[list[Output], Field(min_length=1, max_length=64)]
+    outputs: Annotated[list[Output], Field(min_length=1, max_length=MOST_PORTS)]
     tensors: dict[Name, TensorInfo]
     digits: bool = False
     rest: RestName = "fp16"

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from fp4deploy.errors import InputError
 
 Extent = int | str | tuple[int, int] | None  # fixed; one size for all axes of this name; least and most; any
+NEVER_EMPTY = ("N", "C", "D", "H", "W")  # axes of images; one of another name, such as of a cache, may have no element
 Outputs = NDArray[Any] | dict[str, NDArray[Any]]
 
 
@@ -160,7 +161,9 @@ def _same_kind(given: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
 def _fits(extent: Extent, size: int) -> bool:
     if isinstance(extent, tuple):
         return extent[0] <= size <= extent[1]
-    return size == extent if isinstance(extent, int) else size > 0
+    if isinstance(extent, int):
+        return size == extent
+    return size > 0 or (isinstance(extent, str) and extent not in NEVER_EMPTY)
 
 
 def _text(extent: Extent) -> str:
