@@ -89,6 +89,7 @@ def export_onnx(
     dynamic_size: bool = False,
     *,
     rest: str | None = None,
+    batch: int | None = None,
 ) -> ExportResult: ...
 
 
@@ -154,7 +155,7 @@ def export_onnx(
             are seen (`qat.ranges.automatic_rest`); None: as the card says.
         dynamic: of a module: more open axes with their names, as {"input_ids": {1: "L"}, "attention_mask": {1: "L"}};
             the file is then verified at two other sizes, too.
-        batch: of a module: the only number of samples that the file takes; None: any.
+        batch: the only number of samples that the file takes; None: any.
 
     Raises:
         GateError: ONNX Runtime and torch disagree by more than FP4 explains (see `verify`).
@@ -188,21 +189,22 @@ def export_onnx(
         found = found.resized(size)
     if dynamic_size and found.volume is not None:
         raise InputError("--dynamic-size leaves height and width of images open; a network of volumes has one size.")
-    canonical = export_graph(model, found.input_shape, found, dynamic_size, chosen)
+    canonical = export_graph(model, found.input_shape, found, dynamic_size, chosen, batch=batch)
     _describe(canonical, found, checkpoint)
     decomposed = to_portable(canonical) if portable or verify else None
     verification = None
     if verify and data is not None and decomposed is not None:
-        samples = list(validation_images(Path(data), found, images))
+        samples = [of_batch(each, batch) for each in validation_images(Path(data), found, images)]
         meanings = known_outputs(found)
         verification = verify_decomposed(model, decomposed, samples, meanings=meanings, card=found)
         require_agreement(verification, str(checkpoint))
         if dynamic_size:
-            require_open_sizes(model, decomposed, samples[0], str(checkpoint), meanings)
+            require_open_sizes(model, decomposed, samples[0], str(checkpoint), meanings, batch=batch)
     if portable and decomposed is not None and isinstance(found.head, DetectionHead):
         decomposed = with_boxes(decomposed, found.head, (found.height, found.width))
         if verify and data is not None:
-            require_same_boxes(decomposed, found, validation_images(Path(data), found, images))
+            boxed = (of_batch(each, batch) for each in validation_images(Path(data), found, images))
+            require_same_boxes(decomposed, found, boxed)
     written = _write_all(model, canonical, decomposed if portable else None, out, found, verification)
     for path in filter(None, (written.path, written.portable_path)):
         provenance.record("export", path, [checkpoint])

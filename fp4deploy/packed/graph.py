@@ -96,7 +96,7 @@ class Form(Strict):
 class Input(Strict):
     """An input of the network.
 
-    shape: an example, batch 1; free: the axes that may have another size than there, the batch included. dtype: what is
+    shape: an example, batch 1 where it is free; free: the axes that may have another size than there. dtype: what is
     given; whole numbers, such as token ids, keep their values until a node computes with them.
     """
 
@@ -489,9 +489,15 @@ class Graph(Strict):
 
     def format(self) -> int:
         """The oldest format `packed/N` that has all of it."""
-        typed = any(each.dtype != "float32" or 1 in each.free for each in self.inputs)
+        typed = any(each.dtype != "float32" or 1 in each.free or 0 not in each.free for each in self.inputs)
         beside = 7 if self.rest != "fp16" or self.wide else 3
         return max(8 if typed else beside, *map(format_of, self.nodes))
+
+    @property
+    def batch(self) -> int | None:
+        """The only number of samples that it takes; None: any."""
+        first = self.inputs[0]
+        return None if 0 in first.free else first.shape[0]
 
     def forms(self) -> dict[str, Form]:
         """Every form that an input or a node writes, by name."""

@@ -21,7 +21,6 @@ the image size fixed or, with `dynamic_size`, free; the same checkpoint gives th
 
 from __future__ import annotations
 
-import inspect
 import json
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -54,9 +53,11 @@ from fp4deploy.graph.capture import (
     arguments,
     file_names,
     fixes_an_axis,
+    input_names,
     output_names,
     place_of,
     quiet,
+    require_axes,
     why_not_captured,
 )
 from fp4deploy.graph.copied import copied
@@ -265,10 +266,7 @@ def _open_axes(
     """
     positional, named = examples
     tensors = dict(zip(_input_names(model, positional, named), (*positional, *named.values()), strict=True))
-    for name, axes in dynamic.items():
-        if name not in tensors or any(not 0 < axis < tensors[name].ndim for axis in axes):
-            valid = ", ".join(f"'{each}' with the axes 1 to {x.ndim - 1}" for each, x in tensors.items())
-            raise InputError(f"dynamic names the axes {[*axes]} of '{name}'. Inputs: {valid}.")
+    require_axes(dynamic, tensors)
     several = {} if batch else {0: torch.export.Dim(BATCH, min=1)}
     return {
         name: several
@@ -403,9 +401,7 @@ def _input_names(model: nn.Module, positional: tuple[torch.Tensor, ...], named: 
         return list(named)
     if len(positional) == 1:
         return [INPUT]
-    parameters = inspect.signature(model.forward).parameters.values()
-    names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
-    return (names + [f"input_{number}" for number in range(len(names), len(positional))])[: len(positional)]
+    return input_names(model, len(positional))
 
 
 def _name_outputs(program: torch.onnx.ONNXProgram) -> None:

@@ -117,7 +117,7 @@ def packed_differs(
     """
     axes = {each.name: {axis: f"{each.name}.{axis}" for axis in each.free if axis} for each in file.graph.inputs}
     network, rest = PackedNetwork(file), rest_of(file.graph)
-    for other in other_sizes(partial(_outputs, model, rest=rest), example, axes):
+    for other in other_sizes(partial(_outputs, model, rest=rest), example, axes, file.graph.batch or SAMPLES):
         try:
             given = leaves(network(*positional(other.inputs, file)))
         except Exception as error:  # torch's own, of an operator
