@@ -41,7 +41,7 @@ MORE = (Tile(128, 256, 32, 8, 3), Tile(128, 128, 32, 8, 3), Tile(128, 128, 32, 4
 THIN = tuple(Tile(bm, bn, 32, 4, 3) for bm in (256, 128) for bn in (32, 16))
 LARGEST_ERROR, LARGEST_ERROR_PACKED = 7e-4, 5e-2  # of the norm, against cuDNN in FP16
 SPLITS = (1, 2, 3, 4, 5, 8)
-MOST_PROGRAMS = 264
+MAX_PROGRAMS = 264
 CASES = ("1.0:1x352x480", "0.25:1x352x480", "1.0:16x352x480", "0.25:16x352x480", "1.0:4x512x512")
 
 
@@ -65,18 +65,18 @@ def shapes(case: str) -> dict[str, Shape]:
 def candidates(shape: Shape, more: bool = False) -> list[Plan]:
     """Tiles and splits worth trying."""
     batch, channels, outputs, h, w, size = shape
-    rows, up = batch * h * w, size == 2
+    rows, transposed = batch * h * w, size == 2
     tiles: tuple[Tile, ...] = SMALL if outputs >= 64 else ()
     tiles += (*LARGE, *MIDDLE, *(MORE if more else ())) if outputs >= 128 else ()
     tiles += THIN if outputs <= 32 else ()
-    steps32 = sum(-(-(1 if up else size * size) * c // 64) for c in channels)
+    steps32 = sum(-(-(1 if transposed else size * size) * c // 64) for c in channels)
     found = []
     for tile in tiles:
         if tile.bn > max(16, outputs) or (tile.bk == 64 and any(c % 128 for c in channels)) or tile.bm > 2 * rows:
             continue
-        programs = -(-rows // tile.bm) * -(-outputs // tile.bn) * (4 if up else 1)
-        for splits in SPLITS if not up else (1,):
-            if splits == 1 or (programs * splits <= MOST_PROGRAMS and programs < 100 and splits * 4 <= steps32):
+        programs = -(-rows // tile.bm) * -(-outputs // tile.bn) * (4 if transposed else 1)
+        for splits in SPLITS if not transposed else (1,):
+            if splits == 1 or (programs * splits <= MAX_PROGRAMS and programs < 100 and splits * 4 <= steps32):
                 found.append(Plan(tile, splits))
     return found
 
@@ -87,30 +87,30 @@ class Layer:
     def __init__(self, shape: Shape) -> None:
         batch, channels, outputs, h, w, size = shape
         torch.manual_seed(0)
-        self.size, self.up = size, size == 2
+        self.size, self.transposed = size, size == 2
         self.sources = tuple(packed(batch, h, w, c) for c in channels)
         self.weight = packed(outputs, size, size, sum(channels))
-        self.decoded = decode_weight(self.weight, channels, self.up)
+        self.decoded = decode_weight(self.weight, channels, self.transposed)
         maps = torch.cat([source.dequantize(torch.float16) for source in self.sources], -1)
         self.maps = maps.permute(0, 3, 1, 2)
-        filters = self.weight.dequantize(torch.float16).permute((3, 0, 1, 2) if self.up else (0, 3, 1, 2))
+        filters = self.weight.dequantize(torch.float16).permute((3, 0, 1, 2) if self.transposed else (0, 3, 1, 2))
         self.filters = filters.contiguous(memory_format=torch.channels_last)
-        self.amax = torch.tensor(40.0, device="cuda") if self.up else None  # as in the UNet: with bias, packed
-        self.bias = torch.randn(outputs, device="cuda") if self.up else None
+        self.amax = torch.tensor(40.0, device="cuda") if self.transposed else None  # as in the UNet: with bias, packed
+        self.bias = torch.randn(outputs, device="cuda") if self.transposed else None
 
     def run(self, plan: Plan | None = None) -> Any:
         return decoded.conv2d(
-            self.sources, self.decoded, self.bias, padding=0 if self.up else self.size // 2, out_amax=self.amax,
-            moments=not self.up, up=self.up, chosen=plan,
+            self.sources, self.decoded, self.bias, padding=0 if self.transposed else self.size // 2, out_amax=self.amax,
+            moments=not self.transposed, transposed=self.transposed, chosen=plan,
         )[0]  # fmt: skip
 
     def former(self) -> Any:
-        if self.up:
+        if self.transposed:
             return dispatch.conv_transpose2d(self.sources[0], self.weight, self.bias, out_amax=self.amax)
         return dispatch.conv2d(self.sources, self.weight, padding=self.size // 2)
 
     def fp16(self) -> torch.Tensor:
-        if self.up:
+        if self.transposed:
             return F.conv_transpose2d(self.maps, self.filters, None, 2)
         return F.conv2d(self.maps, self.filters, None, padding=self.size // 2)
 
@@ -166,7 +166,7 @@ def measure(shape: Shape, more: bool, peers: bool) -> dict[str, Any]:
     row: dict[str, Any] = {"shape": shape, "plans": []}
     expected = layer.fp16().permute(0, 2, 3, 1)
     limit = LARGEST_ERROR
-    if layer.up:  # packed: an element may be rounded to the neighbouring code
+    if layer.transposed:  # packed: an element may be rounded to the neighbouring code
         expected, limit = pack((expected + layer.bias).half(), amax=layer.amax), LARGEST_ERROR_PACKED
     plain = expected.dequantize() if isinstance(expected, Nvfp4Tensor) else expected.float()
     for plan in candidates(shape, more):

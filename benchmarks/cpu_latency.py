@@ -35,6 +35,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import peers
 import torch
 from torch import nn
 
@@ -43,8 +44,6 @@ from fp4deploy.export.onnx.canonical import read_onnx
 from fp4deploy.export.onnx.decomposed import to_portable
 from fp4deploy.export.to_onnx import export_onnx
 from fp4deploy.export.to_packed import pack_model
-from fp4deploy.models import build_unet
-from fp4deploy.models.sources import SOURCES
 from fp4deploy.packed import PackedNetwork, packed_file
 from fp4deploy.qat import calibrate, prepare, round_to_deployed
 from fp4deploy.system.onnx_runtime import ort
@@ -87,10 +86,7 @@ def main() -> None:
 
 def network(name: str, precision: str) -> nn.Module:
     """A network of random weights as it is deployed."""
-    torch.manual_seed(0)
-    source, _, rest = name.partition(":")
-    made: nn.Module = SOURCES[source](rest, CLASSES, {}) if rest else build_unet(CLASSES, float(name))
-    made.eval()
+    made = peers.network(name, CLASSES).eval()
     if precision == "nvfp4":
         prepare(made, RECIPE)
         calibrate(made, [torch.randn(2, 3, 96, 96)])
@@ -105,7 +101,7 @@ def measured(case: str, folder: Path, options: argparse.Namespace) -> list[dict[
     example = torch.zeros(1, 3, height, width)
     models = {precision: network(name, precision) for precision in ("fp16", "nvfp4")}
     for precision, model in models.items():
-        export_onnx(model, example, folder / f"{precision}.onnx", verify=False, with_portable=True)
+        export_onnx(model, example, folder / f"{precision}.onnx", verify=False, portable=True)
     packed = {
         precision: PackedNetwork(packed_file(folder / f"{precision}.fp4", None, *pack_model(model, example, False)))
         for precision, model in models.items()

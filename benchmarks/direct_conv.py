@@ -53,23 +53,23 @@ def main() -> None:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def measure(n: int, h: int, w: int, channels: tuple[int, ...], outputs: int, up: bool) -> dict[str, Any]:
+def measure(n: int, h: int, w: int, channels: tuple[int, ...], outputs: int, transposed: bool) -> dict[str, Any]:
     """Both kernels on one layer, microseconds."""
     torch.manual_seed(0)
     sources = tuple(quantize_nvfp4(torch.randn(n, h, w, each, device="cuda").half()) for each in channels)
-    size = 2 if up else 3
+    size = 2 if transposed else 3
     weight = quantize_nvfp4(torch.randn(outputs, size, size, sum(channels), device="cuda").half())
-    amax = torch.tensor(40.0, device="cuda") if up else None
-    planes, padding = decode_weight(weight, channels, up), 0 if up else 1
+    amax = torch.tensor(40.0, device="cuda") if transposed else None
+    planes, padding = decode_weight(weight, channels, transposed), 0 if transposed else 1
     depths = tuple(x.codes.shape[-1] for x in sources)
-    plan = decoded.chosen_plan(n * h * w, outputs, depths, 1 if up else 9, up, weight.codes.device)
-    how: dict[str, Any] = {"out_amax": amax, "moments": not up, "up": up}
+    plan = decoded.chosen_plan(n * h * w, outputs, depths, 1 if transposed else 9, transposed, weight.codes.device)
+    how: dict[str, Any] = {"out_amax": amax, "moments": not transposed, "transposed": transposed}
     implicit = partial(decoded.conv2d, sources, planes, padding=padding, chosen=plan, **how)
     directly = partial(direct.conv2d, sources, planes, padding=(padding, padding), **how)
     packed = 0.5 + 1 / NVFP4_BLOCK
-    moved = n * h * w * (sum(channels) * packed + (4 * packed if up else 2) * outputs)
+    moved = n * h * w * (sum(channels) * packed + (4 * packed if transposed else 2) * outputs)
     return {
-        "case": f"{n} x {h} x {w}, {' + '.join(map(str, channels))} to {outputs}{', transposed' if up else ''}",
+        "case": f"{n} x {h} x {w}, {' + '.join(map(str, channels))} to {outputs}{', transposed' if transposed else ''}",
         "implicit_us": 1e3 * median_ms(captured(implicit)),
         "direct_us": 1e3 * median_ms(captured(directly)),
         "floor_us": 1e6 * moved / BANDWIDTH,

@@ -27,7 +27,7 @@ from PIL import Image, ImageDraw
 
 from fp4deploy.bench.environment import environment
 from fp4deploy.data.tiles import starts
-from fp4deploy.export import export_onnx
+from fp4deploy.export import export_checkpoint
 from fp4deploy.models import ModelCard, build_unet, save_checkpoint
 from fp4deploy.qat import calibrate, prepare
 
@@ -68,7 +68,7 @@ def random_model(folder: Path) -> Path:
     rgb = ((0.5, 0.5, 0.5), (0.2, 0.2, 0.2))
     checkpoint = folder / "unet.safetensors"
     save_checkpoint(checkpoint, model, ModelCard("nvfp4", SCALE, names, TILE, TILE, *rgb, False, "nvfp4_qat"))
-    export_onnx(checkpoint, folder / "unet.onnx", portable=True, verify=False)
+    export_checkpoint(checkpoint, folder / "unet.onnx", portable=True, verify=False)
     return folder / "unet.portable.onnx"
 
 

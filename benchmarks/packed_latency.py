@@ -37,14 +37,13 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import peers
 import torch
 from peers import FORMS, command, forward, machine, measured
 from torch import nn
 
 from fp4deploy.errors import Fp4DeployError
 from fp4deploy.export.to_packed import pack_model
-from fp4deploy.models import build_unet
-from fp4deploy.models.sources import SOURCES
 from fp4deploy.packed import packed_file, read_packed, write_packed
 from fp4deploy.packed.network import PackedNetwork
 from fp4deploy.packed.program import compile_program
@@ -159,10 +158,7 @@ def each_alone(jobs: Sequence[Sequence[str]], gpus: Sequence[str], folder: str) 
 @lru_cache
 def model(name: str, precision: str, size: tuple[int, int]) -> nn.Module:
     """A network of random weights as it is deployed for images of this size, on the CPU."""
-    torch.manual_seed(0)
-    source, _, rest = name.partition(":")
-    made: nn.Module = SOURCES[source](rest, len(CLASSES), {}) if rest else build_unet(len(CLASSES), float(name))
-    made.eval()
+    made = peers.network(name, len(CLASSES)).eval()
     if precision == "nvfp4":
         prepare(made, RECIPE)
         calibrate(made.cuda(), [torch.randn(1, 3, *size, device="cuda")])

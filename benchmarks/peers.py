@@ -31,6 +31,8 @@ from unittest import mock
 import torch
 from torch import nn
 
+from fp4deploy.models.build import build_model
+from fp4deploy.models.spec import parse_spec
 from fp4deploy.train.losses import segmentation
 
 Run = Callable[[], Any]
@@ -47,6 +49,12 @@ def command(*left_out: str) -> str:
         else:
             told.append(argument)
     return shlex.join(told)
+
+
+def network(name: str, channels: int) -> nn.Module:
+    """What `fp4deploy train --model` builds of a specification, or of the scale of our UNet, with random weights."""
+    torch.manual_seed(0)
+    return build_model(parse_spec(name if ":" in name else f"unet:{name}"), channels)
 
 
 @contextmanager

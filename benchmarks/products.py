@@ -114,7 +114,7 @@ class Layer:
     def __post_init__(self) -> None:
         maps = [source.dequantize(torch.float16) for source in self.sources]
         self.maps = torch.cat(maps, -1).permute(0, 3, 1, 2)
-        axes = (3, 0, 1, 2) if self.up else (0, 3, 1, 2)
+        axes = (3, 0, 1, 2) if self.transposed else (0, 3, 1, 2)
         filters = self.weight.dequantize(torch.float16).permute(axes)
         self.filters = filters.contiguous(memory_format=torch.channels_last)
 
@@ -123,30 +123,30 @@ class Layer:
         return self.weight.shape[1]
 
     @property
-    def up(self) -> bool:
+    def transposed(self) -> bool:
         return self.size == 2
 
     def fp16(self) -> torch.Tensor:
-        if self.up:
+        if self.transposed:
             return F.conv_transpose2d(self.maps, self.filters, None, 2)
         return F.conv2d(self.maps, self.filters, None, padding=self.size // 2)
 
     def packed(self, tile: Tile | None = None) -> torch.Tensor:
         if tile is not None:
             return self.tiled(tile)
-        if self.up:
+        if self.transposed:
             return dispatch.conv_transpose2d(self.sources[0], self.weight)
         return dispatch.conv2d(self.sources, self.weight, padding=self.size // 2)
 
     def tiled(self, tile: Tile) -> torch.Tensor:
         n, h, w = self.sources[0].shape[:3]
-        factor, taps, padding = (2, (1, 1), 0) if self.up else (1, (self.size, self.size), self.size // 2)
+        factor, taps, padding = (2, (1, 1), 0) if self.transposed else (1, (self.size, self.size), self.size // 2)
         out = torch.empty(n, factor * h, factor * w, self.weight.shape[0], dtype=torch.float16, device="cuda")
         call = launching.gemm_call(
             *(self.sources, self.weight, None, (n, h, w), (n, h, w), out, None, None, torch.float16, 90),
             taps=taps,
             padding=padding,
-            up=self.up,
+            transposed=self.transposed,
             tile=tile,
         )
         launching.run(call, out.device)

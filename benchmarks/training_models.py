@@ -25,13 +25,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peers
 import torch
 from peers import command, machine
 from torch import nn
 from training_step import graph_ms, median_ms
 
-from fp4deploy.models import build_unet
-from fp4deploy.models.sources import SOURCES
 from fp4deploy.qat import calibrate_percentile, prepare
 from fp4deploy.qat.fusion.fuse import fuse
 from fp4deploy.train.losses.segmentation import SegmentationLoss
@@ -76,9 +75,7 @@ def make_step(model: nn.Module) -> Callable[[], None]:
 
 
 def build(network: str, recipe: str) -> nn.Module:
-    torch.manual_seed(0)
-    source, _, name = network.partition(":")
-    model: nn.Module = build_unet(CLASSES, float(name)) if source == "unet" else SOURCES[source](name, CLASSES, {})
+    model = peers.network(network, CLASSES)
     if recipe != "fp16":
         prepare(model, recipe)
     return model.cuda().to(memory_format=torch.channels_last).train()  # type: ignore[no-any-return, call-overload]

@@ -27,9 +27,10 @@ import torch
 from peers import captured, machine, median_ms
 
 from fp4deploy.formats import NVFP4_BLOCK, Nvfp4Tensor
-from fp4deploy.plugins.gemm.convolution import decoded, direct, warpgroup
+from fp4deploy.plugins.gemm.convolution import decoded, warpgroup
 from fp4deploy.plugins.gemm.convolution.decoded_weight import DecodedWeight, decode_weight
 from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4
+from fp4deploy.plugins.runtime import launch
 from fp4deploy.plugins.runtime.nvcc import compile_cubin
 
 BANDWIDTH, RATE = 3e12, 989e12  # bytes and floating-point operations a second
@@ -68,56 +69,56 @@ class Operands:
     """Of one layer, on the GPU."""
 
     def __init__(self, layer: Layer) -> None:
-        (n, h, w), channels, outputs, k, self.dilation, self.up = layer
-        self.k, self.padding = k, 0 if self.up else k // 2 * self.dilation
+        (n, h, w), channels, outputs, k, self.dilation, self.transposed = layer
+        self.k, self.padding = k, 0 if self.transposed else k // 2 * self.dilation
         torch.manual_seed(0)
         plain = [torch.randn(n, h, w, each, device="cuda", dtype=torch.half) for each in channels]
         self.sources: tuple[Nvfp4Tensor, ...] = tuple(quantize_nvfp4(x) for x in plain)
         weight = torch.randn(outputs, k, k, sum(channels), device="cuda", dtype=torch.half)
-        self.planes: DecodedWeight = decode_weight(quantize_nvfp4(weight), channels, self.up)
+        self.planes: DecodedWeight = decode_weight(quantize_nvfp4(weight), channels, self.transposed)
         self.x = torch.cat(plain, 3).permute(0, 3, 1, 2)
-        self.weight = weight.permute((3, 0, 1, 2) if self.up else (0, 3, 1, 2))
+        self.weight = weight.permute((3, 0, 1, 2) if self.transposed else (0, 3, 1, 2))
         self.weight = self.weight.contiguous(memory_format=torch.channels_last)
-        self.amax = torch.tensor(40.0, device="cuda") if self.up else None
+        self.amax = torch.tensor(40.0, device="cuda") if self.transposed else None
 
     def shape(self) -> warpgroup.Shape:
         place = (self.padding, self.padding)
-        return warpgroup.shape_of(self.sources, self.planes, place, self.dilation, self.up, self.up)
+        return warpgroup.shape_of(self.sources, self.planes, place, self.dilation, self.transposed, self.transposed)
 
     def triton(self) -> Any:
         n, h, w = self.sources[0].shape[:3]
-        depths, taps = tuple(x.codes.shape[-1] for x in self.sources), 1 if self.up else self.k**2
+        depths, taps = tuple(x.codes.shape[-1] for x in self.sources), 1 if self.transposed else self.k**2
         outputs = self.planes.shape[0]
-        plan = decoded.chosen_plan(n * h * w, outputs, depths, taps, self.up, self.planes.planes.device)
+        plan = decoded.chosen_plan(n * h * w, outputs, depths, taps, self.transposed, self.planes.planes.device)
         return self.ours(chosen=plan)
 
     def ours(self, **more: Any) -> Any:
         return decoded.conv2d(
             self.sources, self.planes, padding=self.padding, dilation=self.dilation, out_amax=self.amax,
-            moments=not self.up, up=self.up, **more,
+            moments=not self.transposed, transposed=self.transposed, **more,
         )  # fmt: skip
 
     def cudnn(self) -> torch.Tensor:
-        if self.up:
+        if self.transposed:
             return torch.nn.functional.conv_transpose2d(self.x, self.weight, stride=2)
         return torch.nn.functional.conv2d(self.x, self.weight, padding=self.padding, dilation=self.dilation)
 
 
 def measure(layer: Layer) -> dict[str, Any]:
     """All kernels on one layer, microseconds."""
-    (n, h, w), channels, outputs, k, dilation, up = layer
+    (n, h, w), channels, outputs, k, dilation, transposed = layer
     operands = Operands(layer)
     packed, pixels = 0.5 + 1 / NVFP4_BLOCK, n * h * w
     weights = 2 * outputs * k * k * sum(channels)
-    moved = pixels * (sum(channels) * packed + (4 * packed if up else 2) * outputs) + weights
+    moved = pixels * (sum(channels) * packed + (4 * packed if transposed else 2) * outputs) + weights
     operations = 2 * pixels * sum(channels) * outputs * k * k
     name = f"{n} x {h} x {w}, {' + '.join(map(str, channels))} to {outputs}"
-    kind = ", transposed" if up else f", {k}x{k}" + (f", dilation {dilation}" if dilation > 1 else "")
+    kind = ", transposed" if transposed else f", {k}x{k}" + (f", dilation {dilation}" if dilation > 1 else "")
     row: dict[str, Any] = {"case": name + kind}
     for form, run in (("triton", operands.triton), ("wgmma", operands.ours), ("cudnn", operands.cudnn)):
         row[f"{form}_us"] = 1e3 * median_ms(captured(run))
     row |= {"bytes_floor_us": 1e6 * moved / BANDWIDTH, "operations_floor_us": 1e6 * operations / RATE}
-    row["variant"] = asdict(warpgroup.variant(operands.shape(), direct.processors(operands.x.device)))  # type: ignore
+    row["variant"] = asdict(warpgroup.variant(operands.shape(), launch.num_sms(operands.x.device)))  # type: ignore
     return row
 
 
@@ -132,13 +133,11 @@ def sweep(layer: Layer) -> dict[str, Any]:
 
 def variants(layer: Layer) -> list[warpgroup.Variant]:
     """Those of a layer that could be the fastest."""
-    pixels, channels, outputs, k, dilation, up = layer
-    taps = (1, 1) if up else (k, k)
-    shape = warpgroup.Shape(pixels, tuple(c // 64 for c in channels), outputs, taps, dilation, up, up)
-    multiprocessors = direct.processors(torch.device("cuda", 0))
-    found = {
-        each: warpgroup.cycles(each, shape, multiprocessors) for each in warpgroup.variants(shape, multiprocessors)
-    }
+    pixels, channels, outputs, k, dilation, transposed = layer
+    taps = (1, 1) if transposed else (k, k)
+    shape = warpgroup.Shape(pixels, tuple(c // 64 for c in channels), outputs, taps, dilation, transposed, transposed)
+    num_sms = launch.num_sms(torch.device("cuda", 0))
+    found = {each: warpgroup.cycles(each, shape, num_sms) for each in warpgroup.variants(shape, num_sms)}
     return [each for each, cycles in found.items() if cycles < SLOWEST * min(found.values())]
 
 
@@ -155,7 +154,9 @@ def main() -> None:
     parser.add_argument("--variants", type=Path)
     options = parser.parse_args()
     torch.backends.cudnn.benchmark = True
-    taken = [layer for layer in layers() if warpgroup.takes(layer[1], layer[2], (layer[3],) * 2, 1, layer[4], layer[5])]
+    taken = [
+        layer for layer in layers() if warpgroup.supports(layer[1], layer[2], (layer[3],) * 2, 1, layer[4], layer[5])
+    ]
     if options.variants:
         compile_all([(layer, each) for layer in taken for each in variants(layer)])
         options.variants.write_text(json.dumps([sweep(layer) for layer in taken]))

@@ -17,7 +17,7 @@ from typing import Any
 from fp4deploy.errors import InputError
 from fp4deploy.runs import MODELS, RUNS, latest_run
 
-MOST_ANNOTATIONS = 64 << 20  # bytes of a COCO file that is worth reading for its classes
+MAX_ANNOTATIONS = 64 << 20  # bytes of a COCO file that is worth reading for its classes
 _SHELL = re.compile(r"[\x00-\x1f\x7f\"'$`\\;&|<>(){}*?!#~]")
 
 
@@ -84,7 +84,7 @@ def _classes(ctx: Any) -> Iterable[str]:
     root = ctx.params.get("data")
     files = sorted(Path(root).expanduser().rglob("*.json")) if root else []
     for file in files:
-        if not file.is_file() or file.stat().st_size > MOST_ANNOTATIONS:
+        if not file.is_file() or file.stat().st_size > MAX_ANNOTATIONS:
             continue
         tree = json.loads(file.read_text(encoding="utf-8"))  # noqa: TID251  a key of the shell waits
         if isinstance(tree, dict) and isinstance(tree.get("categories"), list):

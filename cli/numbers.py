@@ -6,7 +6,7 @@ import math
 
 import typer
 
-MOST_SECONDS = 1e8  # three years; a timer of the system takes no more than some hundred
+MAX_SECONDS = 1e8  # three years; a timer of the system takes no more than some hundred
 
 
 def finite(value: float | None) -> float | None:

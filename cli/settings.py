@@ -218,7 +218,7 @@ def parse_axes(text: str | None, option: str = "--size", volumes: bool = True) -
     """
     if text is None:
         return None
-    from fp4deploy.models.volumes import MOST_PIXELS
+    from fp4deploy.models.volumes import MAX_PIXELS
 
     numbers = text.lower().split("x")
     axes = (1, 2, 3) if volumes else (1, 2)
@@ -229,8 +229,8 @@ def parse_axes(text: str | None, option: str = "--size", volumes: bool = True) -
             f"{option} takes HEIGHTxWIDTH in pixels, such as 352x480, or one number for a square{more}, not "
             f"'{text[:60]}'."
         )
-    if max(map(int, numbers)) > MOST_PIXELS:
-        raise InputError(f"{option} is {text}, and a side has at most {MOST_PIXELS} pixels.")
+    if max(map(int, numbers)) > MAX_PIXELS:
+        raise InputError(f"{option} is {text}, and a side has at most {MAX_PIXELS} pixels.")
     return tuple(map(int, numbers if len(numbers) > 1 else numbers * 2))
 
 

@@ -135,7 +135,7 @@ def main() -> None:
     )
     print(f"loss: {before[0]:.3f}, {before[-1]:.3f} in full precision, {last:.3f} in NVFP4")
 
-    exported = fd.export_onnx(model, images, options.out / "model.onnx", with_portable=True)
+    exported = fd.export_onnx(model, images, options.out / "model.onnx", portable=True)
     packed = fd.pack(model, options.out / "model.fp4", example_inputs=images)
     assert exported.verification is not None
     assert packed.verification is not None

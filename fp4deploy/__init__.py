@@ -6,7 +6,8 @@
     fd.calibrate(model, batches)                               # static activation scales
     fd.fuse(model)                                             # on a GPU: quantisation inside the kernels around it
     fd.quantize(model, images, method="gptq")                  # NVFP4 without training
-    fd.export_onnx(checkpoint, "unet.onnx", data="data/coco")  # ONNX with FP4 Q/DQ nodes, compared with torch
+    fd.export_onnx(model, image, "net.onnx")                   # ONNX with FP4 Q/DQ nodes, compared with torch
+    fd.export_checkpoint(checkpoint, "unet.onnx", data="data/coco")  # the same of a file of `fp4deploy train`
     fd.pack(checkpoint, "unet.fp4", data="data/coco")          # NVFP4 codes and scales for this project's kernels
     fd.compile(model, image)(image)                            # the same in this process, compiled on a GPU
     fd.build_engine("unet.onnx", "unet.plan")                  # TensorRT-RTX engine and precision ledger

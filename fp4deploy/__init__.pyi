@@ -2,7 +2,7 @@ from .bench.runtimes.open import open_runtime
 from .errors import Fp4DeployError, GateError, InputError, UnavailableError
 from .export.engine.build import build_engine
 from .export.onnx.graph import export_graph
-from .export.to_onnx import export_onnx
+from .export.to_onnx import export_checkpoint, export_onnx
 from .export.to_packed import compile, pack
 from .export.verify.exported import verify
 from .formats.four_over_six import FourOverSix
@@ -16,7 +16,8 @@ from .predict.predictor import load
 from .ptq.quantize import quantize
 from .qat.fusion.fuse import fuse
 from .qat.load import load_model
-from .qat.prepare import calibrate, layer_plan, prepare, restore
+from .qat.plan import layer_plan
+from .qat.prepare import calibrate, prepare, restore
 from .qat.recipes import RECIPES, QuantSpec, Recipe
 
 __version__: str
@@ -34,6 +35,7 @@ __all__ = [
     "build_engine",
     "calibrate",
     "compile",
+    "export_checkpoint",
     "export_graph",
     "export_onnx",
     "fp4_cached_linear",

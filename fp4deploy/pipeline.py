@@ -16,7 +16,7 @@ from fp4deploy.bench.environment import environment
 from fp4deploy.bench.records import Machine
 from fp4deploy.bench.tables import duration
 from fp4deploy.errors import UnavailableError
-from fp4deploy.export import export_onnx
+from fp4deploy.export import export_checkpoint
 from fp4deploy.export.engine.build import build_engine, check_arch
 from fp4deploy.export.to_packed import pack
 from fp4deploy.report.collect import now
@@ -92,7 +92,7 @@ def stage(number: int, title: str, say: Say, measurement: Measurement) -> Iterat
 def _export(run: Run, model: str, data: Path, say: Say) -> None:
     target = run.exported(model)
     with progress(f"{target.name}: tracing and comparing with torch"):
-        result = export_onnx(run.checkpoint(model), target, portable=True, data=data)
+        result = export_checkpoint(run.checkpoint(model), target, portable=True, data=data)
     agreed = f": {result.verification.sentence()}" if result.verification else ""
     say(f"      {target.name}{agreed}")
     with progress(f"{target.stem}.fp4: packing and comparing with torch"):

@@ -32,18 +32,18 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from fp4deploy.errors import InputError
 from fp4deploy.runs import Run, is_first_process, run_of
 from fp4deploy.system.files import TEMPORARY, append_line, digest_of, file_digest
-from fp4deploy.system.schema import MOST_BYTES, Name, whole_lines
+from fp4deploy.system.schema import MAX_BYTES, Name, whole_lines
 
 FILE = "provenance.jsonl"
 Stage = Literal["train", "quantize", "import-modelopt", "export", "build"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 CONTENT = (".json", ".txt", ".csv", ".yaml", ".yml")  # suffixes of a dataset's files whose content is digested
-MOST_FILES = 2_000_000  # of a dataset
-MOST_CONTENT = 8 << 30  # bytes of its JSON and text files
-MOST_LINKS = 1000  # files of a run
+MAX_FILES = 2_000_000  # of a dataset
+MAX_CONTENT = 8 << 30  # bytes of its JSON and text files
+MAX_LINKS = 1000  # files of a run
 MADE = (".safetensors", ".onnx", ".fp4", ".plan")  # suffixes of what the stages make
 RESUMED = "state"  # the folder of what a training is resumed from; of no other stage's concern
-MOST_FOLDERS = 4  # datasets that one verification reads
+MAX_FOLDERS = 4  # datasets that one verification reads
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 OK, MISSING, CHANGED, OUTDATED = "ok", "missing", "changed", "outdated"
@@ -99,17 +99,17 @@ def record(stage: Stage, output: Path, inputs: Sequence[Path]) -> None:
 def links(run: Run) -> list[Link]:
     """The last line of each file, in the order of the stages; lines that cannot be read are left out.
 
-    At most `MOST_LINKS`, those that were written last.
+    At most `MAX_LINKS`, those that were written last.
     """
     found: dict[str, Link] = {}
-    for line in whole_lines(run.path / FILE, MOST_BYTES):
+    for line in whole_lines(run.path / FILE, MAX_BYTES):
         try:
             link = Link.model_validate(line)
         except ValidationError:
             continue
         found.pop(link.path, None)
         found[link.path] = link
-    return sorted(list(found.values())[-MOST_LINKS:], key=lambda link: STAGES.index(link.stage))
+    return sorted(list(found.values())[-MAX_LINKS:], key=lambda link: STAGES.index(link.stage))
 
 
 def verify_run(run: Run) -> list[Finding]:
@@ -118,7 +118,7 @@ def verify_run(run: Run) -> list[Finding]:
 
 
 def unnamed(run: Run) -> list[str]:
-    """Files of the run that a stage could have made and no line of the chain names, at most `MOST_LINKS`, sorted."""
+    """Files of the run that a stage could have made and no line of the chain names, at most `MAX_LINKS`, sorted."""
     named = {link.path for link in links(run)}
     found: list[str] = []
     seen = 0
@@ -127,9 +127,9 @@ def unnamed(run: Run) -> list[str]:
         seen += len(files)
         names = (_inside(run, Path(root) / name) for name in sorted(files) if name.lower().endswith(MADE))
         found += [name for name in names if name not in named]
-        if len(found) > MOST_LINKS or seen > MOST_FILES:
+        if len(found) > MAX_LINKS or seen > MAX_FILES:
             break
-    return sorted(found)[:MOST_LINKS]
+    return sorted(found)[:MAX_LINKS]
 
 
 def _inside(run: Run, path: Path) -> str:
@@ -151,7 +151,7 @@ def digest(path: Path) -> str:
     """SHA-256 of a file, or of a dataset's folder as the module says.
 
     Raises:
-        InputError: neither is there, a file of the folder cannot be read, or it has more of them than `MOST_FILES`.
+        InputError: neither is there, a file of the folder cannot be read, or it has more of them than `MAX_FILES`.
     """
     if not path.is_dir():
         return file_digest(path)
@@ -176,8 +176,8 @@ def _parts(folder: Path) -> list[bytes]:
             content += size * whole
             parts += [file.relative_to(folder).as_posix().encode(errors="surrogateescape")]
             parts += [file_digest(file).encode() if whole else str(size).encode()]
-            if len(parts) > 2 * MOST_FILES or content > MOST_CONTENT:
-                most = f"{MOST_FILES} files, or {MOST_CONTENT >> 30} GiB of JSON and text"
+            if len(parts) > 2 * MAX_FILES or content > MAX_CONTENT:
+                most = f"{MAX_FILES} files, or {MAX_CONTENT >> 30} GiB of JSON and text"
                 raise InputError(f"{folder} has more than {most}: it is no dataset.")
     return parts
 
@@ -194,7 +194,7 @@ def _findings(run: Run, chain: Sequence[Link]) -> list[Finding]:
                 whole = run.path / path  # an absolute path stays itself
                 if whole.is_dir():
                     folders.add(path)
-                if path not in folders or (data and len(folders) <= MOST_FOLDERS):
+                if path not in folders or (data and len(folders) <= MAX_FOLDERS):
                     known[path] = digest(whole)
         return known[path]
 

@@ -15,7 +15,7 @@ from filelock import FileLock
 from torch import nn
 
 from fp4deploy.data import IMAGE_MEAN, IMAGE_STD, generate_shapes, open_dataset
-from fp4deploy.export import build_engine, export_onnx, to_packed
+from fp4deploy.export import build_engine, export_checkpoint, to_packed
 from fp4deploy.export.to_packed import pack
 from fp4deploy.graph import Graph, capture
 from fp4deploy.graph.capture import Inputs
@@ -120,7 +120,7 @@ def _export_untrained(run: Run, names: tuple[str, ...]) -> None:
         card = ModelCard(precision, 0.125, names, SIZE, SIZE, IMAGE_MEAN, IMAGE_STD, True, recipe)
         save_checkpoint(run.checkpoint(precision), model, card)
         target = run.exported(precision)
-        export_onnx(run.checkpoint(precision), target, portable=True, verify=False)
+        export_checkpoint(run.checkpoint(precision), target, portable=True, verify=False)
         pack(run.checkpoint(precision), target.with_suffix(".fp4"), verify=False)
 
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from fp4deploy.system.schema import Name
 
 Scores = dict[str, int | float | None]  # by the name of a class, or of a kind of AP
-MOST_IMAGES = 1_000_000
+MAX_IMAGES = 1_000_000
 NOT_MEASURED = "not measured"
 
 
@@ -30,8 +30,8 @@ class Evidence(Record):
 
     kind: Literal["pixels", "voxels", "matches"]
     classes: Annotated[list[Name], Field(max_length=1000)]
-    images: Annotated[list[Name], Field(max_length=MOST_IMAGES)]
-    lines: Annotated[list[str], Field(max_length=MOST_IMAGES)]
+    images: Annotated[list[Name], Field(max_length=MAX_IMAGES)]
+    lines: Annotated[list[str], Field(max_length=MAX_IMAGES)]
 
 
 class Quantiles(Record):

@@ -21,7 +21,7 @@ TIMES = ("p50 ms", "p90 ms", "p99 ms", "images/s")
 NUMERIC = frozenset({"size", "change", *(title for title, _ in (*SEMANTIC, *VOLUMES, *INSTANCE)), *TIMES})
 NONE = "–"  # a cell without a number
 BASELINES = ("fp16_control", "fp16")
-MOST_CONFUSIONS = 12  # rows of the table
+MAX_CONFUSIONS = 12  # rows of the table
 UNSTEADY = 1.5  # p90 over p50 above which a row says that its times are no property of the artefact
 
 
@@ -223,6 +223,6 @@ def confusion_rows(artifacts: Sequence[ArtifactEntry]) -> tuple[tuple[str, ...],
     wrong = {pair for each in counts for pair in each if pair[0] != pair[1]}
     if not wrong:
         return None
-    shown = sorted(wrong, key=lambda pair: (-max(each.get(pair, 0) for each in counts), pair))[:MOST_CONFUSIONS]
+    shown = sorted(wrong, key=lambda pair: (-max(each.get(pair, 0) for each in counts), pair))[:MAX_CONFUSIONS]
     body = [[*pair, *(str(each.get(pair, 0)) for each in counts)] for pair in shown]
     return ("object", "detected as", *(str(entry.model) for entry in measured)), body

@@ -15,7 +15,7 @@ from fp4deploy.data.sample import Sample, SegmentationDataset
 
 DEFAULT_BUDGET = 2**30  # bytes
 _PROBE = 16  # samples that are read at a time, and after which the size of the whole set is estimated
-MOST_THREADS = 16
+MAX_THREADS = 16
 
 
 class CachedDataset:
@@ -43,7 +43,7 @@ def cache_dataset(dataset: SegmentationDataset, budget: int = DEFAULT_BUDGET) ->
     """
     samples: list[Sample] = []
     size = 0
-    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:  # decoding releases the GIL
+    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:  # decoding releases the GIL
         for start in range(0, len(dataset), _PROBE):
             chunk = list(pool.map(dataset.load, range(start, min(start + _PROBE, len(dataset)))))
             size += sum(map(_frozen_bytes, chunk))

@@ -56,15 +56,8 @@ def open_instances(
     Raises:
         InputError: as `open_dataset`; and there are masks only, which do not tell objects apart.
     """
-    root = Path(root)
-    require_split(split)
-    require_folder(root)
-    if find_annotations(root, split) is None and (has_masks(root) or is_volumes(root)):
-        raise InputError(
-            f"{root} holds semantic masks, which do not tell one object from the next. Instance segmentation needs "
-            f"annotations/instances_{split}2017.json; or train with: --task semantic"
-        )
-    return CocoDataset(root, split, classes, instances=numbered, stuff=stuff)
+    masks = "which do not tell one object from the next. Instance segmentation needs"
+    return CocoDataset(_with_objects(root, split, masks), split, classes, instances=numbered, stuff=stuff)
 
 
 def open_boxes(root: Path | str, split: str, classes: Sequence[str] | None = None) -> BoxDataset:
@@ -73,15 +66,20 @@ def open_boxes(root: Path | str, split: str, classes: Sequence[str] | None = Non
     Raises:
         InputError: as `open_dataset`; and there are masks only, or a box is damaged.
     """
+    return BoxDataset(_with_objects(root, split, "which have no boxes. Detection needs"), split, classes)
+
+
+def _with_objects(root: Path | str, split: str, masks: str) -> Path:
+    """The folder, which has annotations of objects; masks: what masks lack, and what needs it."""
     root = Path(root)
     require_split(split)
     require_folder(root)
     if find_annotations(root, split) is None and (has_masks(root) or is_volumes(root)):
         raise InputError(
-            f"{root} holds semantic masks, which have no boxes. Detection needs "
-            f"annotations/instances_{split}2017.json; or train with: --task semantic"
+            f"{root} holds semantic masks, {masks} annotations/instances_{split}2017.json; or train with: "
+            "--task semantic"
         )
-    return BoxDataset(root, split, classes)
+    return root
 
 
 def open_dataset(

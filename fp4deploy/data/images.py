@@ -25,7 +25,7 @@ from fp4deploy.data.sample import Pixels
 from fp4deploy.errors import InputError
 
 FORMATS = ("JPEG", "PNG", "BMP", "DIB", "WEBP", "TIFF", "GIF", "PPM")
-MOST_PIXELS = 2 * 89_478_485  # of one image; beyond it Pillow refuses to decode
+MAX_PIXELS = 2 * 89_478_485  # of one image; beyond it Pillow refuses to decode
 Colours = dict[tuple[int, int, int], int]  # RGB -> class
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 _UNREADABLE = (

@@ -22,7 +22,7 @@ from pathlib import Path
 from fp4deploy.data.images import IMAGE_SUFFIXES
 from fp4deploy.data.sample import ALL_SPLITS, VAL
 from fp4deploy.errors import InputError
-from fp4deploy.system.schema import MOST_BYTES, briefly, lines_of, text_of
+from fp4deploy.system.schema import MAX_BYTES, briefly, lines_of, text_of
 
 LAYOUTS = (
     "annotations/instances_{train,val}2017.json with {train,val}2017/ (COCO), {train,valid}/_annotations.coco.json "
@@ -118,7 +118,7 @@ def _stems(listing: Path) -> list[str]:
     Raises:
         InputError: a name is longer than a file's can be.
     """
-    lines = (line.strip() for line in text_of(b"\n".join(lines_of(listing, MOST_BYTES))).splitlines())
+    lines = (line.strip() for line in text_of(b"\n".join(lines_of(listing, MAX_BYTES))).splitlines())
     stems = list(dict.fromkeys(Path(line.split()[0]).name for line in lines if line))
     for stem in stems:
         if len(stem.encode()) > LONGEST_STEM or "\0" in stem:

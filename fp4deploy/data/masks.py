@@ -41,7 +41,7 @@ from fp4deploy.data.sample import (
 from fp4deploy.models.card import numbered
 from fp4deploy.system.schema import lines_of, read_bytes, text_of
 
-MOST_LISTING_BYTES = 1 << 20  # of classes.txt and labelmap.txt
+MAX_LISTING_BYTES = 1 << 20  # of classes.txt and labelmap.txt
 LABEL = re.compile(r"([^:]{1,200}):(\d{1,3}),(\d{1,3}),(\d{1,3}):[^:]*:[^:]*")
 
 
@@ -147,7 +147,7 @@ def class_values(root: Path) -> dict[str, int]:
             return {named[value]: value for value in sorted(named) if 0 <= value < IGNORE}
     listing = root / "classes.txt"
     if listing.is_file():
-        names = [line.strip() for line in text_of(read_bytes(listing, MOST_LISTING_BYTES)).splitlines()]
+        names = [line.strip() for line in text_of(read_bytes(listing, MAX_LISTING_BYTES)).splitlines()]
         names = names[: max((n for n, name in enumerate(names, start=1) if name), default=0)]
         if not names or len(set(names)) < len(names) or "" in names or len(names) > IGNORE:
             raise data_error(root, f"{listing} must hold one class a line: no empty lines, no repeats, at most 255.")
@@ -177,7 +177,7 @@ def _label_map(root: Path) -> list[tuple[str, tuple[int, int, int]]]:
     """Names and colours of CVAT's labelmap.txt; [] where there is none."""
     path = root / "labelmap.txt"
     found = []
-    content = text_of(b"\n".join(lines_of(path, MOST_LISTING_BYTES)))
+    content = text_of(b"\n".join(lines_of(path, MAX_LISTING_BYTES)))
     for line in content.splitlines():
         text = line.strip()
         if not text or text.startswith("#"):

@@ -28,7 +28,7 @@ from fp4deploy.errors import InputError
 
 Outputs = NDArray[np.float32]
 Place = tuple[slice, ...]  # of a tile, along each spatial axis
-LEAST_WEIGHT = 1e-3  # of a volume's tile; its middle has 1
+MIN_WEIGHT = 1e-3  # of a volume's tile; its middle has 1
 
 
 def starts(length: int, tile: int, overlap: int) -> list[int]:
@@ -75,7 +75,7 @@ def blended(
         (first place, outputs float32 [channels, places, *size[1:]]); the bands cover the input.
     """
     tile = [len(side) for side in sides]
-    weight = np.maximum(reduce(np.multiply.outer, sides), LEAST_WEIGHT)
+    weight = np.maximum(reduce(np.multiply.outer, sides), MIN_WEIGHT)
     rows, *others = (starts(*each) for each in zip(size, tile, overlaps, strict=True))
     places = list(product(*others))
     total: Outputs | None = None  # the number of channels is known after the first tile

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fp4deploy.export.onnx.decomposed import to_portable
     from fp4deploy.export.onnx.graph import export_graph
     from fp4deploy.export.onnx.layers import OnnxLayer, describe_onnx, inspect_onnx
-    from fp4deploy.export.to_onnx import ExportResult, export_onnx
+    from fp4deploy.export.to_onnx import ExportResult, export_checkpoint, export_onnx
 
 _HOMES = {
     "BuildResult": "engine.build",
@@ -34,6 +34,7 @@ _HOMES = {
     "Ledger": "ledger.ledger",
     "load_ledger": "ledger.ledger",
     "ExportResult": "to_onnx",
+    "export_checkpoint": "to_onnx",
     "export_onnx": "to_onnx",
     "read_onnx": "onnx.canonical",
     "OnnxLayer": "onnx.layers",
@@ -49,6 +50,7 @@ __all__ = [
     "OnnxLayer",
     "build_engine",
     "describe_onnx",
+    "export_checkpoint",
     "export_graph",
     "export_onnx",
     "inspect_onnx",

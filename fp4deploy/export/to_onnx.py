@@ -1,4 +1,4 @@
-"""Checkpoint -> verified ONNX files.
+"""Checkpoint, or module in memory -> verified ONNX files.
 
 Trace, quantise, check, decompose, compare the decomposed graph with torch on real images, and only then write, each
 file under a temporary name first: no file exists that was not compared (except with `verify=False`).
@@ -6,11 +6,13 @@ file under a temporary name first: no file exists that was not compared (except 
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypeVar, cast
 
 import onnx
 from torch import nn
@@ -21,7 +23,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.boxes import with_boxes
 from fp4deploy.export.onnx.canonical import rest_of_file
 from fp4deploy.export.onnx.decomposed import to_portable
-from fp4deploy.export.onnx.graph import export_graph
+from fp4deploy.export.onnx.graph import Dynamic, export_graph
 from fp4deploy.export.onnx.layers import note_largest, planned_layers
 from fp4deploy.export.verify.exported import batches_of
 from fp4deploy.export.verify.outputs import (
@@ -48,7 +50,7 @@ QUANTIZED = ("FP4", "FP4 weights", "FP8")  # precisions of layers
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What `export_onnx` wrote.
+    """What `export_onnx` or `export_checkpoint` wrote.
 
     path, portable_path: the canonical file and the decomposed one (None where none was asked for).
     card: None of a module that was exported without one.
@@ -77,8 +79,28 @@ def portable_name(path: Path) -> Path:
     return path.with_suffix(f".portable{path.suffix}")
 
 
-@overload
-def export_onnx(
+_Export = TypeVar("_Export", bound=Callable[..., ExportResult])
+
+
+def _modules_only(function: _Export) -> _Export:
+    """`export_onnx` took a checkpoint's path as well, and called `portable` of a module `with_portable`."""
+
+    @functools.wraps(function)
+    def export(model: nn.Module | Path | str, *arguments: Any, **options: Any) -> ExportResult:
+        checkpoint = not isinstance(model, nn.Module)
+        if checkpoint or "with_portable" in options:
+            now = "export_checkpoint(checkpoint, path)" if checkpoint else "portable=True"
+            warnings.warn(f"This call of export_onnx is of an older version: write {now}.", DeprecationWarning, 2)
+        if "with_portable" in options:
+            options["portable"] = options.pop("with_portable")
+        if not checkpoint:
+            return function(model, *arguments, **options)
+        return export_checkpoint(cast("Path | str", model), *arguments, **options)
+
+    return cast(_Export, export)
+
+
+def export_checkpoint(
     checkpoint: Path | str,
     out: Path | str,
     portable: bool = False,
@@ -87,84 +109,99 @@ def export_onnx(
     verify: bool = True,
     size: tuple[int, ...] | None = None,
     dynamic_size: bool = False,
-    *,
     rest: str | None = None,
-    batch: int | None = None,
-) -> ExportResult: ...
-
-
-@overload
-def export_onnx(
-    checkpoint: nn.Module,
-    out: Inputs,
-    portable: Path | str,
-    data: Inputs | Iterable[Inputs] | None = None,
-    images: int = 16,
-    verify: bool = True,
-    size: None = None,
-    dynamic_size: bool = False,
-    card: ModelCard | None = None,
-    with_portable: bool = False,
-    outputs: Outputs = None,
-    rest: str | None = None,
-    dynamic: Mapping[str, Mapping[int, str]] | None = None,
-    batch: int | None = None,
-) -> ExportResult: ...
-
-
-def export_onnx(
-    checkpoint: Any,
-    out: Any,
-    portable: Any = False,
-    data: Any = None,
-    images: int = 16,
-    verify: bool = True,
-    size: tuple[int, ...] | None = None,
-    dynamic_size: bool = False,
-    card: ModelCard | None = None,
-    with_portable: bool = False,
-    outputs: Outputs = None,
-    rest: str | None = None,
-    dynamic: Mapping[str, Mapping[int, str]] | None = None,
     batch: int | None = None,
 ) -> ExportResult:
-    """Export a checkpoint, or a module in memory, to canonical ONNX, verified against torch before anything is written.
-
-    There are two forms, as there are two things to export:
-
-        export_onnx(checkpoint, out, portable=False, data=folder)      of a file that `fp4deploy train` wrote
-        export_onnx(model, example_input, path)                        of any module, in the order of torch.onnx.export
+    """Export a checkpoint to canonical ONNX, verified against torch on real images before anything is written.
 
     Args:
-        checkpoint: a .safetensors file that `fp4deploy train` wrote; or a module, prepared and calibrated or plain.
-        out: the .onnx file; an existing one is replaced. Of a module: an example input [N, C, H, W], or several as a
-            tuple or a dict by the names of its arguments.
+        checkpoint: a .safetensors file that `fp4deploy train` wrote.
+        out: the .onnx file; an existing one is replaced.
         portable: also write the decomposed graph for plain ONNX Runtime, as NAME.portable.onnx in the same folder; that
-            of a detector also decodes the boxes (`onnx.boxes`). Of a
-            module: the .onnx file (and `with_portable` for the other one).
-        data: dataset whose validation split is used to verify. Of a module: inputs to verify on, one batch or several;
-            by default the example input.
-        images: how many of the dataset's images.
+            of a detector also decodes the boxes (`onnx.boxes`).
+        data: dataset whose validation split is used to verify.
+        images: how many of its images.
         verify: False writes without comparing.
         size: height and width of the graph's images in pixels, or depth, height and width of volumes; by default those
             of the training. It is verified at it.
         dynamic_size: leave height and width open; the file is then verified at two other sizes, too (`verify.sizes`).
-        card: of a module, stored in the file.
-        outputs: of a module: what its outputs are, as of `verify`; by default as the card says.
         rest: what is neither FP4 nor FP8: "fp16", "bf16" or "fp32" (`fp4deploy.rest`), or "auto": by the ranges that
             are seen (`qat.ranges.automatic_rest`); None: as the card says.
-        dynamic: of a module: more open axes with their names, as {"input_ids": {1: "L"}, "attention_mask": {1: "L"}};
-            the file is then verified at two other sizes, too.
-        batch: the only number of samples that the file takes; None: any.
+        batch: the only number of images that the file takes; None: any.
 
     Raises:
         GateError: ONNX Runtime and torch disagree by more than FP4 explains (see `verify`).
-        InputError: not a checkpoint of this project, an uncalibrated layer, no data to verify on, an unwritable target,
-            a module that cannot be traced.
+        InputError: not a checkpoint of this project, an uncalibrated layer, no data to verify on, an unwritable target.
 
-    >>> result = export_onnx(checkpoint, folder / "unet.onnx", verify=False)
+    >>> result = export_checkpoint(checkpoint, folder / "unet.onnx", verify=False)
     >>> result.path.name, result.fp4_layers
     ('unet.onnx', 21)
+    """
+    checkpoint, out, data = Path(checkpoint), Path(out), None if data is None else Path(data)
+    check_request(checkpoint, out, ".onnx", data, images, verify)
+    chosen = None if rest is None else rest_for(rest, checkpoint, data, images)
+    model, card = load_model(checkpoint, rest=chosen)
+    if size is not None:
+        card = card.resized(size)
+    if dynamic_size and card.volume is not None:
+        raise InputError("--dynamic-size leaves height and width of images open; a network of volumes has one size.")
+    canonical = export_graph(model, card.input_shape, card, dynamic_size, chosen, batch=batch)
+    _describe(canonical, card, checkpoint)
+    decomposed = to_portable(canonical) if portable or verify else None
+    verification = None
+    if verify and data is not None and decomposed is not None:
+        samples = [of_batch(each, batch) for each in validation_images(data, card, images)]
+        meanings = known_outputs(card)
+        verification = verify_decomposed(model, decomposed, samples, meanings=meanings, card=card)
+        require_agreement(verification, str(checkpoint))
+        if dynamic_size:
+            require_open_sizes(model, decomposed, samples[0], str(checkpoint), meanings, batch=batch)
+    if portable and decomposed is not None and isinstance(card.head, DetectionHead):
+        decomposed = with_boxes(decomposed, card.head, (card.height, card.width))
+        if verify and data is not None:
+            boxed = (of_batch(each, batch) for each in validation_images(data, card, images))
+            require_same_boxes(decomposed, card, boxed)
+    written = _write_all(model, canonical, decomposed if portable else None, out, card, verification)
+    for path in filter(None, (written.path, written.portable_path)):
+        provenance.record("export", path, [checkpoint])
+    return written
+
+
+@_modules_only
+def export_onnx(
+    model: nn.Module,
+    example: Inputs,
+    path: Path | str,
+    data: Inputs | Iterable[Inputs] | None = None,
+    *,
+    portable: bool = False,
+    verify: bool = True,
+    dynamic_size: bool = False,
+    dynamic: Dynamic | None = None,
+    batch: int | None = None,
+    card: ModelCard | None = None,
+    outputs: Outputs = None,
+    rest: str | None = None,
+) -> ExportResult:
+    """Export a module to canonical ONNX, verified against torch before anything is written; arguments in the order of
+    torch.onnx.export. A checkpoint's file is exported by `export_checkpoint`.
+
+    Args:
+        model: prepared and calibrated, or plain.
+        example: an input [N, C, H, W], or several as a tuple or a dict by the names of the forward's arguments.
+        path: the .onnx file; an existing one is replaced.
+        data: inputs to verify on, one batch or several; by default the example.
+        portable, verify, dynamic_size, rest: as of `export_checkpoint`.
+        dynamic: more open axes with their names, as {"input_ids": {1: "L"}, "attention_mask": {1: "L"}}; the file is
+            then verified at two other sizes, too.
+        batch: the only number of samples that the file takes; None: any.
+        card: stored in the file.
+        outputs: what the outputs are, as of `verify`; by default as the card says.
+
+    Raises:
+        GateError: ONNX Runtime and torch disagree by more than FP4 explains (see `verify`).
+        InputError: an uncalibrated layer, an unwritable target, a module that cannot be traced.
+
     >>> model = fd.prepare(nn.Sequential(nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 3), nn.Conv2d(16, 4, 1)))
     >>> import torch
     >>> batch = torch.randn(2, 3, 16, 16)
@@ -172,67 +209,22 @@ def export_onnx(
     >>> fd.export_onnx(model, batch, folder / "own.onnx").fp4_layers
     1
     """
-    if isinstance(checkpoint, nn.Module):
-        given: dict[str, Any] = {
-            "card": card,
-            "portable": with_portable,
-            "dynamic_size": dynamic_size,
-            "outputs": outputs,
-        }
-        given |= {"rest": rest, "dynamic": dynamic, "batch": batch}
-        return _export_module(checkpoint, out, Path(portable), data, verify, **given)
-    checkpoint, out = Path(checkpoint), Path(out)
-    check_request(checkpoint, out, ".onnx", data, images, verify)
-    chosen = None if rest is None else rest_for(rest, checkpoint, None if data is None else Path(data), images)
-    model, found = load_model(checkpoint, rest=chosen)
-    if size is not None:
-        found = found.resized(size)
-    if dynamic_size and found.volume is not None:
-        raise InputError("--dynamic-size leaves height and width of images open; a network of volumes has one size.")
-    canonical = export_graph(model, found.input_shape, found, dynamic_size, chosen, batch=batch)
-    _describe(canonical, found, checkpoint)
-    decomposed = to_portable(canonical) if portable or verify else None
-    verification = None
-    if verify and data is not None and decomposed is not None:
-        samples = [of_batch(each, batch) for each in validation_images(Path(data), found, images)]
-        meanings = known_outputs(found)
-        verification = verify_decomposed(model, decomposed, samples, meanings=meanings, card=found)
-        require_agreement(verification, str(checkpoint))
-        if dynamic_size:
-            require_open_sizes(model, decomposed, samples[0], str(checkpoint), meanings, batch=batch)
-    if portable and decomposed is not None and isinstance(found.head, DetectionHead):
-        decomposed = with_boxes(decomposed, found.head, (found.height, found.width))
-        if verify and data is not None:
-            boxed = (of_batch(each, batch) for each in validation_images(Path(data), found, images))
-            require_same_boxes(decomposed, found, boxed)
-    written = _write_all(model, canonical, decomposed if portable else None, out, found, verification)
-    for path in filter(None, (written.path, written.portable_path)):
-        provenance.record("export", path, [checkpoint])
-    return written
-
-
-def _export_module(
-    model: nn.Module, example: Inputs, out: Path, inputs: Any, verify: bool, **options: Any
-) -> ExportResult:
+    out = Path(path)
     if out.suffix != ".onnx":
         raise InputError(f"{out} should end in .onnx.")
-    card, portable = options["card"], options["portable"]
-    meanings = known_outputs(card, said=options["outputs"])
-    rest = options["rest"]
-    if rest == AUTO:
-        rest = automatic_rest(model, batches_of(example if inputs is None else inputs, 0))
-    form = {name: options[name] for name in ("dynamic", "batch")}
-    canonical = export_graph(model, example, card, options["dynamic_size"], rest, **form)
+    name, meanings = type(model).__name__, known_outputs(card, said=outputs)
+    chosen = automatic_rest(model, batches_of(example if data is None else data, 0)) if rest == AUTO else rest
+    canonical = export_graph(model, example, card, dynamic_size, chosen, dynamic, batch)
     _describe(canonical, card, None)
     verification, decomposed = None, to_portable(canonical) if portable or verify else None
     if verify and decomposed is not None:
-        samples = batches_of(example if inputs is None else inputs, len(canonical.graph.input))
-        samples = [of_batch(each, options["batch"]) for each in samples]
+        samples = batches_of(example if data is None else data, len(canonical.graph.input))
+        samples = [of_batch(each, batch) for each in samples]
         reference = deployed(model, rest_of_file(canonical))
         verification = verify_decomposed(reference, decomposed, samples, meanings=meanings, card=card)
-        require_agreement(verification, type(model).__name__)
-        if options["dynamic_size"] or options["dynamic"]:
-            require_open_sizes(reference, decomposed, samples[0], type(model).__name__, meanings, **form)
+        require_agreement(verification, name)
+        if dynamic_size or dynamic:
+            require_open_sizes(reference, decomposed, samples[0], name, meanings, dynamic, batch)
     return _write_all(model, canonical, decomposed if portable else None, out, card, verification)
 
 

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 from fp4deploy.formats.constants import E2M1_MAX, E4M3_MAX, NVFP4_BLOCK
 from fp4deploy.formats.scales import FLT_MAX, block_step, constant, encoding_scale
-from fp4deploy.plugins.runtime.torch_library import LIBRARY
+from fp4deploy.plugins.runtime.torch_library import operator
 
 MAGNITUDE, EXPONENT = 0x7FFFFFFF, 0x7F800000  # bits of float32
 ONE, SIX, INF = 0x3F800000, 0x40C00000, 0x7F800000
@@ -33,12 +33,6 @@ ROUNDER = 1.5 * 2**22  # times the binade of u: leaves one mantissa bit
 E4M3_ROUNDER = 1.5 * 2**20  # leaves three
 SMALLEST_NORMAL = 2.0**-6  # of E4M3
 EXPONENTS = (-14, 4)  # of two: times an element and its block scale still exact in FP16
-
-
-LIBRARY.define(
-    "nvfp4_values(Tensor y, Tensor sixth, Tensor decode, Tensor amax, int axis, int? exponent, ScalarType dtype)"
-    " -> Tensor"
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +64,16 @@ def values(y: torch.Tensor, scale: Scale, axis: int, dtype: torch.dtype) -> torc
     return found
 
 
+def _fake_nvfp4_values(y, sixth, decode, amax, axis, exponent, dtype):  # type: ignore[no-untyped-def]
+    return torch.empty(y.movedim(axis, -1).shape, dtype=dtype, device=y.device).movedim(-1, axis)
+
+
+@operator(
+    "nvfp4_values(Tensor y, Tensor sixth, Tensor decode, Tensor amax, int axis, int? exponent, ScalarType dtype)"
+    " -> Tensor",
+    _fake_nvfp4_values,
+    "CompositeExplicitAutograd",
+)
 def elementary_values(
     y: torch.Tensor,
     sixth: torch.Tensor,
@@ -111,11 +115,3 @@ def _block_scale(largest: torch.Tensor, sixth: torch.Tensor, decode: torch.Tenso
     # the quotient of two floats twice gives the same float (53 >= 2 x 24 + 2 bits).
     encode = (1.0 / (d8 * decode).double()).float().clamp(max=FLT_MAX)
     return torch.where(finite, d8, torch.nan), torch.where(d8 > 0, encode, 0.0)
-
-
-@torch.library.register_fake("fp4deploy::nvfp4_values", lib=LIBRARY)
-def _(y, sixth, decode, amax, axis, exponent, dtype):  # type: ignore[no-untyped-def]
-    return torch.empty(y.movedim(axis, -1).shape, dtype=dtype, device=y.device).movedim(-1, axis)
-
-
-LIBRARY.impl("nvfp4_values", elementary_values, "CompositeExplicitAutograd")

@@ -12,14 +12,12 @@ from functools import reduce
 import torch
 import torch.nn.functional as F
 
-from fp4deploy.plugins.runtime.torch_library import LIBRARY
+from fp4deploy.graph.sizes import output_size
+from fp4deploy.plugins.runtime.torch_library import operator
 
 # So many terms are fused in seconds. 7x7 taps, in the 18 layers of a ConvNeXt, took more than two minutes of compiling
 # (16 cores beside an H200, torch 2.11, 2026-11-28).
 MAX_TAPS, MAX_POOL_TAPS = 9, 25
-LIBRARY.define(
-    "depthwise_conv2d(Tensor x, Tensor filters, int[] taps, int[] stride, int[] padding, int[] dilation) -> Tensor"
-)
 
 
 def depthwise_conv2d(
@@ -32,6 +30,17 @@ def depthwise_conv2d(
     return found
 
 
+def _fake_depthwise_conv2d(x, filters, taps, stride, padding, dilation):  # type: ignore[no-untyped-def]
+    height, width = (output_size(*axis) for axis in zip(x.shape[2:], taps, stride, padding, dilation, strict=True))
+    shape = (x.shape[0], height, width, x.shape[1])
+    return torch.empty(shape, dtype=torch.float32, device=x.device).movedim(-1, 1)
+
+
+@operator(
+    "depthwise_conv2d(Tensor x, Tensor filters, int[] taps, int[] stride, int[] padding, int[] dilation) -> Tensor",
+    _fake_depthwise_conv2d,
+    "CompositeExplicitAutograd",
+)
 def elementary_depthwise_conv2d(
     x: torch.Tensor,
     filters: torch.Tensor,
@@ -64,25 +73,9 @@ def _windows(
 ) -> Iterator[torch.Tensor]:
     """For each tap what it reads [N, C, OH, OW], row by row; padded with `value`."""
     padded = F.pad(x, (padding[1], padding[1], padding[0], padding[0]), value=value) if any(padding) else x
-    height, width = (
-        (size - step * (count - 1) - 1) // by + 1
-        for size, step, count, by in zip(padded.shape[2:], dilation, taps, stride, strict=True)
-    )
+    height, width = (output_size(*axis) for axis in zip(x.shape[2:], taps, stride, padding, dilation, strict=True))
     for row in range(taps[0]):
         for column in range(taps[1]):
             top, left = dilation[0] * row, dilation[1] * column
             rows = torch.ops.aten.slice(padded, 2, top, top + stride[0] * (height - 1) + 1, stride[0])
             yield torch.ops.aten.slice(rows, 3, left, left + stride[1] * (width - 1) + 1, stride[1])
-
-
-@torch.library.register_fake("fp4deploy::depthwise_conv2d", lib=LIBRARY)
-def _(x, filters, taps, stride, padding, dilation):  # type: ignore[no-untyped-def]
-    height, width = (
-        (size + 2 * pad - step * (count - 1) - 1) // by + 1
-        for size, pad, step, count, by in zip(x.shape[2:], padding, dilation, taps, stride, strict=True)
-    )
-    shape = (x.shape[0], height, width, x.shape[1])
-    return torch.empty(shape, dtype=torch.float32, device=x.device).movedim(-1, 1)
-
-
-LIBRARY.impl("depthwise_conv2d", elementary_depthwise_conv2d, "CompositeExplicitAutograd")

@@ -1,6 +1,6 @@
-"""One network as one graph: what export, cost model and packed networks read instead of Python code.
+"""One network as one graph: what export and packed networks read instead of Python code.
 
-    model, example inputs  --capture-->  Graph  -->  packed network, multiply-accumulates, ...
+    model, example inputs  --capture-->  Graph  -->  packed network
 
 | module | what it holds |
 |---|---|
@@ -12,7 +12,7 @@
 | `growth` | an end to sizes whose formulas grow from layer to layer |
 | `operators` | how each ATen operator is written as a node |
 | `randomness` | networks that draw random numbers in evaluation, refused |
-| `costs` | multiply-accumulates of a node |
+| `costs` | multiply-accumulates of layers |
 
 torch.export (the functional training IR, before any decomposition) keeps a convolution as one `aten.conv2d`, whose
 weight is a placeholder that names its parameter, so that every node knows its layer. torch.fx's symbolic tracing knows
@@ -21,9 +21,8 @@ refused.
 """
 
 from fp4deploy.graph.capture import capture
-from fp4deploy.graph.costs import macs_of
 from fp4deploy.graph.growth import UnsettledSizes
 from fp4deploy.graph.ir import Graph, Node, Value
 from fp4deploy.graph.sizes import Size, evaluate
 
-__all__ = ["Graph", "Node", "Size", "UnsettledSizes", "Value", "capture", "evaluate", "macs_of"]
+__all__ = ["Graph", "Node", "Size", "UnsettledSizes", "Value", "capture", "evaluate"]

@@ -135,7 +135,7 @@ def _rows(x: torch.Tensor, count: int) -> torch.Tensor:
     return x if len(x) == count else x[torch.arange(count) % len(x)]
 
 
-def input_names(model: nn.Module, count: int) -> list[str]:
+def argument_names(model: nn.Module, count: int) -> list[str]:
     """What the forward calls the first `count` of its arguments, of several positional ones too."""
     parameters = inspect.signature(model.forward).parameters.values()
     names = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
@@ -162,7 +162,7 @@ def _export(
     dynamic: Dynamic,
     batch: int | None,
 ) -> torch.export.ExportedProgram:
-    tensors = named or dict(zip(input_names(model, len(positional)), positional, strict=True))
+    tensors = named or dict(zip(argument_names(model, len(positional)), positional, strict=True))
     require_axes(dynamic, tensors)
 
     def shapes(most: int | None = None) -> Any:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from fp4deploy.errors import InputError
 
-MOST_OPERATORS = 48  # UNets and SegFormer: at most 11. A packed file holds formulas of 64 numbers and operators.
+MAX_OPERATORS = 48  # UNets and SegFormer: at most 11. A packed file holds formulas of 64 numbers and operators.
 
 
 class UnsettledSizes(InputError):
@@ -29,7 +29,7 @@ class UnsettledSizes(InputError):
 
 
 class _TooLong(Exception):
-    """A formula has more than `MOST_OPERATORS`."""
+    """A formula has more than `MAX_OPERATORS`."""
 
 
 class BoundedSizes(TorchFunctionMode):
@@ -56,7 +56,7 @@ class BoundedSizes(TorchFunctionMode):
                 continue
             expression = size.node.expr
             if expression not in self.known:
-                if expression.count_ops() > MOST_OPERATORS:
+                if expression.count_ops() > MAX_OPERATORS:
                     error = _TooLong()
                     self.error = self.error or error  # the exporter's next attempt has no line of the network's code
                     raise error
@@ -85,7 +85,7 @@ def unsettled(kind: str, place: str, advice: str, long: bool = True) -> Unsettle
         )
         return UnsettledSizes(cause, advice)
     cause = (
-        f"{kind} computes sizes{place} that follow from the image size by formulas of more than {MOST_OPERATORS} "
+        f"{kind} computes sizes{place} that follow from the image size by formulas of more than {MAX_OPERATORS} "
         "operators, such as a padding that is computed in every layer."
     )
     return UnsettledSizes(cause, advice)

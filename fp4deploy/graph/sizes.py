@@ -26,6 +26,16 @@ OPERATORS: dict[str, Callable[[int, int], int]] = {
 }
 
 
+def output_size(size: int, taps: int, stride: int, padding: int, dilation: int = 1) -> int:
+    """Outputs of a convolution or a pooling along one axis; below 1 where the kernel is beyond the padded input."""
+    return (size + 2 * padding - dilation * (taps - 1) - 1) // stride + 1
+
+
+def transposed_size(size: int, taps: int, stride: int, padding: int, dilation: int = 1, more: int = 0) -> int:
+    """Outputs of a transposed convolution along one axis; more: its output padding."""
+    return (size - 1) * stride - 2 * padding + dilation * (taps - 1) + 1 + more
+
+
 class SizeError(ValueError):
     """An expression that is none, or has no value."""
 

@@ -21,7 +21,7 @@ from PIL import Image
 
 from fp4deploy.data import CocoDataset
 from fp4deploy.instances.decode import Instances
-from fp4deploy.instances.results import MOST_BYTES
+from fp4deploy.instances.results import MAX_BYTES
 from fp4deploy.system.files import atomic_write
 from fp4deploy.system.schema import read_json, validated
 
@@ -135,4 +135,4 @@ def read_panoptic(folder: Path) -> dict[str, Any]:
         InputError: the file is missing or not JSON.
     """
     path, advice = Path(folder) / "panoptic.json", "Write it with: fp4deploy bench --results DIR"
-    return validated(dict[str, Any], read_json(path, advice, MOST_BYTES), path, advice)
+    return validated(dict[str, Any], read_json(path, advice, MAX_BYTES), path, advice)

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from fp4deploy.data.coco.regions import RegionError, encode, encode_ids
-from fp4deploy.data.images import MOST_PIXELS
+from fp4deploy.data.images import MAX_PIXELS
 from fp4deploy.errors import InputError
 from fp4deploy.instances.decode import Instances
 from fp4deploy.system.files import atomic_write
 from fp4deploy.system.schema import read_json
 
-MOST_BYTES = 256 << 20
+MAX_BYTES = 256 << 20
 Result = dict[str, Any]
 
 
@@ -51,7 +51,7 @@ def read_results(path: Path | str) -> list[Result]:
         InputError: the file is missing, is not JSON, or holds something else.
     """
     path = Path(path)
-    results = read_json(path, "Write COCO results with: fp4deploy bench", MOST_BYTES)
+    results = read_json(path, "Write COCO results with: fp4deploy bench", MAX_BYTES)
     if not isinstance(results, list) or not all(_is_result(result) for result in results):
         raise InputError(
             f"{path} does not hold COCO results: a list of objects with image_id, category_id, segmentation (RLE) and "
@@ -80,4 +80,4 @@ def _is_drawable(rle: dict[str, Any]) -> bool:
         encode(rle, *size)
     except RegionError:
         return False
-    return size[0] * size[1] <= MOST_PIXELS
+    return size[0] * size[1] <= MAX_PIXELS

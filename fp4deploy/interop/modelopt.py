@@ -26,7 +26,8 @@ from fp4deploy.formats import tracked_amax
 from fp4deploy.graph.copied import copied
 from fp4deploy.models.initial import read_containers
 from fp4deploy.qat.layers import QUANTIZED
-from fp4deploy.qat.prepare import is_fp8, prepare, quantized_layers, restore
+from fp4deploy.qat.plan import is_fp8
+from fp4deploy.qat.prepare import prepare, quantized_layers, restore
 from fp4deploy.requirements import MODELOPT
 
 RECIPE = "nvfp4_qat"

@@ -21,7 +21,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.interop.onnx_operators import Call, padded, same_pads
 
 Constant = NDArray[Any] | None
-MOST_CHANNELS = 1 << 16
+MAX_CHANNELS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ def _linear(node: WeightedNode, weight: Tensor, bias: Tensor | None) -> nn.Modul
 
 def _vectors(node: WeightedNode, count: int) -> list[Tensor]:
     found = [_float(each.reshape(-1)) for each in node.constants[:count] if each is not None]
-    if len(found) != count or len({len(each) for each in found}) != 1 or not 0 < len(found[0]) <= MOST_CHANNELS:
+    if len(found) != count or len({len(each) for each in found}) != 1 or not 0 < len(found[0]) <= MAX_CHANNELS:
         raise node.refuse(f"it needs {count} constant vectors of one length")
     return found
 

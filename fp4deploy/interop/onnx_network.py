@@ -8,7 +8,7 @@ and everything here that takes a torch module takes it. FP16 and BF16 files are 
 
 A file may be anyone's. What is refused, each in one message: subgraphs (loops, branches), operators of other domains
 and unknown ones, quantised files, several inputs, element types, weights that are not finite, shapes that a node cannot
-take. Shapes are tried first on tensors without data, where nothing can be allocated; more than `MOST_ELEMENTS` in one
+take. Shapes are tried first on tensors without data, where nothing can be allocated; more than `MAX_ELEMENTS` in one
 value is refused. That the module computes what the file means is measured: `quantize_onnx` compares it with ONNX
 Runtime.
 """
@@ -30,11 +30,11 @@ from torch import Tensor, nn
 from fp4deploy.errors import InputError, first_line
 from fp4deploy.export.onnx.canonical import GEMM_OPS, foreign_graph, read_onnx
 from fp4deploy.interop.onnx_layers import WeightedNode, call_layer, layer_of
-from fp4deploy.interop.onnx_operators import FLOATS, MOST_HOST, OPERATORS, Call, as_tensor, host
+from fp4deploy.interop.onnx_operators import FLOATS, MAX_HOST, OPERATORS, Call, as_tensor, host
 
-MOST_ELEMENTS = 1 << 28  # of one value, for one image
-MOST_NODES = 20_000
-MOST_PIXELS = 16_384
+MAX_ELEMENTS = 1 << 28  # of one value, for one image
+MAX_NODES = 20_000
+MAX_PIXELS = 16_384
 READ_AS_HOST = ("Clip", "Pad", "Resize", "Upsample")  # their constants are numbers, not tensors
 QUANTIZED = ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul")
 FOLDED = ("Cast", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")  # of constants: another constant
@@ -126,7 +126,7 @@ class OnnxNetwork(nn.Module):
             raise InputError("The file holds no convolution and no GEMM with constant weights: nothing to quantise.")
 
     def _keep(self, name: str, content: Any) -> None:
-        if content.dtype.kind in "iub" and content.size <= MOST_HOST and content.ndim <= 1:
+        if content.dtype.kind in "iub" and content.size <= MAX_HOST and content.ndim <= 1:
             self.hosts[name] = host(content.tolist())
             return
         if content.dtype.kind == "f" and content.size <= 16:
@@ -190,7 +190,7 @@ class OnnxNetwork(nn.Module):
             shape: (C, H, W) of the image.
 
         Raises:
-            InputError: a node cannot take its inputs, or a value is larger than `MOST_ELEMENTS`.
+            InputError: a node cannot take its inputs, or a value is larger than `MAX_ELEMENTS`.
         """
         shadow = copy.deepcopy(self).to("meta").eval()
         compute, largest = shadow._compute, 0
@@ -200,8 +200,8 @@ class OnnxNetwork(nn.Module):
             found = compute(call, path, image)
             for each in found if isinstance(found, tuple) else (found,):
                 count = each.numel() if isinstance(each, Tensor) else 0
-                if count > MOST_ELEMENTS:
-                    raise call.refuse(f"a value of {count:.3g} elements; at most {MOST_ELEMENTS:.3g} are computed")
+                if count > MAX_ELEMENTS:
+                    raise call.refuse(f"a value of {count:.3g} elements; at most {MAX_ELEMENTS:.3g} are computed")
                 largest = max(largest, count)
             return found
 
@@ -271,8 +271,8 @@ def network_of(model: onnx.ModelProto, source: object) -> OnnxNetwork:
 
 def _refuse(model: onnx.ModelProto) -> None:
     nodes = model.graph.node
-    if len(nodes) > MOST_NODES:
-        raise InputError(f"The graph has {len(nodes)} nodes; at most {MOST_NODES} are read.")
+    if len(nodes) > MAX_NODES:
+        raise InputError(f"The graph has {len(nodes)} nodes; at most {MAX_NODES} are read.")
     quantised = next((node for node in nodes if node.op_type in QUANTIZED or "Quantize" in node.op_type), None)
     if quantised is not None:
         raise InputError(
@@ -296,7 +296,7 @@ def _declared(value: onnx.ValueInfoProto) -> tuple[int | None, tuple[int | None,
     if kind.elem_type not in FLOATS:
         raise InputError(f"The input {value.name} holds no floating-point numbers.")
     sizes = [size.dim_value if size.HasField("dim_value") else None for size in kind.shape.dim]
-    if len(sizes) != 4 or any(size is not None and not 0 < size <= MOST_PIXELS for size in sizes):
+    if len(sizes) != 4 or any(size is not None and not 0 < size <= MAX_PIXELS for size in sizes):
         raise InputError(f"The input {value.name} has the shape {sizes[:8]}; read are images [N, C, H, W].")
     if sizes[1] is None:
         raise InputError(f"The input {value.name} leaves its channels open.")

@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fp4deploy.errors import InputError
 
 Host = NDArray[Any]
-MOST_HOST = 4096  # elements of a shape value
+MAX_HOST = 4096  # elements of a shape value
 FLOATS = (1, 10, 11, 16)  # ONNX element types that are computed in FP32
 
 
@@ -82,8 +82,8 @@ def as_list(value: Any, call: Call) -> list[Any]:
 def host(values: Any) -> Host:
     """A shape value."""
     found = np.array(values, dtype=object)
-    if found.size > MOST_HOST:
-        raise InputError(f"A shape with {found.size} elements: at most {MOST_HOST} are read.")
+    if found.size > MAX_HOST:
+        raise InputError(f"A shape with {found.size} elements: at most {MAX_HOST} are read.")
     return found
 
 
@@ -269,7 +269,7 @@ def _constant_of_shape(call: Call) -> Any:
     sizes = call.ints(0) or []
     value = np.asarray(call.get("value", np.zeros(1, np.float32))).reshape(-1)[0]
     if np.issubdtype(type(value), np.integer):
-        if len(sizes) > 1 or any(not isinstance(size, int) or not 0 <= size <= MOST_HOST for size in sizes):
+        if len(sizes) > 1 or any(not isinstance(size, int) or not 0 <= size <= MAX_HOST for size in sizes):
             raise call.refuse("a constant of whole numbers larger than a shape")
         return host(np.full(sizes, int(value), dtype=object))
     return torch.full(sizes, float(value))

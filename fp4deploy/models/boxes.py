@@ -37,17 +37,17 @@ import torch
 from pydantic import ConfigDict, Field
 from torch import Tensor
 
-from fp4deploy.models.heads import MOST_CLASSES, MOST_DETECTIONS
+from fp4deploy.models.heads import MAX_CLASSES, MAX_DETECTIONS
 from fp4deploy.system.schema import Count, Float
 
 FURTHEST = 7.0  # largest exponent of a distance: e^7 strides, beyond any image
 WIDEST = math.log(1000 / 16)  # largest exponent of the size of an anchor's box, as of torchvision
 SCALES, RATIOS = (1.0, 2 ** (1 / 3), 2 ** (2 / 3)), (0.5, 1.0, 2.0)  # of anchors; a ratio is height / width
 SMALLEST = 4  # strides, the side of the smallest square anchor
-MOST_STRIDES = 8
-MOST_STRIDE = 1024
-MOST_WIDTH = 4096
-MOST_DEPTH = 16
+MAX_STRIDES = 8
+MAX_STRIDE = 1024
+MAX_WIDTH = 4096
+MAX_DEPTH = 16
 SHOWN = 0.3  # score from which the export gate compares a box
 CLOSE_SCORE = 0.05
 CLOSE_BOX = 0.9  # IoU
@@ -71,15 +71,15 @@ class DetectionHead:
     unit: ClassVar[str] = "boxes"
 
     method: Literal["fcos", "fcos_relu", "retinanet"]
-    classes: Annotated[Count, Field(ge=1, le=MOST_CLASSES)]
+    classes: Annotated[Count, Field(ge=1, le=MAX_CLASSES)]
     strides: Annotated[
-        tuple[Annotated[Count, Field(ge=1, le=MOST_STRIDE)], ...], Field(min_length=1, max_length=MOST_STRIDES)
+        tuple[Annotated[Count, Field(ge=1, le=MAX_STRIDE)], ...], Field(min_length=1, max_length=MAX_STRIDES)
     ] = (4, 8, 16, 32)
-    width: Annotated[Count, Field(ge=8, le=MOST_WIDTH)] = 128
-    depth: Annotated[Count, Field(ge=1, le=MOST_DEPTH)] = 2
+    width: Annotated[Count, Field(ge=8, le=MAX_WIDTH)] = 128
+    depth: Annotated[Count, Field(ge=1, le=MAX_DEPTH)] = 2
     threshold: Annotated[Float, Field(ge=0, lt=1)] = 0.05
     nms: Annotated[Float, Field(gt=0, le=1)] = 0.6
-    max_detections: Annotated[Count, Field(ge=1, le=MOST_DETECTIONS)] = 100
+    max_detections: Annotated[Count, Field(ge=1, le=MAX_DETECTIONS)] = 100
 
     @property
     def centred(self) -> bool:

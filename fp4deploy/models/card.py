@@ -17,9 +17,9 @@ from pydantic import ConfigDict, Field
 
 from fp4deploy.errors import InputError
 from fp4deploy.models.boxes import DetectionHead
-from fp4deploy.models.heads import MOST_CLASSES, InstanceHead
+from fp4deploy.models.heads import MAX_CLASSES, InstanceHead
 from fp4deploy.models.spec import KNOWN, ModelSpec, parse_spec
-from fp4deploy.models.volumes import MOST_CHANNELS, NetworkInput, Side, Size, VolumeInput
+from fp4deploy.models.volumes import MAX_CHANNELS, NetworkInput, Side, Size, VolumeInput
 from fp4deploy.rest import RestName
 from fp4deploy.system.schema import Bool, Float, Name, parse_json, validated
 
@@ -63,11 +63,11 @@ class ModelCard:
 
     precision: Precision
     scale: Annotated[Float, Field(gt=0, le=4)]
-    class_names: Annotated[tuple[Name, ...], Field(max_length=MOST_CLASSES)]
+    class_names: Annotated[tuple[Name, ...], Field(max_length=MAX_CLASSES)]
     height: Side
     width: Side
-    mean: Annotated[tuple[Channel, ...], Field(min_length=1, max_length=MOST_CHANNELS)]
-    std: Annotated[tuple[Spread, ...], Field(min_length=1, max_length=MOST_CHANNELS)]
+    mean: Annotated[tuple[Channel, ...], Field(min_length=1, max_length=MAX_CHANNELS)]
+    std: Annotated[tuple[Spread, ...], Field(min_length=1, max_length=MAX_CHANNELS)]
     background: Bool
     recipe: Name | None = None
     architecture: Name = "unet"

@@ -33,7 +33,7 @@ DIGEST_KEY = "fp4deploy.sha256"
 PICKLED = (".pth", ".pt", ".ckpt", ".bin")  # as torch.save writes them
 QUANTIZER_BUFFERS = (".input_amax", ".outlier_channels")
 WEIGHT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64)  # int64: counters of norms
-MOST_TENSORS = 20_000  # of one file
+MAX_TENSORS = 20_000  # of one file
 FIRST_WEIGHT = "encoder.0.conv1.weight"
 
 
@@ -112,11 +112,11 @@ def tensor_names(file: Any) -> list[str]:
     """Names of the tensors of a safetensors file that is open.
 
     Raises:
-        ValueError: there are more than `MOST_TENSORS`; a header of 100 MB can list a million empty ones.
+        ValueError: there are more than `MAX_TENSORS`; a header of 100 MB can list a million empty ones.
     """
     names = list(file.keys())
-    if len(names) > MOST_TENSORS:
-        raise ValueError(f"it holds {len(names)} tensors, and {MOST_TENSORS} is the limit")
+    if len(names) > MAX_TENSORS:
+        raise ValueError(f"it holds {len(names)} tensors, and {MAX_TENSORS} is the limit")
     return names
 
 

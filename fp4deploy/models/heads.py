@@ -22,10 +22,10 @@ from pydantic import AfterValidator, ConfigDict, Field
 
 from fp4deploy.system.schema import Count, Float
 
-MOST_CLASSES = 10_000
-MOST_MASKS = 4096
-MOST_NMS = 63  # pixels; decoding takes nms x nms comparisons a pixel
-MOST_DETECTIONS = 100_000
+MAX_CLASSES = 10_000
+MAX_MASKS = 4096
+MAX_NMS = 63  # pixels; decoding takes nms x nms comparisons a pixel
+MAX_DETECTIONS = 100_000
 OFFSET_UNIT = 16.0  # pixels of the input
 CLOSE = 0.02  # heatmap, and offset in units: beyond it two outputs disagree
 
@@ -70,12 +70,12 @@ class InstanceHead:
     unit: ClassVar[str] = "pixels"
 
     method: Literal["centres", "set"]
-    classes: Annotated[Count, Field(le=MOST_CLASSES)]
-    masks: Annotated[Count, Field(le=MOST_MASKS)] = 0
-    stuff: Annotated[tuple[Count, ...], Field(max_length=MOST_CLASSES)] = ()
-    nms: Annotated[Count, Field(ge=1, le=MOST_NMS), AfterValidator(require_odd)] = 5
+    classes: Annotated[Count, Field(le=MAX_CLASSES)]
+    masks: Annotated[Count, Field(le=MAX_MASKS)] = 0
+    stuff: Annotated[tuple[Count, ...], Field(max_length=MAX_CLASSES)] = ()
+    nms: Annotated[Count, Field(ge=1, le=MAX_NMS), AfterValidator(require_odd)] = 5
     threshold: Annotated[Float, Field(ge=0, lt=1)] = 0.1
-    max_detections: Annotated[Count, Field(ge=1, le=MOST_DETECTIONS)] = 100
+    max_detections: Annotated[Count, Field(ge=1, le=MAX_DETECTIONS)] = 100
 
     @property
     def channels(self) -> int:

@@ -18,12 +18,12 @@ from pydantic import ConfigDict, Field
 
 from fp4deploy.system.schema import Count, Float, Name
 
-MOST_PIXELS = 16_384  # of a side
-MOST_CHANNELS = 64
+MAX_PIXELS = 16_384  # of a side
+MAX_CHANNELS = 64
 VOLUME = 3  # spatial axes
 Size = tuple[int, ...]  # of the spatial axes: (H, W) or (D, H, W)
 
-Side = Annotated[Count, Field(ge=1, le=MOST_PIXELS)]
+Side = Annotated[Count, Field(ge=1, le=MAX_PIXELS)]
 Millimetres = Annotated[Float, Field(gt=1e-4, lt=1e4)]
 Level = Annotated[Float, Field(ge=-1e9, le=1e9)]
 
@@ -53,8 +53,8 @@ class VolumeInput:
 
     depth: Side
     spacing: tuple[Millimetres, Millimetres, Millimetres]
-    channels: Annotated[tuple[Name, ...], Field(min_length=1, max_length=MOST_CHANNELS)]
-    intensities: Annotated[tuple[Intensity, ...], Field(min_length=1, max_length=MOST_CHANNELS)]
+    channels: Annotated[tuple[Name, ...], Field(min_length=1, max_length=MAX_CHANNELS)]
+    intensities: Annotated[tuple[Intensity, ...], Field(min_length=1, max_length=MAX_CHANNELS)]
 
 
 @dataclass(frozen=True)

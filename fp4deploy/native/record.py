@@ -20,6 +20,7 @@ import torch
 
 from fp4deploy.errors import InputError
 from fp4deploy.formats import Nvfp4Tensor
+from fp4deploy.graph.sizes import output_size
 from fp4deploy.native.plan import Gpu, Plan
 from fp4deploy.native.recording import META, Recording
 from fp4deploy.packed import PackedFile
@@ -29,8 +30,7 @@ from fp4deploy.packed.plain_layers import plain_geometry, plain_kernel
 from fp4deploy.packed.shapes import Shape, fitting, weight_shape
 from fp4deploy.plugins.gemm.arguments import launch_gemm
 from fp4deploy.plugins.gemm.convolution import decoded, plain
-from fp4deploy.plugins.gemm.convolution.decoded_weight import DecodedWeight, fits, planes_shape
-from fp4deploy.plugins.gemm.reference import output_size
+from fp4deploy.plugins.gemm.convolution.decoded_weight import DecodedWeight, planes_shape, supports
 from fp4deploy.plugins.gemm.triton.tiles import NATIVE_FROM
 from fp4deploy.plugins.quantize import operators
 from fp4deploy.plugins.quantize.channels_last import channels_fit
@@ -41,7 +41,7 @@ from fp4deploy.plugins.runtime.torch_library import THREADS
 from fp4deploy.rest import rest_of
 
 PLAIN_NVFP4 = [0, 448, 0, 0, 0, 0]  # the variant of `operators`: NVFP4, E = 448, nearest, no transform
-MOST_CLASSES = 256  # of a class map of bytes
+MAX_CLASSES = 256  # of a class map of bytes
 RUNS = ("conv2d", "conv_transpose2d", "group_norm_relu", "concat")  # concat over channels
 
 
@@ -115,7 +115,7 @@ class _Network:
             for dtype in (torch.float32, torch.float16):
                 with self.recording.at(f"output.{_name(dtype)}"):
                     self.recording.role(plain.write_planes(y, dtype), "output", number)
-        if outputs[0].shape[-1] <= MOST_CLASSES:
+        if outputs[0].shape[-1] <= MAX_CLASSES:
             with self.recording.at("output.classes"):
                 self.recording.role(plain.class_map(outputs[0]), "output", 0)
 
@@ -164,9 +164,9 @@ class _Network:
         shape = weight_shape(self.file.graph, node, sum(x.shape[-1] for x in inputs))
         if node.precision != "nvfp4" or not has_kernel(node, shape[1:3]):
             raise InputError("no kernel has its form (see docs/native.md): run the file with Python")
-        up, channels = isinstance(node, ConvTranspose2d), tuple(x.shape[-1] for x in sources)
-        geometry = (1, 0, 1) if up else (node.stride[0], node.padding[0], node.dilation[0])
-        if self.decodes and fits(channels, 1 if up else math.prod(shape[1:3])):
+        transposed, channels = isinstance(node, ConvTranspose2d), tuple(x.shape[-1] for x in sources)
+        geometry = (1, 0, 1) if transposed else (node.stride[0], node.padding[0], node.dilation[0])
+        if self.decodes and supports(channels, 1 if transposed else math.prod(shape[1:3])):
             return self.decoded(node, sources, channels, shape, geometry, bias, moments)
         y = self.multiply(node, sources, shape, geometry, bias)
         return [y] if isinstance(y, Nvfp4Tensor) else self.forms(y, node.outputs)
@@ -181,24 +181,24 @@ class _Network:
         bias: torch.Tensor | None,
         moments: dict[str, Moments],
     ) -> list[FeatureMap]:
-        up = isinstance(node, ConvTranspose2d)
-        planes = torch.empty(planes_shape(shape, channels, up), dtype=torch.float16, device=META)
-        planes = self.recording.constant("planes", node.layer, planes, sources=channels, up=up)
+        transposed = isinstance(node, ConvTranspose2d)
+        planes = torch.empty(planes_shape(shape, channels, transposed), dtype=torch.float16, device=META)
+        planes = self.recording.constant("planes", node.layer, planes, sources=channels, up=transposed)
         weight = DecodedWeight(planes, self.vector(weight_names(node)[2]), tuple(shape), channels, node.e4m3_max)
         amax = self.amax(node.outputs[0]) if len(node.outputs) == 1 else None
         wanted = amax is None and node.outputs[0].name in self.normed
         n, h, w = sources[0].shape[:3]
-        taps = (1, 1) if up else (shape[1], shape[2])
+        taps = (1, 1) if transposed else (shape[1], shape[2])
         oh, ow = (output_size(size, each, *geometry) for size, each in zip((h, w), taps, strict=True))
         depths = tuple(x.codes.shape[-1] for x in sources)
         stride, padding, dilation = geometry
         chosen = None
-        if not decoded.directly(weight, (n, oh, ow), stride, dilation, up, META):
-            shape_of_gemm = (n * oh * ow, shape[0], depths, taps[0] * taps[1], up)
+        if not decoded.directly(weight, (n, oh, ow), stride, dilation, transposed, META):
+            shape_of_gemm = (n * oh * ow, shape[0], depths, taps[0] * taps[1], transposed)
             chosen = decoded.plan_for(self.gpu.name, self.gpu.processors, *shape_of_gemm)
         y, found = decoded.conv2d(
-            tuple(sources), weight, bias, stride, padding, dilation, not up and cast(Conv2d, node).relu,
-            out_amax=amax, moments=wanted, up=up, chosen=chosen, launch=self.recording.triton,
+            tuple(sources), weight, bias, stride, padding, dilation, not transposed and cast(Conv2d, node).relu,
+            out_amax=amax, moments=wanted, transposed=transposed, chosen=chosen, launch=self.recording.triton,
         )  # fmt: skip
         if found is not None:
             moments[node.outputs[0].name] = found
@@ -213,7 +213,7 @@ class _Network:
         bias: torch.Tensor | None,
     ) -> FeatureMap:
         """By the kernel of packed weights, as `dispatch.conv2d` and `conv_transpose2d` launch it."""
-        up, names = isinstance(node, ConvTranspose2d), weight_names(node)
+        transposed, names = isinstance(node, ConvTranspose2d), weight_names(node)
         codes, scales = (self.recording.constant("bytes", name, self.like(name)) for name in names[:2])
         weight = Nvfp4Tensor(
             codes, scales.view(torch.float8_e4m3fn), self.vector(names[2]), torch.Size(shape), node.e4m3_max
@@ -222,10 +222,10 @@ class _Network:
         amax = self.amax(node.outputs[0]) if fused else None
         n, h, w = sources[0].shape[:3]
         place: dict[str, Any] = {"capability": self.gpu.arch.number, "launch": self.recording.triton}
-        if up:
+        if transposed:
             whole, extent = (n, 2 * h, 2 * w, shape[0]), (n, h, w)
             return launch_gemm(
-                tuple(sources), weight, bias, extent, extent, whole, torch.float16, amax, up=True, **place
+                tuple(sources), weight, bias, extent, extent, whole, torch.float16, amax, transposed=True, **place
             )
         oh, ow = (output_size(size, taps, *geometry) for size, taps in ((h, shape[1]), (w, shape[2])))
         stride, padding, dilation = geometry

@@ -46,9 +46,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from fp4deploy.rest import FP16, FP32, RestName
 
-MOST_NODES = 4096
-MOST_PORTS = 512  # inputs, or outputs: keys and values of each layer of a decoder are one each
-MOST_FORMS = 64
+MAX_NODES = 4096
+MAX_PORTS = 512  # inputs, or outputs: keys and values of each layer of a decoder are one each
+MAX_FORMS = 64
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 Count = Annotated[int, Field(ge=1, le=1 << 16)]
 Extent = Annotated[int, Field(ge=0, le=1 << 12)]
@@ -56,7 +56,7 @@ Steps = Annotated[int, Field(ge=1, le=1 << 10)]
 Axis = Annotated[int, Field(ge=0, le=7)]
 Number = Annotated[float, Field(ge=-FP32.largest, le=FP32.largest)]
 Epsilon = Annotated[float, Field(gt=0, lt=1)]
-LEAST_EPSILON = 1e-12  # up to packed/7, and excluded
+MIN_EPSILON = 1e-12  # up to packed/7, and excluded
 Whole = Annotated[int, Field(ge=-(1 << 31), le=1 << 31)]
 Tokens = Annotated[list[Whole | Name], Field(min_length=1, max_length=64)]
 Size = Whole | Tokens
@@ -104,7 +104,7 @@ class Input(Strict):
     shape: Annotated[list[Annotated[int, Field(ge=1, le=1 << 20)]], Field(min_length=1, max_length=6)]
     free: list[Axis]
     dtype: Literal["float32", "int64", "bool"] = "float32"
-    outputs: Annotated[list[Form], Field(min_length=1, max_length=MOST_FORMS)]
+    outputs: Annotated[list[Form], Field(min_length=1, max_length=MAX_FORMS)]
 
 
 class Output(Strict):
@@ -118,7 +118,7 @@ class Step(Strict):
     """What all nodes share."""
 
     inputs: One
-    outputs: Annotated[list[Form], Field(min_length=1, max_length=MOST_FORMS)]
+    outputs: Annotated[list[Form], Field(min_length=1, max_length=MAX_FORMS)]
 
 
 class Layer(Step):
@@ -471,9 +471,9 @@ class Graph(Strict):
     (`fp4deploy.rest`). wide: path of a module -> activations that its code writes, in FP32 whatever the rest is.
     """
 
-    inputs: Annotated[list[Input], Field(min_length=1, max_length=MOST_PORTS)]
-    nodes: Annotated[list[Node], Field(min_length=1, max_length=MOST_NODES)]
-    outputs: Annotated[list[Output], Field(min_length=1, max_length=MOST_PORTS)]
+    inputs: Annotated[list[Input], Field(min_length=1, max_length=MAX_PORTS)]
+    nodes: Annotated[list[Node], Field(min_length=1, max_length=MAX_NODES)]
+    outputs: Annotated[list[Output], Field(min_length=1, max_length=MAX_PORTS)]
     tensors: dict[Name, TensorInfo]
     digits: bool = False
     rest: RestName = "fp16"
@@ -506,7 +506,7 @@ class Graph(Strict):
 
 def format_of(node: Node) -> int:
     """The oldest format `packed/N` that has a node of this kind, from 3 on."""
-    if isinstance(node, Norm | GroupNormReLU) and node.eps <= LEAST_EPSILON:
+    if isinstance(node, Norm | GroupNormReLU) and node.eps <= MIN_EPSILON:
         return 8
     if isinstance(node, Aten) and node.function.partition(".")[0] in ("embedding", "index", "index_select"):
         return 8

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from fp4deploy.packed.graph import (
-    MOST_NODES,
+    MAX_NODES,
     Concat,
     Conv2d,
     ConvTranspose2d,
@@ -113,7 +113,7 @@ class LegacyGraph(Strict):
     """The graph of `packed/1` and `packed/2`."""
 
     images: dict[Name, LegacyActivation]
-    steps: Annotated[list[LegacyNode], Field(min_length=1, max_length=MOST_NODES)]
+    steps: Annotated[list[LegacyNode], Field(min_length=1, max_length=MAX_NODES)]
     tensors: dict[Name, TensorInfo]
     digits: bool = False
 

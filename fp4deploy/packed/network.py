@@ -70,7 +70,7 @@ from fp4deploy.packed.producers import Move, Produce, Step, label, moved, normal
 from fp4deploy.packed.shapes import Shape, expected, fitting, shapes_of, weight_order, weight_shape
 from fp4deploy.packed.wide import wide_activations
 from fp4deploy.plugins.gemm.convolution import decoded, plain
-from fp4deploy.plugins.gemm.convolution.decoded_weight import DecodedWeight, decode_weight, fits
+from fp4deploy.plugins.gemm.convolution.decoded_weight import DecodedWeight, decode_weight, supports
 from fp4deploy.plugins.gemm.dispatch import TAPS, conv2d, conv_transpose2d, matmul
 from fp4deploy.plugins.gemm.reference import matmul_reference
 from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4
@@ -465,12 +465,12 @@ class PackedNetwork:
         """By the kernel of decoded weights, with the moments of what a norm reads next."""
         amax = self.amax(node.outputs[0]) if len(node.outputs) == 1 else None
         wanted = moments is not None and amax is None and node.outputs[0].name in self._normed
-        up = isinstance(node, ConvTranspose2d)
-        place: dict[str, Any] = {"up": True}
+        transposed = isinstance(node, ConvTranspose2d)
+        place: dict[str, Any] = {"transposed": True}
         if isinstance(node, Conv2d):
             place = dict(zip(("stride", "padding", "dilation"), _geometry(node), strict=True))
         y, found = decoded.conv2d(
-            tuple(inputs), self._decoded[node.layer], bias, **place, relu=not up and cast(Conv2d, node).relu,
+            tuple(inputs), self._decoded[node.layer], bias, **place, relu=not transposed and cast(Conv2d, node).relu,
             dtype=self.dtype, out_amax=amax, moments=wanted, tensor_maps=not self._own,
         )  # fmt: skip
         if found is not None and moments is not None:
@@ -494,9 +494,9 @@ class PackedNetwork:
             self._wide[node.layer, self.decoded_dtype] = weight.dequantize(self.decoded_dtype)
             return
         if self._decodes and not isinstance(node, Linear):
-            up = isinstance(node, ConvTranspose2d)
-            if fits(sources, 1 if up else math.prod(taps)):
-                self._decoded[node.layer] = decode_weight(weight, sources, up)
+            transposed = isinstance(node, ConvTranspose2d)
+            if supports(sources, 1 if transposed else math.prod(taps)):
+                self._decoded[node.layer] = decode_weight(weight, sources, transposed)
                 return
         self._packed[node.layer] = weight
 

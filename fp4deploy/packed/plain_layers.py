@@ -36,11 +36,11 @@ def small_k_kernel(node: Any, weights: dict[str, torch.Tensor], device: torch.de
 
     weights: of layers in FP16, with torch's axes.
     """
-    if not isinstance(node, Layer) or not plain_kernel(node) or not small_k.runs(device):
+    if not isinstance(node, Layer) or not plain_kernel(node) or not small_k.is_available(device):
         return False
     place = cast(Conv2d, node)
     outputs, channels, kh, kw = weights[place.layer].shape
-    return small_k.takes(channels, outputs, (kh, kw), *plain_geometry(place), place.groups)
+    return small_k.supports(channels, outputs, (kh, kw), *plain_geometry(place), place.groups)
 
 
 def read_as_given(
@@ -71,11 +71,11 @@ def convolve_small_k(
 
     None where sizes do not fit, or the kernel does not run after all.
     """
-    if x.ndim != 4 or not small_k.runs(x.device):  # refused since the network was loaded
+    if x.ndim != 4 or not small_k.is_available(x.device):  # refused since the network was loaded
         return None
     x, filters = x.permute(0, 2, 3, 1), weight.permute(0, 2, 3, 1)
     stride, padding, _ = plain_geometry(node)
-    if not small_k.fits(x, filters, stride, padding):
+    if not small_k.is_aligned(x, filters, stride, padding):
         return None
     try:
         y, found = small_k.conv2d(x, filters, bias, stride, padding, node.relu, moments)

@@ -20,7 +20,7 @@ import torch
 
 from fp4deploy.errors import InputError, first_line
 from fp4deploy.formats import NVFP4_BLOCK
-from fp4deploy.graph.sizes import SizeError
+from fp4deploy.graph.sizes import SizeError, output_size, transposed_size
 from fp4deploy.models.input_encoding import ENCODED_CHANNELS
 from fp4deploy.packed.graph import (
     Activation,
@@ -48,7 +48,7 @@ from fp4deploy.packed.operators import Context, compute, convolve
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
 
-MOST_ELEMENTS = 1 << 28  # of one activation, for one item of the batch
+MAX_ELEMENTS = 1 << 28  # of one activation, for one item of the batch
 KERNEL_ELEMENTS = (1 << 31) - 1  # 32-bit offsets of the kernels
 MODES = {"linear": 1, "bilinear": 2, "bicubic": 2, "trilinear": 3}  # of `Resize`, by their axes
 TRIALS = (2, 4, 8, 16, 32, 64, 128)  # multiples to which a size that does not fit is rounded, for the message
@@ -198,15 +198,14 @@ def _convolved(node: Conv2d | ConvTranspose2d, source: Shape, weight: list[int])
     channels, *kernel, _ = weight
     if isinstance(node, Conv2d):
         return (source[0], channels, *_windows(source[2:], kernel, node))
-    axes = zip(source[2:], node.stride, node.padding, node.dilation, kernel, node.output_padding, strict=True)
-    sizes = [(size - 1) * step - 2 * pad + wide * (taps - 1) + more + 1 for size, step, pad, wide, taps, more in axes]
-    return (source[0], channels * node.groups, *sizes)
+    axes = zip(source[2:], kernel, node.stride, node.padding, node.dilation, node.output_padding, strict=True)
+    return (source[0], channels * node.groups, *(transposed_size(*axis) for axis in axes))
 
 
 def _windows(sizes: Shape, kernel: list[int], node: Any) -> list[int]:
     """How many windows of a kernel lie in the padded sizes."""
     axes = zip(sizes, kernel, node.stride, node.padding, node.dilation, strict=True)
-    return [(size + 2 * pad - wide * (taps - 1) - 1) // step + 1 for size, taps, step, pad, wide in axes]
+    return [output_size(*axis) for axis in axes]
 
 
 def _resampled(node: Node, source: Shape, context: Context) -> Shape | None:
@@ -237,7 +236,7 @@ def weight_order(node: Layer, rank: int) -> tuple[int, ...]:
 def _add(found: Shapes, node: Node | Input, shape: Shape, sizes: Mapping[str, int]) -> None:
     batch = max(1, next(iter(sizes.values())))
     _require(0 not in shape, f"its result {list(shape)} is empty")
-    _require(math.prod(shape) <= MOST_ELEMENTS * batch, f"its result {list(shape)} has more than 2^28 elements an item")
+    _require(math.prod(shape) <= MAX_ELEMENTS * batch, f"its result {list(shape)} has more than 2^28 elements an item")
     for form in node.outputs:
         pooled = shape
         if form.pooled:

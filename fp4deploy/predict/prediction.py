@@ -17,7 +17,7 @@ from fp4deploy.instances.decode import Instances
 from fp4deploy.instances.draw import draw_instances, label_objects
 from fp4deploy.models.boxes import SHOWN
 
-MOST_TEXTS = 20  # objects of an image, the surest ones, that carry class and score
+MAX_TEXTS = 20  # objects of an image, the surest ones, that carry class and score
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,5 +125,5 @@ class Prediction:
         if self.instances is not None:
             found = zip(self.instances.classes, self.instances.scores, strict=True)
             texts = [f"{self.class_names[int(number)]} {score:.2f}" for number, score in found if score >= SHOWN]
-            return label_objects(draw_instances(image, self.instances.ids), self.instances.ids, texts[:MOST_TEXTS])
+            return label_objects(draw_instances(image, self.instances.ids), self.instances.ids, texts[:MAX_TEXTS])
         return tinted(image, self.mask, self.palette)

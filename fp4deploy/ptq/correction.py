@@ -26,13 +26,13 @@ from torch import Tensor, nn
 
 from fp4deploy.ptq.forward import call_of, order_of
 from fp4deploy.qat.layers import QuantizedLayer
-from fp4deploy.qat.prepare import NORMS
+from fp4deploy.qat.plan import NORMS
 
 if TYPE_CHECKING:
     from fp4deploy.system.progress import Phase
 
 CHOICES = ("none", "bias", "norm", "both")
-LEAST, MOST = 0.5, 2.0  # of a slope: beyond that the channel carries nothing to scale
+MIN_SLOPE, MAX_SLOPE = 0.5, 2.0  # of a slope: beyond that the channel carries nothing to scale
 
 
 @torch.no_grad()
@@ -59,7 +59,7 @@ def correct(
         if _kind(layer) == "bias":
             layer.bias.add_((mean - other_mean).to(layer.bias.dtype))
             continue
-        slope = (covariance / variance.clamp(min=1e-12)).clamp(LEAST, MOST)
+        slope = (covariance / variance.clamp(min=1e-12)).clamp(MIN_SLOPE, MAX_SLOPE)
         slope = torch.where(variance > 1e-12, slope, 1.0).to(layer.weight.dtype)
         layer.weight.mul_(slope)
         layer.bias.copy_(slope * (layer.bias - other_mean) + mean)

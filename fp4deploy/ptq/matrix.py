@@ -20,8 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp4deploy.formats import NVFP4_BLOCK
+from fp4deploy.graph.sizes import output_size
 from fp4deploy.qat.layers import QuantizedLayer
-from fp4deploy.qat.prepare import is_fp8, quantized_layers
+from fp4deploy.qat.plan import is_fp8
+from fp4deploy.qat.prepare import quantized_layers
 
 POSITIONS = 2048  # of one image
 
@@ -94,8 +96,7 @@ def input_rows(layer: nn.Module, x: Tensor, generator: torch.Generator, most: in
     top, left = _numbers(layer.padding)
     padded = F.pad(pixels, (0, 0, left, left, top, top))
     (kh, kw), (sh, sw), (dh, dw) = layer.kernel_size, layer.stride, layer.dilation
-    height = (padded.shape[1] - dh * (kh - 1) - 1) // sh + 1
-    width = (padded.shape[2] - dw * (kw - 1) - 1) // sw + 1
+    height, width = output_size(padded.shape[1], kh, sh, 0, dh), output_size(padded.shape[2], kw, sw, 0, dw)
     place = _chosen(height * width, most, generator, x.device)
     y, z = place // width * sh, place % width * sw
     taps = [padded[:, y + i * dh, z + j * dw] for i in range(kh) for j in range(kw)]  # [N, P, C'] each

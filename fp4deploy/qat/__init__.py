@@ -10,16 +10,8 @@ from fp4deploy.qat.layers import (
     QuantLinear,
 )
 from fp4deploy.qat.load import deployed, load_model, prepare_as, round_to_deployed
-from fp4deploy.qat.prepare import (
-    LayerPlan,
-    calibrate,
-    layer_plan,
-    prepare,
-    quantized_layers,
-    restore,
-    set_products,
-    unquantized,
-)
+from fp4deploy.qat.plan import LayerPlan, layer_plan
+from fp4deploy.qat.prepare import calibrate, prepare, quantized_layers, restore, set_products, unquantized
 from fp4deploy.qat.recipes import RECIPES, QuantSpec, Recipe, find_recipe
 
 __all__ = [

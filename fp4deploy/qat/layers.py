@@ -164,7 +164,7 @@ class QuantizedLayer(nn.Module):
         traced = self._traced()
         if traced and traced.can_trace(self.recipe.activation):
             choice = traced.choice_of(cast(QuantSpec, self.recipe.activation))
-            if traced.takes(x, gemms.input_axis, gemms.groups, choice):
+            if traced.supports(x, gemms.input_axis, gemms.groups, choice):
                 return self._traced_input(traced, x, gemms.input_axis, gemms.groups, choice)
         operand = (self.recipe.activation, (gemms.input_axis,))
         if self.recipe.amax_learned:

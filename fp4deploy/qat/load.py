@@ -23,7 +23,8 @@ from fp4deploy.graph.copied import copied
 from fp4deploy.models import ModelCard, load_weights, read_card
 from fp4deploy.models.checkpoint import network_of
 from fp4deploy.qat.computed import rest_tensors, torch_class
-from fp4deploy.qat.prepare import layer_plan, prepare, quantized_layers, unquantized
+from fp4deploy.qat.plan import layer_plan
+from fp4deploy.qat.prepare import prepare, quantized_layers, unquantized
 from fp4deploy.rest import FP16, Rest, rest_of
 
 AMAX = ".input_amax"

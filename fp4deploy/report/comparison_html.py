@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fp4deploy.report.figures.overlays import PictureRow
     from fp4deploy.report.figures.predictions import Predictions
 
-MOST_LETTERS = 60  # of a setting's value
+MAX_LETTERS = 60  # of a setting's value
 
 
 @dataclass(frozen=True)
@@ -118,4 +118,4 @@ def _described(run: RunData) -> str:
 
 def _setting(value: Any) -> str:
     text = tables.NONE if value is None else f"{value:g}" if isinstance(value, float) else str(value)
-    return text if len(text) <= MOST_LETTERS else f"{text[: MOST_LETTERS - 1]}…"
+    return text if len(text) <= MAX_LETTERS else f"{text[: MAX_LETTERS - 1]}…"

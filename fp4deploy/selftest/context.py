@@ -19,7 +19,7 @@ from torch import nn
 from fp4deploy.architecture import Architecture
 from fp4deploy.data import IGNORE, IMAGE_MEAN, IMAGE_STD, EvalTransform, generate_shapes, open_dataset
 from fp4deploy.export.engine.build import BuildResult, build_engine
-from fp4deploy.export.to_onnx import ExportResult, export_onnx
+from fp4deploy.export.to_onnx import ExportResult, export_checkpoint
 from fp4deploy.export.to_packed import PackedResult, pack
 from fp4deploy.models import ModelCard, build_unet, save_checkpoint
 from fp4deploy.qat import calibrate, prepare
@@ -76,7 +76,7 @@ class Context:
             GateError: they disagree.
         """
         source = self.checkpoint("nvfp4", self.small)
-        return export_onnx(source, self.folder / "unet.onnx", portable=True, data=self.data, images=IMAGES)
+        return export_checkpoint(source, self.folder / "unet.onnx", portable=True, data=self.data, images=IMAGES)
 
     @cached_property
     def packed(self) -> PackedResult:

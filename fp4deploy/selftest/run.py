@@ -37,7 +37,7 @@ from fp4deploy.selftest.records import FAILED, NOT_POSSIBLE, PROVEN, CheckRecord
 from fp4deploy.system.children import owned_folder
 from fp4deploy.system.files import atomic_write
 
-MOST_LETTERS = 600  # of a detail
+MAX_LETTERS = 600  # of a detail
 Say = Callable[[CheckRecord], None]
 
 
@@ -121,7 +121,7 @@ def judge(check: Check, context: Context) -> CheckRecord:
             "group": check.group,
             "claim": check.claim,
             "status": status,
-            "detail": anonymous(detail)[:MOST_LETTERS],
+            "detail": anonymous(detail)[:MAX_LETTERS],
             "figures": {name: value for name, value in proof.figures.items() if _finite(value)},
             "seconds": round(time.perf_counter() - start, 2),
         }

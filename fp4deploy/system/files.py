@@ -37,9 +37,9 @@ try:
 except ImportError:  # Windows: what killed processes leave stays
     fcntl = None  # type: ignore[assignment]
 
-MOST_DIGESTED = 64 << 30  # bytes
+MAX_DIGESTED = 64 << 30  # bytes
 MANIFEST = ".fp4deploy.sha256"  # in a folder of `replace_folder`, as sha256sum writes it
-MOST_MANIFEST = 1 << 20  # bytes
+MAX_MANIFEST = 1 << 20  # bytes
 TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.partial")
 
 _tidied: set[Path] = set()  # folders that this process has looked through
@@ -156,7 +156,7 @@ def _raise(error: OSError) -> None:
 
 def _listed(manifest: Path) -> dict[str, str] | None:
     """Digests by name; None where there is no list."""
-    if manifest.is_symlink() or not manifest.is_file() or manifest.stat().st_size > MOST_MANIFEST:
+    if manifest.is_symlink() or not manifest.is_file() or manifest.stat().st_size > MAX_MANIFEST:
         return None
     lines = manifest.read_bytes().decode("utf-8", "replace").splitlines()
     return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
@@ -276,7 +276,7 @@ def file_digest(path: Path) -> str:
     """Hexadecimal SHA-256 of a regular file.
 
     Raises:
-        InputError: it is missing, a folder, device or pipe, cannot be read, or is larger than `MOST_DIGESTED` or than
+        InputError: it is missing, a folder, device or pipe, cannot be read, or is larger than `MAX_DIGESTED` or than
             its size says (a file of /proc may never end).
     """
     import hashlib
@@ -287,8 +287,8 @@ def file_digest(path: Path) -> str:
             raise InputError(f"{path} is no file.")
         with path.open("rb") as file:
             left = os.fstat(file.fileno()).st_size
-            if left > MOST_DIGESTED:
-                raise InputError(f"{path} is larger than {MOST_DIGESTED >> 30} GiB.")
+            if left > MAX_DIGESTED:
+                raise InputError(f"{path} is larger than {MAX_DIGESTED >> 30} GiB.")
             while chunk := file.read(min(1 << 20, left + 1)):
                 digest.update(chunk)
                 left -= len(chunk)

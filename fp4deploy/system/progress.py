@@ -19,7 +19,7 @@ from rich.text import Text
 from fp4deploy.system.terminal import console, is_quiet
 
 Phase = Callable[[str, int, int | None], None]  # what is done, how much of it, and of how much, where that is known
-SECONDS, MOST_SECONDS = 15.0, 60.0  # between two lines of a log
+SECONDS, MAX_SECONDS = 15.0, 60.0  # between two lines of a log
 
 
 class Bar:
@@ -89,7 +89,7 @@ def logged(line: Callable[[], str], screen: Console) -> Iterator[None]:
     ended, start = threading.Event(), time.monotonic()
 
     def repeat() -> None:
-        while not ended.wait(min(MOST_SECONDS, max(SECONDS, (time.monotonic() - start) / 10))):
+        while not ended.wait(min(MAX_SECONDS, max(SECONDS, (time.monotonic() - start) / 10))):
             screen.print(line().rstrip(), soft_wrap=True)
 
     thread = threading.Thread(target=repeat, daemon=True)

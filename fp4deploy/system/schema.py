@@ -8,8 +8,8 @@ the limits that its reader relies on; what does not is one `InputError` that nam
 | step | refuses |
 |---|---|
 | `read_text` | a missing file, a folder or device, more bytes than this kind of file may have, text that is not UTF-8 |
-| `parse_json` | nesting beyond `MOST_DEPTH`, a repeated key, NaN, infinity, integers beyond 64 bits, lone surrogates |
-| `parse_yaml` | the same; tags, aliases that expand to more than `MOST_NODES` values; dates stay text |
+| `parse_json` | nesting beyond `MAX_DEPTH`, a repeated key, NaN, infinity, integers beyond 64 bits, lone surrogates |
+| `parse_yaml` | the same; tags, aliases that expand to more than `MAX_NODES` values; dates stay text |
 | `read_lines` | a damaged line, by its number; a cut last line is dropped, since a training may be writing it |
 | `whole_lines` | nothing: lines that cannot be read are left out |
 | `validated` | what pydantic refuses, in the words of `problems` |
@@ -39,13 +39,13 @@ from fp4deploy.errors import InputError
 
 T = TypeVar("T")
 
-MOST_DEPTH = 64
-MOST_NODES = 20_000  # values of a YAML file after aliases are expanded
-MOST_BYTES = 32 << 20
-MOST_YAML_BYTES = 256 << 10
-MOST_LINES_BYTES = 1 << 30
-MOST_LINE_BYTES = 4 << 20
-MOST_PROBLEMS = 5  # listed in one message
+MAX_DEPTH = 64
+MAX_NODES = 20_000  # values of a YAML file after aliases are expanded
+MAX_BYTES = 32 << 20
+MAX_YAML_BYTES = 256 << 10
+MAX_LINES_BYTES = 1 << 30
+MAX_LINE_BYTES = 4 << 20
+MAX_PROBLEMS = 5  # listed in one message
 
 Int = Annotated[int, Field(strict=True)]
 Count = Annotated[int, Field(strict=True, ge=0, lt=1 << 63)]
@@ -55,7 +55,7 @@ Bool = Annotated[bool, Field(strict=True)]
 Name = Annotated[str, Field(min_length=1, max_length=500)]
 
 
-def read_bytes(path: Path, most: int = MOST_BYTES, advice: str = "") -> bytes:
+def read_bytes(path: Path, most: int = MAX_BYTES, advice: str = "") -> bytes:
     """The content of a regular file of at most `most` bytes.
 
     Raises:
@@ -75,7 +75,7 @@ def read_bytes(path: Path, most: int = MOST_BYTES, advice: str = "") -> bytes:
     return content
 
 
-def read_text(path: Path, most: int = MOST_BYTES, advice: str = "") -> str:
+def read_text(path: Path, most: int = MAX_BYTES, advice: str = "") -> str:
     """`read_bytes` as UTF-8 text, without a byte order mark.
 
     Raises:
@@ -105,13 +105,13 @@ def parse_json(text: str, source: object, advice: str = "", nan: Literal["refuse
         )
         _check_tree(value)
     except RecursionError:
-        raise InputError(_sentence(f"{source} is nested deeper than {MOST_DEPTH} levels", advice)) from None
+        raise InputError(_sentence(f"{source} is nested deeper than {MAX_DEPTH} levels", advice)) from None
     except ValueError as error:  # json.JSONDecodeError too
         raise InputError(_sentence(f"{source} cannot be read as JSON: {error}", advice)) from None
     return value
 
 
-def read_json(path: Path, advice: str = "", most: int = MOST_BYTES) -> Any:
+def read_json(path: Path, advice: str = "", most: int = MAX_BYTES) -> Any:
     """`read_text` and `parse_json`."""
     return parse_json(read_text(path, most, advice), path, advice)
 
@@ -126,7 +126,7 @@ def parse_yaml(text: str, source: object, advice: str = "", numbered: bool = Fal
         value = yaml.load(text, Loader=_Yaml)
         _check_tree(value, numbered)
     except RecursionError:
-        raise InputError(_sentence(f"{source} is nested deeper than {MOST_DEPTH} levels", advice)) from None
+        raise InputError(_sentence(f"{source} is nested deeper than {MAX_DEPTH} levels", advice)) from None
     except (yaml.YAMLError, ValueError) as error:
         raise InputError(_sentence(f"{source} is not valid YAML: {' '.join(str(error).split())}", advice)) from None
     return value
@@ -134,7 +134,7 @@ def parse_yaml(text: str, source: object, advice: str = "", numbered: bool = Fal
 
 def read_yaml(path: Path, advice: str = "", numbered: bool = False) -> Any:
     """`read_text` and `parse_yaml`."""
-    return parse_yaml(read_text(path, MOST_YAML_BYTES, advice), path, advice, numbered)
+    return parse_yaml(read_text(path, MAX_YAML_BYTES, advice), path, advice, numbered)
 
 
 def read_lines(path: Path, advice: str = "") -> Iterator[tuple[int, Any]]:
@@ -149,13 +149,13 @@ def read_lines(path: Path, advice: str = "") -> Iterator[tuple[int, Any]]:
     if not path.is_file():
         return
     try:
-        if path.stat().st_size > MOST_LINES_BYTES:
-            raise InputError(_sentence(f"{path} is larger than {MOST_LINES_BYTES >> 20} MiB", advice))
+        if path.stat().st_size > MAX_LINES_BYTES:
+            raise InputError(_sentence(f"{path} is larger than {MAX_LINES_BYTES >> 20} MiB", advice))
         with path.open("rb") as file:
-            for number, line in enumerate(iter(lambda: file.readline(MOST_LINE_BYTES + 1), b""), start=1):
+            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
                 source = f"{path}, line {number},"
-                if len(line) > MOST_LINE_BYTES:
-                    raise InputError(_sentence(f"{source} is longer than {MOST_LINE_BYTES >> 20} MiB", advice))
+                if len(line) > MAX_LINE_BYTES:
+                    raise InputError(_sentence(f"{source} is longer than {MAX_LINE_BYTES >> 20} MiB", advice))
                 if not line.strip():
                     continue
                 try:
@@ -173,7 +173,7 @@ def read_lines(path: Path, advice: str = "") -> Iterator[tuple[int, Any]]:
         raise InputError(_sentence(f"{path} cannot be read: {error.strerror or error}", advice)) from None
 
 
-def whole_lines(path: Path, most: int = MOST_LINES_BYTES) -> Iterator[Any]:
+def whole_lines(path: Path, most: int = MAX_LINES_BYTES) -> Iterator[Any]:
     """Values of the lines of a JSON Lines file that can be read; nothing where the file cannot, or is larger."""
     for line in lines_of(path, most):
         with suppress(InputError):
@@ -190,7 +190,7 @@ def text_of(content: bytes) -> str:
     return content.decode("utf-16" if utf16 else "utf-8-sig", errors="replace")
 
 
-def lines_of(path: Path, most: int = MOST_LINES_BYTES) -> list[bytes]:
+def lines_of(path: Path, most: int = MAX_LINES_BYTES) -> list[bytes]:
     """Lines of a file of at most `most` bytes, without their ends; [] where it is missing or cannot be read."""
     try:
         if not path.is_file() or path.stat().st_size > most:
@@ -219,15 +219,15 @@ def _adapter(wanted: Any) -> TypeAdapter[Any]:
 
 
 def problems(error: ValidationError, tags: Sequence[str] = ()) -> list[str]:
-    """What is wrong, as "field = value: limit"; at most `MOST_PROBLEMS`, and how many more there are.
+    """What is wrong, as "field = value: limit"; at most `MAX_PROBLEMS`, and how many more there are.
 
     tags: parts of a place that name a member of a union and no field.
     """
     found = error.errors(include_url=False)
     listed = [
-        _problem({**each, "loc": [part for part in each["loc"] if part not in tags]}) for each in found[:MOST_PROBLEMS]
+        _problem({**each, "loc": [part for part in each["loc"] if part not in tags]}) for each in found[:MAX_PROBLEMS]
     ]
-    return [*listed, *([f"and {len(found) - MOST_PROBLEMS} more"] if len(found) > MOST_PROBLEMS else [])]
+    return [*listed, *([f"and {len(found) - MAX_PROBLEMS} more"] if len(found) > MAX_PROBLEMS else [])]
 
 
 def briefly(value: object) -> str:
@@ -312,7 +312,7 @@ def _check_tree(tree: Any, numbered: bool = False) -> None:
         if isinstance(value, str):
             _check_text(value)
         elif isinstance(value, (dict, list)):
-            if depth > MOST_DEPTH:
+            if depth > MAX_DEPTH:
                 raise RecursionError
             if isinstance(value, dict):
                 _check_keys(value, numbered)
@@ -362,7 +362,7 @@ class _Yaml(yaml.SafeLoader):
         if getattr(event, "tag", None) is not None:
             raise yaml.YAMLError(f"the tag {event.tag} is not supported{event.start_mark}")
         self._depth += 1
-        if self._depth > MOST_DEPTH:
+        if self._depth > MAX_DEPTH:
             raise RecursionError
         before = self._nodes
         self._count(1)
@@ -373,8 +373,8 @@ class _Yaml(yaml.SafeLoader):
 
     def _count(self, nodes: int) -> None:
         self._nodes += nodes
-        if self._nodes > MOST_NODES:
-            raise yaml.YAMLError(f"it holds more than {MOST_NODES} values, those that aliases stand for included")
+        if self._nodes > MAX_NODES:
+            raise yaml.YAMLError(f"it holds more than {MAX_NODES} values, those that aliases stand for included")
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         own = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]

@@ -16,7 +16,7 @@ from fp4deploy.tasks import TASKS
 from fp4deploy.train.config import Config
 from fp4deploy.train.distributed import join
 
-MOST_WORKERS = 12
+MAX_WORKERS = 12
 
 
 def make_loaders(
@@ -53,4 +53,4 @@ def _workers(given: int | None) -> int:
 
 def share_of_workers(trainings: int) -> int:
     """Loader processes that feed a GPU, where so many trainings share the CPU cores."""
-    return min(MOST_WORKERS, cores() // trainings)
+    return min(MAX_WORKERS, cores() // trainings)

@@ -13,12 +13,12 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from pydantic.fields import FieldInfo
 
 from fp4deploy.errors import Fp4DeployError
-from fp4deploy.models.boxes import MOST_DEPTH, MOST_WIDTH
+from fp4deploy.models.boxes import MAX_DEPTH, MAX_WIDTH
 from fp4deploy.models.detector import GROUPS
-from fp4deploy.models.heads import MOST_DETECTIONS, MOST_MASKS, MOST_NMS, require_odd
+from fp4deploy.models.heads import MAX_DETECTIONS, MAX_MASKS, MAX_NMS, require_odd
 from fp4deploy.models.spec import UNET, parse_spec
 from fp4deploy.models.unet import channel_widths
-from fp4deploy.models.volumes import MOST_PIXELS, Size
+from fp4deploy.models.volumes import MAX_PIXELS, Size
 
 
 class Section(BaseModel):
@@ -70,10 +70,10 @@ class DataSection(Section):
 
     root: str | None = Field(None, description="dataset folder")
     classes: list[str] | None = Field(None, description="classes to learn; none: all")
-    height: int = Field(96, gt=0, le=MOST_PIXELS, description="model input in pixels")
-    width: int = Field(96, gt=0, le=MOST_PIXELS, description="model input in pixels")
+    height: int = Field(96, gt=0, le=MAX_PIXELS, description="model input in pixels")
+    width: int = Field(96, gt=0, le=MAX_PIXELS, description="model input in pixels")
     depth: int | None = Field(
-        None, gt=0, le=MOST_PIXELS, description="volumes: slices of the model input; none: input sized by the set"
+        None, gt=0, le=MAX_PIXELS, description="volumes: slices of the model input; none: input sized by the set"
     )
     spacing: tuple[float, float, float] | None = Field(
         None, description="volumes: mm between slices, rows and columns of the model input; none: by the set"
@@ -197,14 +197,14 @@ class InstanceSection(Section):
     )
     stuff: list[str] = Field([], description="classes that are not counted")
     max_detections: int = Field(
-        100, ge=1, le=MOST_DETECTIONS, description="most objects of an image, and COCO's maxDets"
+        100, ge=1, le=MAX_DETECTIONS, description="most objects of an image, and COCO's maxDets"
     )
     heatmap: float = Field(1.0, ge=0, description="centres: weight of the loss of the heatmap")
     offset: float = Field(1.0, ge=0, description="centres: weight of the loss of the offsets")
     sigma: float = Field(0.15, gt=0, description="centres: width of a peak in square roots of the object's area")
-    nms: int = Field(5, ge=3, le=MOST_NMS, description="centres: odd window in pixels with one centre at most")
+    nms: int = Field(5, ge=3, le=MAX_NMS, description="centres: odd window in pixels with one centre at most")
     threshold: float = Field(0.1, ge=0, lt=1, description="centres: smallest score")
-    channels: int = Field(20, ge=1, le=MOST_MASKS, description="set: number of masks")
+    channels: int = Field(20, ge=1, le=MAX_MASKS, description="set: number of masks")
     mask_bce: float = Field(5.0, ge=0, description="set: weight of the binary cross-entropy")
     mask_dice: float = Field(2.0, ge=0, description="set: weight of the Dice loss")
     empty: float = Field(0.5, ge=0, description="set: weight of channels without an object")
@@ -218,9 +218,9 @@ class InstanceSection(Section):
 class DetectionSection(Section):
     """Object detection only (`task: detection`)."""
 
-    width: int = Field(128, ge=16, le=MOST_WIDTH, description="channels of the towers of the head")
-    depth: int = Field(2, ge=1, le=MOST_DEPTH, description="convolutions of each tower")
-    max_detections: int = Field(100, ge=1, le=MOST_DETECTIONS, description="most boxes of an image, and COCO's maxDets")
+    width: int = Field(128, ge=16, le=MAX_WIDTH, description="channels of the towers of the head")
+    depth: int = Field(2, ge=1, le=MAX_DEPTH, description="convolutions of each tower")
+    max_detections: int = Field(100, ge=1, le=MAX_DETECTIONS, description="most boxes of an image, and COCO's maxDets")
     threshold: float = Field(0.05, ge=0, lt=1, description="smallest score of a box")
     nms: float = Field(0.6, gt=0, le=1, description="IoU above which the box with the lower score is left out")
     class_loss: float = Field(1.0, ge=0, description="weight of the focal loss")

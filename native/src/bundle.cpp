@@ -12,7 +12,7 @@ namespace {
 constexpr char BUNDLE_KEY[] = "fp4deploy.kernels", BUNDLE_FORMAT[] = "kernels/1";
 constexpr Dialect BODY{true, false, true, true, 64};
 constexpr const char* NAMES[STAGES] = {"input.float32", "input.float16", "body", "output.float32", "output.float16", "output.classes"};
-constexpr int64_t MOST_SHARED = 227 << 10, MOST_MEMORY = int64_t(1) << 46;
+constexpr int64_t MAX_SHARED = 227 << 10, MAX_MEMORY = int64_t(1) << 46;
 
 const Value& field(const Value& value, const char* name, Value::Kind kind) {
     const Value* found = value.kind == Value::Object ? value.find(name) : nullptr;
@@ -66,7 +66,7 @@ public:
         found.code = field(value, "code", Value::String).text;
         found.name = field(value, "name", Value::String).text;
         found.parameters = field(value, "parameters", Value::String).text;
-        found.shared = int(number(value, "shared", 0, MOST_SHARED));
+        found.shared = int(number(value, "shared", 0, MAX_SHARED));
         const auto code = bundle_.file.tensors.find(found.code);
         if (code == bundle_.file.tensors.end() || code->second.dtype != "U8") refuse("the kernel bundle lacks the code " + shown(found.code));
         const Tensor& cubin = code->second;
@@ -84,7 +84,7 @@ public:
         found.tensor = field(value, "tensor", Value::String).text;
         found.up = field(value, "up", Value::Bool).truth;
         for (const Value& each : list(value, "sources", 2)) found.sources.push_back(whole(each, 1, 1 << 20));
-        found.bytes = size_t(number(value, "bytes", 1, MOST_MEMORY));
+        found.bytes = size_t(number(value, "bytes", 1, MAX_MEMORY));
         size_t needed = 0;
         if (kind == "planes") {
             found.kind = Constant::Planes;
@@ -111,7 +111,7 @@ public:
         std::vector<Shape> expected;
         for (const Output& each : model_.graph.outputs) expected.push_back(shapes.at(each.activation));
         require(found.outputs == expected, "the kernel bundle has a plan with other output shapes than the network");
-        found.arena = size_t(number(value, "arena", 0, MOST_MEMORY));
+        found.arena = size_t(number(value, "arena", 0, MAX_MEMORY));
         const Value& stages = field(value, "stages", Value::Object);
         for (int stage = 0; stage < STAGES; ++stage)
             for (const Value& each : list(stages, NAMES[stage], 100'000)) found.stages[stage].push_back(launch(each, found, Stage(stage)));

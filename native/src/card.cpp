@@ -10,7 +10,7 @@
 namespace fp4d {
 namespace {
 
-constexpr int64_t MOST_CLASSES = 10'000, MOST_PIXELS = 16'384;
+constexpr int64_t MAX_CLASSES = 10'000, MAX_PIXELS = 16'384;
 
 [[noreturn]] void fail(const std::string& cause) { refuse("its model card: " + cause); }
 
@@ -87,7 +87,7 @@ Head read_head(const Value& value, int64_t names) {
     const int64_t most_found = 100'000, usual_detections = 100;
     if (head.finds_boxes()) {
         const Object fields(value, {"method", "classes", "strides", "width", "depth", "threshold", "nms", "max_detections"});
-        const int64_t classes = fields.integer("classes", 1, MOST_CLASSES), width = 128, depth = 2;
+        const int64_t classes = fields.integer("classes", 1, MAX_CLASSES), width = 128, depth = 2;
         head.channels = classes + (head.method == "retinanet" ? 4 : 5);
         head.anchors = head.method == "retinanet" ? 9 : 1;
         head.strides = {4, 8, 16, 32};
@@ -107,9 +107,9 @@ Head read_head(const Value& value, int64_t names) {
         return head;
     }
     const Object fields(value, {"method", "classes", "masks", "stuff", "nms", "threshold", "max_detections"});
-    const int64_t none = 0, window = 5, classes = fields.integer("classes", 0, MOST_CLASSES), masks = fields.integer("masks", 0, 4096, &none);
+    const int64_t none = 0, window = 5, classes = fields.integer("classes", 0, MAX_CLASSES), masks = fields.integer("masks", 0, 4096, &none);
     if (fields.maybe("stuff"))
-        for (const Value& each : fields.list("stuff", 0, MOST_CLASSES))
+        for (const Value& each : fields.list("stuff", 0, MAX_CLASSES))
             if (Object::whole(each, 0, INT64_MAX, "head.stuff") >= names) fail("head.stuff: a number is no class");
     if (fields.integer("nms", 1, 63, &window) % 2 == 0) fail("head.nms is even");
     threshold(fields);
@@ -160,12 +160,12 @@ Card read_card(const std::string& text) {
     const std::string precision = choice(fields.get("precision"), "precision", {"fp16", "nvfp4"});
     if (const double scale = Object::real(fields.get("scale"), "scale"); scale <= 0 || scale > 4) fail("scale is beyond its limits");
     std::set<std::string> known;
-    for (const Value& each : fields.list("class_names", 0, MOST_CLASSES)) {
+    for (const Value& each : fields.list("class_names", 0, MAX_CLASSES)) {
         card.class_names.push_back(Object::text(each, "class_names"));
         if (!known.insert(card.class_names.back()).second) fail("class_names: a name is given twice");
     }
-    card.height = fields.integer("height", 1, MOST_PIXELS);
-    card.width = fields.integer("width", 1, MOST_PIXELS);
+    card.height = fields.integer("height", 1, MAX_PIXELS);
+    card.width = fields.integer("width", 1, MAX_PIXELS);
     const auto &mean = fields.list("mean", 3, 3), &std = fields.list("std", 3, 3);
     for (size_t at = 0; at < 3; ++at) {
         card.mean[at] = Object::real(mean[at], "mean"), card.std[at] = Object::real(std[at], "std");

@@ -8,7 +8,7 @@
 namespace fp4d {
 namespace {
 
-constexpr size_t MOST_NODES = 4096, MOST_FORMS = 64, MOST_NAME = 200;
+constexpr size_t MAX_NODES = 4096, MAX_FORMS = 64, MAX_NAME = 200;
 const char* const OTHERS[] = {"conv1d", "conv3d", "conv_transpose1d", "conv_transpose3d", "linear", "affine", "group_norm", "instance_norm",
                               "layer_norm", "activation", "prelu", "add", "sub", "mul", "div", "pow", "maximum", "minimum", "greater",
                               "greater_equal", "less", "less_equal", "equal", "not_equal", "where", "constant", "max_pool", "avg_pool",
@@ -43,7 +43,7 @@ public:
         return value.items;
     }
 
-    std::string text(const Value& value, size_t least = 1, size_t most = MOST_NAME) const {
+    std::string text(const Value& value, size_t least = 1, size_t most = MAX_NAME) const {
         if (value.kind != Value::String) fail("has a name that is no text");
         const size_t count = characters(value.text);
         if (count < least || count > most) fail("has a name that is empty or too long");
@@ -88,7 +88,7 @@ private:
 
 std::vector<Form> forms(const Fields& owner) {
     std::vector<Form> found;
-    for (const Value& each : owner.list("outputs", 1, MOST_FORMS)) {
+    for (const Value& each : owner.list("outputs", 1, MAX_FORMS)) {
         const Fields fields(each, {"name", "amax", "axis", "pooled"}, "an activation");
         Form form;
         form.name = fields.name("name");
@@ -195,7 +195,7 @@ Graph read_graph(const std::string& text) {
         graph.inputs.push_back(input);
     }
     size_t number = 0;
-    for (const Value& each : fields.list("nodes", 1, MOST_NODES)) graph.nodes.push_back(read_node(each, number++));
+    for (const Value& each : fields.list("nodes", 1, MAX_NODES)) graph.nodes.push_back(read_node(each, number++));
     for (const Value& each : fields.list("outputs", 1, 64)) {
         const Fields about(each, {"name", "activation"}, "an output");
         graph.outputs.push_back({about.text(about.get("name"), 0), about.name("activation")});

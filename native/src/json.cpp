@@ -9,7 +9,7 @@
 namespace fp4d {
 namespace {
 
-constexpr size_t MOST_VALUES = 4'000'000;  // a graph of the most nodes and forms has fewer; bounds the memory
+constexpr size_t MAX_VALUES = 4'000'000;  // a graph of the most nodes and forms has fewer; bounds the memory
 
 class Parser {
 public:
@@ -40,7 +40,7 @@ private:
     }
 
     Value parse(int depth) {
-        if (++values_ > MOST_VALUES) fail("has too many values");
+        if (++values_ > MAX_VALUES) fail("has too many values");
         Value value;
         switch (peek()) {
             case '{': return object(depth);

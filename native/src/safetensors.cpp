@@ -7,7 +7,7 @@
 namespace fp4d {
 namespace {
 
-constexpr uint64_t MOST_HEADER = 100'000'000;
+constexpr uint64_t MAX_HEADER = 100'000'000;
 
 int64_t size_of(const std::string& dtype) {
     if (dtype == "U8" || dtype == "F8_E4M3") return 1;
@@ -27,7 +27,7 @@ Safetensors read_safetensors(const uint8_t* content, size_t bytes) {
     require(bytes >= 8, "the file is no safetensors file: it is too short");
     uint64_t length = 0;
     for (int at = 7; at >= 0; --at) length = length << 8 | content[at];
-    require(length <= MOST_HEADER && length <= bytes - 8, "the file is no safetensors file, or not a whole one");
+    require(length <= MAX_HEADER && length <= bytes - 8, "the file is no safetensors file, or not a whole one");
     const std::string_view text(reinterpret_cast<const char*>(content) + 8, size_t(length));
     require(!text.empty() && text[0] == '{', "the file is no safetensors file: its header is no JSON object");
     const Value header = parse_json(text, HEADER, "the file's header");

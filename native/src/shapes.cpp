@@ -6,7 +6,7 @@
 namespace fp4d {
 namespace {
 
-constexpr int64_t MOST_ELEMENTS = int64_t(1) << 28, KERNEL_ELEMENTS = (int64_t(1) << 31) - 1, ENCODED = 13;
+constexpr int64_t MAX_ELEMENTS = int64_t(1) << 28, KERNEL_ELEMENTS = (int64_t(1) << 31) - 1, ENCODED = 13;
 
 [[noreturn]] void odd(const std::string& cause) { refuse(cause); }
 
@@ -17,7 +17,7 @@ void add(Shapes& found, const std::vector<Form>& forms, const Shape& shape, int6
         if (__builtin_mul_overflow(elements, size, &elements)) odd("its result is too large");
     }
     int64_t most;
-    if (!__builtin_mul_overflow(MOST_ELEMENTS, std::max<int64_t>(1, batch), &most) && elements > most)
+    if (!__builtin_mul_overflow(MAX_ELEMENTS, std::max<int64_t>(1, batch), &most) && elements > most)
         odd("its result " + text_of(shape) + " has more than 2^28 elements an item");
     for (const Form& form : forms) {
         Shape pooled = shape;

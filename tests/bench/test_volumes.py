@@ -17,7 +17,7 @@ from fp4deploy.bench.gate.decision import gate_drop
 from fp4deploy.bench.runtimes.open import open_runtime
 from fp4deploy.data import open_dataset
 from fp4deploy.errors import InputError
-from fp4deploy.export import export_onnx
+from fp4deploy.export import export_checkpoint
 from fp4deploy.export.to_packed import pack
 from fp4deploy.metrics import SegmentationScore, hausdorff95
 from fp4deploy.models import ModelCard, name_model, read_card
@@ -81,7 +81,7 @@ def test_the_card_is_of_the_set(trained: Run) -> None:
 def test_every_artefact_has_the_scores_of_its_checkpoint(trained: Run, tmp_path: Path) -> None:
     """Conv3d in FP4 through the canonical, the decomposed and the packed form, and the gate on Dice."""
     data, checkpoint = data_of(trained), trained.checkpoint("nvfp4")
-    exported = export_onnx(checkpoint, tmp_path / "net.onnx", portable=True, data=data, images=1)
+    exported = export_checkpoint(checkpoint, tmp_path / "net.onnx", portable=True, data=data, images=1)
     assert exported.fp4_layers == 2
     packed = pack(checkpoint, tmp_path / "net.fp4", data=data, images=1)
     assert packed.verification is not None

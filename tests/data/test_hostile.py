@@ -149,7 +149,7 @@ def test_annotations_that_cover_an_image_a_million_times(make_coco: Any, monkeyp
     root = make_coco()
     dataset = CocoDataset(root, "train")
     dataset.load(0)
-    monkeypatch.setattr("fp4deploy.data.coco.dataset.MOST_DRAWN", 3)
+    monkeypatch.setattr("fp4deploy.data.coco.dataset.MAX_DRAWN", 3)
     with pytest.raises(InputError, match="pixels together; the limit is 3"):
         dataset.load(0)
 

@@ -104,7 +104,7 @@ def test_what_fp16_refuses_names_the_product_and_the_way_out(quantised: bool, tm
 @pytest.mark.parametrize("rest", [BF16, FP32], ids=lambda rest: rest.name)
 def test_what_leaves_fp16_is_right_in_another_rest(rest: Rest, quantised: bool, tmp_path: Path) -> None:
     model = attention(quantised)
-    result = fd.export_onnx(model, X, tmp_path / "a.onnx", rest=rest.name, with_portable=True)
+    result = fd.export_onnx(model, X, tmp_path / "a.onnx", rest=rest.name, portable=True)
     assert result.verification is not None
     assert result.verification.passed
     graph = onnx.load(result.path)

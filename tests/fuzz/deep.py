@@ -1,6 +1,6 @@
 """Fuzzing at length: python -m tests.fuzz [--cases N] [--only NAME ...] [--json FILE]
 
-Each loader runs in a process of its own with `MOST_BYTES` of memory more than it begins with, so that a crash or a
+Each loader runs in a process of its own with `MAX_BYTES` of memory more than it begins with, so that a crash or a
 hunger for memory is a defect of one case. Prints the table of outcomes and every defect; exits 1 if there is one. It
 may be run in pieces. `--jobs` processes run at a time: each takes a part of the cases of one loader.
 """
@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from fp4deploy.bench.environment import environment
-from tests.fuzz.harness import HEAD, MOST_BYTES, Outcome, run_case
+from tests.fuzz.harness import HEAD, MAX_BYTES, Outcome, run_case
 from tests.fuzz.loaders import loaders
 from tests.fuzz.test_fuzz import NAMES
 
@@ -45,7 +45,7 @@ def work(name: str, first: int, last: int, folder: str, result: str) -> None:
     home = Path(folder)
     loader = loaders(home / "seeds")[name]
     used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_DATA, (used + MOST_BYTES, used + MOST_BYTES))
+    resource.setrlimit(resource.RLIMIT_DATA, (used + MAX_BYTES, used + MAX_BYTES))
     outcome = Outcome(name)
     for number in range(first, last):
         run_case(loader, number, home / "work", outcome)

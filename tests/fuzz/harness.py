@@ -1,7 +1,7 @@
 """Runs mutated files through a loader and counts: refused in words, accepted, or a defect.
 
 The property: a file that is mutated in any way is refused by an `Fp4DeployError`, or it is accepted and can be used. A
-defect is any other exception, more than `MOST_SECONDS`, more than `MOST_BYTES` of memory, or the end of the process.
+defect is any other exception, more than `MAX_SECONDS`, more than `MAX_BYTES` of memory, or the end of the process.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from types import FrameType
 from fp4deploy.errors import Fp4DeployError
 from tests.fuzz.mutate import Mutate
 
-MOST_SECONDS = 10
-MOST_BYTES = 2 << 30
+MAX_SECONDS = 10
+MAX_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ HEAD = f"{'loader':<12} {'cases':>7} {'refused':>8} {'accepted':>9} {'defects':>
 
 
 class Slow(BaseException):
-    """A case took more than `MOST_SECONDS`."""
+    """A case took more than `MAX_SECONDS`."""
 
 
 def case(loader: Loader, number: int) -> bytes:
@@ -74,7 +74,7 @@ def run_case(loader: Loader, number: int, folder: Path, outcome: Outcome) -> Non
     outcome.cases += 1
     start = time.perf_counter()
     previous = signal.signal(signal.SIGALRM, _slow)
-    signal.setitimer(signal.ITIMER_REAL, MOST_SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, MAX_SECONDS)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -85,7 +85,7 @@ def run_case(loader: Loader, number: int, folder: Path, outcome: Outcome) -> Non
         if len(str(error)) > 4000 or "\x1b" in str(error):
             outcome.defects.append(f"case {number}: a message of {len(str(error))} characters, or with escapes")
     except Slow:
-        outcome.defects.append(f"case {number}: more than {MOST_SECONDS} s")
+        outcome.defects.append(f"case {number}: more than {MAX_SECONDS} s")
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{Path(frame.filename).name}:{frame.lineno}"
@@ -93,8 +93,8 @@ def run_case(loader: Loader, number: int, folder: Path, outcome: Outcome) -> Non
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
-    if time.perf_counter() - start > MOST_SECONDS:
-        outcome.defects.append(f"case {number}: more than {MOST_SECONDS} s")
+    if time.perf_counter() - start > MAX_SECONDS:
+        outcome.defects.append(f"case {number}: more than {MAX_SECONDS} s")
 
 
 def _slow(_number: int, _frame: FrameType | None) -> None:

@@ -16,7 +16,7 @@ from fp4deploy.export.onnx.layers import layers_of
 from fp4deploy.formats import quantize_nvfp4
 from fp4deploy.interop.modelopt import Quantized, from_modelopt, quantizers_in, read_modelopt, to_modelopt
 from fp4deploy.qat import calibrate, prepare, quantized_layers
-from fp4deploy.qat.prepare import is_fp8
+from fp4deploy.qat.plan import is_fp8
 from tests.interop.modelopt_network import network
 
 FILE = Path(__file__).with_name("modelopt_0.47.pt")

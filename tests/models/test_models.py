@@ -82,7 +82,7 @@ def test_a_file_of_very_many_tensors_is_refused(tmp_path: Path, monkeypatch: pyt
     path = tmp_path / "many.safetensors"
     save_file({name: torch.zeros(0) for name in "abc"}, path)
     assert read_signed(path)[1].keys() == set("abc")
-    monkeypatch.setattr("fp4deploy.models.checkpoint.MOST_TENSORS", 2)
+    monkeypatch.setattr("fp4deploy.models.checkpoint.MAX_TENSORS", 2)
     with pytest.raises(InputError, match="it holds 3 tensors, and 2 is the limit"):
         read_signed(path)
 

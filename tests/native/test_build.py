@@ -14,7 +14,7 @@ from fp4deploy.packed import PackedFile
 from tests.native.builds import ROOT, run
 
 PAGE = ROOT.parent / "docs" / "native.md"
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 CONSUMER = """cmake_minimum_required(VERSION 3.16)
 project(consumer LANGUAGES C)
 find_package(fp4deploy 0.2 REQUIRED)
@@ -56,7 +56,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_library_is_small_and_exports_its_interface_alone(built: Path) -> None:
     library = built / "install" / "lib" / "libfp4deploy.so"
     shell(f"strip -o small.so {library}", built)
-    assert (built / "small.so").stat().st_size < MOST_BYTES
+    assert (built / "small.so").stat().st_size < MAX_BYTES
     listed = subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True).stdout
     exported = {line.split()[-1] for line in listed.splitlines()}
     header = (ROOT / "include" / "fp4deploy.h").read_text(encoding="utf-8")

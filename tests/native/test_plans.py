@@ -92,12 +92,14 @@ def test_placing() -> None:
 
 
 def test_planes_have_the_shape_of_the_decoded_weight() -> None:
-    for shape, channels, up in (((3, 3, 3, 40), (16, 24), False), ((5, 2, 2, 20), (20,), True)):
+    for shape, channels, transposed in (((3, 3, 3, 40), (16, 24), False), ((5, 2, 2, 20), (20,), True)):
         blocks = -(-shape[-1] // 16)
         codes = torch.zeros((*shape[:-1], 8 * blocks), dtype=torch.uint8)
         scales = torch.zeros((*shape[:-1], blocks)).to(torch.float8_e4m3fn)
         weight = Nvfp4Tensor(codes, scales, torch.tensor(1.0), torch.Size(shape), 448)
-        assert tuple(decode_weight(weight, channels, up).planes.shape) == planes_shape(shape, channels, up)
+        assert tuple(decode_weight(weight, channels, transposed).planes.shape) == planes_shape(
+            shape, channels, transposed
+        )
 
 
 def test_refusals(unet: PackedFile) -> None:

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from fp4deploy.qat.computed import quantized_class
-from fp4deploy.qat.prepare import recipe_of, restore
+from fp4deploy.qat.plan import recipe_of
+from fp4deploy.qat.prepare import restore
 from fp4deploy.qat.recipes import Recipe, find_recipe
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

@@ -17,7 +17,7 @@ from torch import nn
 from fp4deploy.formats import quantize_fp8, quantize_ms_eden, quantize_mxfp4, quantize_nvfp4, random_hadamard
 from fp4deploy.qat import QuantSpec, Recipe
 from fp4deploy.qat.layers import QuantizedLayer
-from fp4deploy.qat.prepare import is_fp8
+from fp4deploy.qat.plan import is_fp8
 
 Pair = tuple[int, int]
 PLAIN = Recipe("plain")

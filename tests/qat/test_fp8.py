@@ -13,7 +13,7 @@ from fp4deploy.formats import quantize_fp8
 from fp4deploy.models import ModelCard
 from fp4deploy.qat import calibrate, layer_plan, prepare, quantized_layers
 from fp4deploy.qat.load import prepare_as
-from fp4deploy.qat.prepare import is_fp8
+from fp4deploy.qat.plan import is_fp8
 from fp4deploy.qat.recipes import QuantSpec, Recipe, find_recipe
 from tests.fuzz.predicted import CARD
 

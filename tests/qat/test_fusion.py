@@ -78,7 +78,7 @@ def test_values_and_gradients_are_the_references(
         upstream = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
         for clips in (True, False):
             given = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
-            if not traced.takes(given, axis, 1, choice):
+            if not traced.supports(given, axis, 1, choice):
                 continue
             values = traced.quantize(given, static, axis, 1, clips, choice)
             values.backward(upstream)

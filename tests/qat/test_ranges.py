@@ -138,7 +138,7 @@ def test_files_that_would_overflow_are_refused(tmp_path: Path) -> None:
 def test_the_file_says_how_large_results_are(tmp_path: Path) -> None:
     model, images = network(1.0)
     fd.calibrate(model, images)
-    fd.export_onnx(model, images, tmp_path / "own.onnx", with_portable=True)
+    fd.export_onnx(model, images, tmp_path / "own.onnx", portable=True)
     with torch.no_grad():
         first = deployed(model).first(images)  # type: ignore[operator]
     for path in tmp_path.iterdir():

@@ -14,7 +14,7 @@ from fp4deploy.plugins import available
 from fp4deploy.qat import RECIPES, QuantSpec, Recipe, calibrate, prepare, quantized_layers
 from fp4deploy.qat.fused_unet import FusedUNet, fuse_unet
 from fp4deploy.qat.operators.quantizers import quantize_operand
-from fp4deploy.qat.prepare import is_fp8
+from fp4deploy.qat.plan import is_fp8
 from fp4deploy.qat.telemetry.collect import (
     ACTIVATION,
     GRADIENT,

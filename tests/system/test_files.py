@@ -245,7 +245,7 @@ def test_a_file_that_may_never_end_is_not_digested(tmp_path: Path, monkeypatch: 
         with pytest.raises(InputError, match="longer than its size says"):
             file_digest(status)
     (tmp_path / "a").write_bytes(b"abc")
-    monkeypatch.setattr("fp4deploy.system.files.MOST_DIGESTED", 3)
+    monkeypatch.setattr("fp4deploy.system.files.MAX_DIGESTED", 3)
     assert file_digest(tmp_path / "a") == hashlib.sha256(b"abc").hexdigest()
     (tmp_path / "a").write_bytes(b"abcd")
     with pytest.raises(InputError, match="is larger than"):

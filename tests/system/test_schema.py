@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 
 from fp4deploy.errors import InputError
 from fp4deploy.system.schema import (
-    MOST_DEPTH,
+    MAX_DEPTH,
     Count,
     parse_json,
     parse_yaml,
@@ -39,8 +39,8 @@ class Size(BaseModel):
         ('{"a": "\\ud800"}', "half of a UTF-16 surrogate pair"),
         ('{"\\udfff": 1}', "half of a UTF-16 surrogate pair"),
         ('["a\\u0000b"]', "holds a null character"),
-        ("[" * (MOST_DEPTH + 1) + "]" * (MOST_DEPTH + 1), f"nested deeper than {MOST_DEPTH} levels"),
-        ("[" * 100_000, f"nested deeper than {MOST_DEPTH} levels"),
+        ("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1), f"nested deeper than {MAX_DEPTH} levels"),
+        ("[" * 100_000, f"nested deeper than {MAX_DEPTH} levels"),
     ],
 )
 def test_json_that_is_refused(text: str, cause: str) -> None:
@@ -52,7 +52,7 @@ def test_json_that_is_refused(text: str, cause: str) -> None:
 
 
 def test_json_that_is_taken() -> None:
-    deep = "[" * MOST_DEPTH + "]" * MOST_DEPTH
+    deep = "[" * MAX_DEPTH + "]" * MAX_DEPTH
     assert parse_json(deep, "f") is not None
     assert parse_json('{"é": [1, 2.5, "\\ud83d\\ude00", 18446744073709551615]}', "f") == {
         "é": [1, 2.5, "\U0001f600", 18446744073709551615]

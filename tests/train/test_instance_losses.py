@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from fp4deploy.models import InstanceHead
 from fp4deploy.models.heads import OFFSET_UNIT
 from fp4deploy.train import SegmentationLoss
-from fp4deploy.train.losses.centres import LEAST_MASS, CentreLoss, centre_targets
+from fp4deploy.train.losses.centres import MIN_MASS, CentreLoss, centre_targets
 from fp4deploy.train.losses.sets import SetLoss, match, pair_cost, select_objects
 from tests.instances.perfect import perfect_outputs
 
@@ -208,11 +208,11 @@ def test_the_heatmap_loss_is_divided_by_the_mass_of_the_peaks() -> None:
     loss = CentreLoss(head, SegmentationLoss(0.0, 0.0), heatmap=1.0, offset=0.0, sigma=0.15)
     targets = centre_targets(labels[:, 1], 0.15)
     outputs = torch.zeros(1, 5, 64, 64)
-    mass = max(targets.heatmap.sum().item(), LEAST_MASS * 64 * 64)
+    mass = max(targets.heatmap.sum().item(), MIN_MASS * 64 * 64)
     assert loss(outputs, labels).item() == pytest.approx(targets.heatmap.square().sum().item() / mass, rel=1e-5)
     labels.zero_()
     head.heatmap(outputs)[:] = 0.1
-    assert loss(outputs, labels).item() == pytest.approx(0.01 / LEAST_MASS, rel=1e-4)
+    assert loss(outputs, labels).item() == pytest.approx(0.01 / MIN_MASS, rel=1e-4)
 
 
 @pytest.mark.parametrize("make", [lambda: set_loss(4), centre_loss])

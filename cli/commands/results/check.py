@@ -139,7 +139,7 @@ def _example(shape: tuple[int, ...]) -> Tensor:
 
 def _of_network(network: nn.Module, plans: list[LayerPlan], example: Tensor, named: str = "fp16") -> Subject:
     from fp4deploy.export.lowering.forecast import Forecast, forecast, forecast_fp8
-    from fp4deploy.graph.costs import MULTIPLYING, macs_of_calls
+    from fp4deploy.graph.costs import MULTIPLYING, work_of_layers
     from fp4deploy.rest import FP16, rest_of
 
     rest = rest_of(named)
@@ -157,7 +157,7 @@ def _of_network(network: nn.Module, plans: list[LayerPlan], example: Tensor, nam
     multiplying = {name: layer for name, layer in modules.items() if isinstance(layer, MULTIPLYING)}
     macs, unknown = None, ""
     try:
-        macs = macs_of_calls(network.eval(), multiplying, example)
+        macs = {name: work.macs for name, work in work_of_layers(network.eval(), multiplying, example).items()}
     except Exception as error:  # the network's own code, on a size that nobody gave
         cause = str(error) if isinstance(error, Fp4DeployError) else named_cause(error)
         unknown = (

@@ -13,7 +13,7 @@ from fp4deploy.errors import InputError, UnavailableError, counted
 from ... import completion
 from ...artifacts import find_artifacts, write_json
 from ...console import note, notes, results, shown
-from ...numbers import MOST_SECONDS, finite
+from ...numbers import MAX_SECONDS, finite
 from ...settings import CompileOption, NamedModelOption, expect
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fp4deploy.bench.records import ArtifactEntry
     from fp4deploy.bench.runtimes.like import Like
 
-MOST_LETTERS = 40  # of the name of a file, before it may be broken over two lines
+MAX_LETTERS = 40  # of the name of a file, before it may be broken over two lines
 ACCURACY, GATE, RUNTIMES, LATENCY = "Accuracy", "Gate", "Runtimes", "Latency"  # headings of the options in --help
 WIDE = 120  # columns of a terminal from which backend and precision have columns of their own
 NOT_NARROW = ("backend", "precision", "p90 ms", "p99 ms")  # columns of wide terminals, lines of others in narrow ones
@@ -149,7 +149,7 @@ def bench(
             "--timeout",
             rich_help_panel=LATENCY,
             min=0.001,
-            max=MOST_SECONDS,
+            max=MAX_SECONDS,
             callback=finite,
             help="Most seconds that one inference of an .onnx or .plan may take.",
         ),
@@ -493,7 +493,7 @@ def print_table(
     head = tables.head(entries)
     for name in head:
         if wide or name not in NOT_NARROW:
-            whole, right = wide and name == "artefact" and longest <= MOST_LETTERS, name in tables.NUMERIC
+            whole, right = wide and name == "artefact" and longest <= MAX_LETTERS, name in tables.NUMERIC
             title = name if wide or name != "p50 ms" else "ms: p50\np90\np99"
             table.add_column(title, justify="right" if right else "left", overflow="fold", no_wrap=whole)
     columns = tables.metrics(entries)

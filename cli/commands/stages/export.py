@@ -165,9 +165,9 @@ def _exported(source: Path | None) -> list[Path]:
 
 
 def _onnx(*arguments: Any, **options: Any) -> ExportResult:
-    from fp4deploy.export import export_onnx
+    from fp4deploy.export import export_checkpoint
 
-    return export_onnx(*arguments, **options)
+    return export_checkpoint(*arguments, **options)
 
 
 def _packed(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fp4deploy.predict.predictor import Predictor
     from fp4deploy.predict.sources import Source
 
-MOST_STDIN = 1 << 30  # bytes of one image; an uncompressed one of the most pixels that are decoded has half of it
+MAX_STDIN = 1 << 30  # bytes of one image; an uncompressed one of the most pixels that are decoded has half of it
 
 
 def predict(
@@ -214,8 +214,8 @@ def _pipe(predictor: Predictor, model: Path, as_json: bool) -> None:
     content = io.BytesIO()
     while chunk := sys.stdin.buffer.read(1 << 20):
         content.write(chunk)
-        if content.tell() > MOST_STDIN:
-            raise InputError(f"stdin gave more than {MOST_STDIN >> 20} MiB, the limit for one image.")
+        if content.tell() > MAX_STDIN:
+            raise InputError(f"stdin gave more than {MAX_STDIN >> 20} MiB, the limit for one image.")
     if not content.tell():
         raise InputError("stdin gave nothing; pipe an image into it: fp4deploy predict - < photo.jpg > mask.png")
     content.seek(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,14 +12,15 @@ from fp4deploy.errors import InputError
 from fp4deploy.runs import latest_run
 
 from ...artifacts import next_commands
-from ...console import done, note, shown, typed
+from ...console import done, note, shown
 from ...settings import NamedModelOption, RestOption, expect, parse_size
 from . import nnunet
+from .quantize_onnx import meanings, of_onnx, rgb
 
 if TYPE_CHECKING:
     from fp4deploy.bench.change import Change
 
-MOST_IMAGES = 256
+MAX_IMAGES = 256
 
 
 def quantize(
@@ -47,7 +48,7 @@ def quantize(
         typer.Option("--activations", help="amax, percentile or mse.", show_default="as the method has it"),
     ] = None,
     images: Annotated[
-        int, typer.Option("--images", min=1, max=MOST_IMAGES, help="Images of the training split to calibrate on.")
+        int, typer.Option("--images", min=1, max=MAX_IMAGES, help="Images of the training split to calibrate on.")
     ] = 64,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Images of one forward pass.")] = 4,
     iterations: Annotated[
@@ -76,7 +77,7 @@ def quantize(
         typer.Option(
             "--compare",
             min=0,
-            max=MOST_IMAGES,
+            max=MAX_IMAGES,
             help="Validation images on which the result is compared with the checkpoint; 0: it is not.",
         ),
     ] = 32,
@@ -145,8 +146,8 @@ def quantize(
                 "--config, --digits and --rest are for checkpoints; an .onnx file takes --include and --exclude."
             )
         layers = {"include": _tuple(include), "exclude": _tuple(exclude), "fp8": _tuple(fp8)}
-        chosen = settings | layers | {"outputs": _meanings(outputs)}
-        _of_onnx(checkpoint, data, out, method, images, batch, parse_size(size), (mean, std), chosen)
+        chosen = settings | layers | {"outputs": meanings(outputs)}
+        of_onnx(checkpoint, data, out, method, images, batch, parse_size(size), (mean, std), chosen)
         return
     if outputs is not None:
         raise InputError("--outputs is for .onnx files: the output of a checkpoint is a map of classes.")
@@ -243,7 +244,7 @@ def _of_state_dict(
     if target == source or is_state_dict(target):
         raise InputError(f"{target} would be replaced, and holds weights of another program. Give it another name.")
     require_writable(target)
-    mean, std = (_rgb(text, usual) for text, usual in zip(normalisation, (IMAGE_MEAN, IMAGE_STD), strict=True))
+    mean, std = (rgb(text, usual) for text, usual in zip(normalisation, (IMAGE_MEAN, IMAGE_STD), strict=True))
     names = tuple(name.strip() for name in classes.split(",") if name.strip()) if classes else images.class_names
     spec = parse_spec(model, chosen.args, chosen.output)
     said = checkpoint_of(source, spec, target, pixels, mean, std, names, images.background and not classes)
@@ -266,102 +267,6 @@ def _change(source: Path, target: Path, data: Path, images: int) -> Change | Non
     except InputError as error:
         note(f"{shown(target)} was not compared with its source: {error}")
         return None
-
-
-def _of_onnx(
-    source: Path,
-    data: Path | None,
-    out: Path | None,
-    method: str,
-    images: int,
-    batch: int,
-    size: tuple[int, int] | None,
-    normalisation: tuple[str | None, str | None],
-    settings: dict[str, Any],
-) -> None:
-    """A plain ONNX file of any tool to the canonical NVFP4 file."""
-    import torch
-
-    from fp4deploy import provenance
-    from fp4deploy.data import IMAGE_MEAN, IMAGE_STD
-    from fp4deploy.interop.onnx_network import read_network
-    from fp4deploy.interop.quantize_onnx import classes_of, folder_images, image_size, quantize_onnx
-    from fp4deploy.ptq.methods import find_method
-    from fp4deploy.system.files import require_writable
-    from fp4deploy.system.progress import progress
-
-    find_method(method)
-    target = out or source.with_name(f"{source.stem}.nvfp4.onnx")
-    if target.suffix != ".onnx" or (target.exists() and source.exists() and target.samefile(source)):
-        raise InputError(f"--out {target} should be an .onnx file, and another one than the source.")
-    require_writable(target)
-    if data is None:
-        raise InputError(f"{source} does not say what its images are. Give a dataset or a folder of images: --data DIR")
-    mean, std = (_rgb(text, usual) for text, usual in zip(normalisation, (IMAGE_MEAN, IMAGE_STD), strict=True))
-    pixels = image_size(read_network(source), size, source)
-    with progress("reading images") as bar:
-        batches = folder_images(data, images, pixels, mean, std, batch)
-        names, background = classes_of(data)
-        bar.phase("comparing with the file")
-        found = quantize_onnx(
-            source,
-            batches,
-            target,
-            method,
-            mean=mean,
-            std=std,
-            class_names=names,
-            background=background,
-            device="cuda" if torch.cuda.is_available() else "cpu",
-            say=note,
-            progress=bar.phase,
-            **settings,
-        )
-    provenance.record("quantize", target, [source, data])
-    exported = found.export
-    agreed = f", {exported.verification.sentence()}" if exported.verification else ""
-    done(
-        f"{shown(target)} ({method}, {exported.fp4_layers} layers quantised, {found.quantized.images} images, "
-        f"{exported.size_bytes / 1e6:.2f} MB){agreed}",
-        onnx=str(target),
-        method=method,
-        layers=exported.fp4_layers,
-        images=found.quantized.images,
-        difference=found.difference,
-        sqnr_db=found.sqnr,
-        seconds=round(found.quantized.seconds, 3),
-    )
-    signal = ", ".join(f"{name} {decibels:.1f} dB" for name, decibels in found.sqnr.items())
-    note(f"As read it differs from the file by {found.difference:.1e}; signal to error of NVFP4: {signal}.")
-    if exported.card is None:
-        note("Its output is no map of classes, so bench and predict cannot score it; audit, inspect and build can.")
-    made = typed(target)
-    note(f"Build an engine with: fp4deploy build {made}; what it multiplies in FP4: fp4deploy check {made}")
-
-
-def _meanings(given: list[str] | None) -> str | dict[str, str] | None:
-    """What --outputs says: a word for all outputs, or words by the names of outputs."""
-    if not given:
-        return None
-    if len(given) == 1 and "=" not in given[0]:
-        return given[0]
-    named = dict(each.rpartition("=")[::2] for each in given)
-    if "" in named or len(named) < len(given):
-        raise InputError("--outputs is one word for all outputs, or once NAME=WORD for each: --outputs depth=values")
-    return named
-
-
-def _rgb(text: str | None, usual: tuple[float, float, float]) -> tuple[float, float, float]:
-    """Three numbers, as of a model card."""
-    if text is None:
-        return usual
-    try:
-        red, green, blue = (float(part) for part in text.split(","))
-    except ValueError:
-        raise InputError(
-            f"'{text}' is not R,G,B. Give three numbers in units of [0, 1], such as 0.485,0.456,0.406."
-        ) from None
-    return red, green, blue
 
 
 def _tuple(patterns: list[str] | None) -> tuple[str, ...] | None:

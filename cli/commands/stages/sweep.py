@@ -10,7 +10,7 @@ import typer
 from fp4deploy.errors import GateError, InputError, counted
 
 from ...console import done, note, shown
-from ...numbers import MOST_SECONDS, finite
+from ...numbers import MAX_SECONDS, finite
 from ...settings import DataOption, ModelOption, SetOption, named_models
 
 
@@ -29,7 +29,7 @@ def sweep(
         typer.Option(
             "--minutes",
             min=0.0,
-            max=MOST_SECONDS / 60,
+            max=MAX_SECONDS / 60,
             callback=finite,
             help="Stop and save after so many minutes.",
             show_default="no limit",

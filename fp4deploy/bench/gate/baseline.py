@@ -27,7 +27,7 @@ from fp4deploy.errors import InputError, suggest
 from fp4deploy.system.files import file_digest
 from fp4deploy.system.schema import Share, read_json, validated
 
-MOST_BYTES = 256 << 20
+MAX_BYTES = 256 << 20
 METRICS = {"pixels": "mIoU", "voxels": "Dice", "matches": "AP"}  # kind of counts -> what they give
 AGREE = 1e-6  # accuracy stated and computed of the counts
 
@@ -108,7 +108,7 @@ def find_baseline(
 def _recorded(path: Path, split: str, artefact: str | None) -> Baseline:
     advice = f"Write a baseline with: fp4deploy bench --engine fp16.onnx --split {split} --json {path}"
     source = f"The baseline {path}"
-    document = validated(RecordedBench, read_json(path, advice, MOST_BYTES), source, advice)
+    document = validated(RecordedBench, read_json(path, advice, MAX_BYTES), source, advice)
     place = _chosen(document.artifacts, source, artefact, advice)
     entry = document.artifacts[place]
     evidence = (document.evidence or [])[place] if place < len(document.evidence or []) else None

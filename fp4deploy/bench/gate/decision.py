@@ -26,7 +26,7 @@ from fp4deploy.bench.gate.bootstrap import FEW_IMAGES, LEVEL, Interval, paired_d
 from fp4deploy.bench.records import ArtifactEntry
 from fp4deploy.errors import GateError, InputError
 
-MOST_LISTED = 5
+MAX_LISTED = 5
 ROUNDING = 1e-9  # points; 100 * (0.75 - 0.745) is more than 0.5
 
 
@@ -35,7 +35,7 @@ class Decision:
     """One artefact against the baseline; drops in [0, 1].
 
     classes: interval of each class that lost, the largest drop first; images: (name, drop) likewise, see
-    `bootstrap.paired_drop`; at most `MOST_LISTED` of each.
+    `bootstrap.paired_drop`; at most `MAX_LISTED` of each.
     """
 
     artefact: str
@@ -119,7 +119,7 @@ def decide(entry: ArtifactEntry, baseline: Baseline, max_drop: float) -> Decisio
         raise InputError(f"{name} and the baseline have other classes or images. Measure the baseline again.")
     found = paired_drop(baseline.counts, counts)
     classes = sorted(found.classes.items(), key=lambda pair: -pair[1].drop)
-    order = np.argsort(-found.images, kind="stable")[:MOST_LISTED]
+    order = np.argsort(-found.images, kind="stable")[:MAX_LISTED]
     return Decision(
         entry.path,
         entry.metric,
@@ -128,7 +128,7 @@ def decide(entry: ArtifactEntry, baseline: Baseline, max_drop: float) -> Decisio
         found.metric,
         max_drop,
         len(counts.images),
-        tuple((each, drop) for each, drop in classes[:MOST_LISTED] if drop.drop > 0),
+        tuple((each, drop) for each, drop in classes[:MAX_LISTED] if drop.drop > 0),
         tuple((counts.images[place], float(found.images[place])) for place in order if found.images[place] > 0),
     )
 

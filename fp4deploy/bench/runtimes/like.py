@@ -27,7 +27,7 @@ from fp4deploy.data import IMAGE_MEAN, IMAGE_STD
 from fp4deploy.errors import InputError
 from fp4deploy.models import read_card
 from fp4deploy.models.card import Channel, ModelCard, Spread, numbered
-from fp4deploy.models.heads import MOST_CLASSES
+from fp4deploy.models.heads import MAX_CLASSES
 from fp4deploy.models.volumes import Side
 from fp4deploy.system.schema import Bool, Name, read_yaml, validated
 from fp4deploy.tasks import task_of
@@ -42,7 +42,7 @@ class Like:
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
-    class_names: Annotated[tuple[Name, ...], Field(min_length=2, max_length=MOST_CLASSES)]
+    class_names: Annotated[tuple[Name, ...], Field(min_length=2, max_length=MAX_CLASSES)]
     background: Bool = False
     height: Side | None = None
     width: Side | None = None

@@ -30,7 +30,7 @@ from fp4deploy.bench.runtimes.protocol import Array, Given, described, finite
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.plugins.runtime.cache import keep_compiled_private
 from fp4deploy.qat import load_model, quantized_layers
-from fp4deploy.qat.prepare import is_fp8
+from fp4deploy.qat.plan import is_fp8
 from fp4deploy.rest import rest_of
 
 MODES = {"compiled": "default", "max-autotune": "max-autotune-no-cudagraphs"}  # of torch.compile

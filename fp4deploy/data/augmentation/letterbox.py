@@ -6,7 +6,7 @@
 Training scales further by a zoom, log-uniform between the two values of `zoom`, and with `aspect` a by two zooms that
 differ by a factor log-uniform in [1/a, a]. What is then larger than the input is cut at random, what is smaller lies at
 random. Flips mirror pixels and boxes. Colour is as of `transforms`, and so are the random numbers: a function of (seed,
-epoch, index) alone. A box of which less than `LEAST_VISIBLE` of its area is left, or less than a pixel of a side, is
+epoch, index) alone. A box of which less than `MIN_VISIBLE` of its area is left, or less than a pixel of a side, is
 dropped.
 
 A mosaic shows four images at once, in the four windows into which a point in the middle half of the input divides it.
@@ -31,8 +31,8 @@ from torch import Tensor
 from fp4deploy.data.augmentation.transforms import AUGMENT, NumberedEvalTransform, Rgb, TrainTransform, recolour
 from fp4deploy.data.sample import IGNORE, IMAGE_MEAN, IMAGE_STD, Boxes, Pixels, Sample
 
-LEAST_VISIBLE = 0.25  # of a box's area
-LEAST_SIDE = 1.0  # pixels of the input
+MIN_VISIBLE = 0.25  # of a box's area
+MIN_SIDE = 1.0  # pixels of the input
 PAD = -1.0  # class of a row without a box
 MOSAIC = 4  # images of a mosaic; also keeps its random streams apart from the others
 MIDDLE = (0.25, 0.75)  # of a side, where the windows of a mosaic meet
@@ -198,7 +198,7 @@ def visible(boxes: Boxes, size: tuple[int, int], rests: bool = False) -> Boxes:
     limit = np.array([size[1], size[0]] * 2, np.float32)
     cut = np.clip(edges, 0, limit)
     sides, whole = cut[:, 2:] - cut[:, :2], edges[:, 2:] - edges[:, :2]
-    enough = sides.prod(1) >= LEAST_VISIBLE * whole.prod(1)
-    kept = (sides >= LEAST_SIDE).all(1) & (enough | rests)
+    enough = sides.prod(1) >= MIN_VISIBLE * whole.prod(1)
+    kept = (sides >= MIN_SIDE).all(1) & (enough | rests)
     classes = np.where(enough[:, None], boxes[:, :1], np.float32(IGNORE))
     return np.concatenate((classes[kept], cut[kept]), 1)

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from fp4deploy.data.coco.regions import Polygons, RegionError, Rle, parse_segmentation
-from fp4deploy.data.images import MOST_PIXELS
+from fp4deploy.data.images import MAX_PIXELS
 from fp4deploy.errors import InputError
 from fp4deploy.system.schema import briefly, read_bytes
 
-MOST_JSON_BYTES = 2 << 30  # COCO's largest file has 0.5 GB
+MAX_JSON_BYTES = 2 << 30  # COCO's largest file has 0.5 GB
 LONGEST_NAME = 500
 NUMBERS = ("id", "image_id", "category_id", "height", "width", "mask_value")
 FLAGS = {"": 0, "0": 0, "0.0": 0, "false": 0, "no": 0, "1": 1, "1.0": 1, "true": 1, "yes": 1}
@@ -82,7 +82,7 @@ class CocoFile:
 def parse(path: Path) -> CocoFile:
     """Read an annotation file; what is wrong with it is in `.defects`, the rest is usable. Never raises."""
     try:
-        content = json.loads(read_bytes(path, MOST_JSON_BYTES))  # noqa: TID251  what is wrong becomes a list of defects
+        content = json.loads(read_bytes(path, MAX_JSON_BYTES))  # noqa: TID251  what is wrong becomes a list of defects
     except RecursionError:
         return _unreadable(path, "it is nested too deeply")
     except (InputError, ValueError) as error:
@@ -212,11 +212,11 @@ def _parse_images(parsed: CocoFile, records: list[Any]) -> None:
             parsed.report("duplicate-image", f"lists the image id {record['id']} twice.")
         elif record["height"] < 1 or record["width"] < 1:
             parsed.report("broken-image", f"gives the image {record['file_name']} no pixels.")
-        elif record["height"] * record["width"] > MOST_PIXELS:
+        elif record["height"] * record["width"] > MAX_PIXELS:
             parsed.report(
                 "broken-image",
                 f"gives the image {record['file_name']} {record['height']} x {record['width']} pixels; the limit is "
-                f"{MOST_PIXELS}.",
+                f"{MAX_PIXELS}.",
             )
         elif not inside_folder(record["file_name"]):
             parsed.report(

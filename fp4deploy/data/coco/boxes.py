@@ -25,7 +25,6 @@ import numpy as np
 from fp4deploy.data.coco.annotations import Annotation, CocoFile, ImageRecord
 from fp4deploy.data.coco.dataset import CocoDataset
 from fp4deploy.data.coco.regions import RegionError, box, encode
-from fp4deploy.data.images import ImageError, read_image
 from fp4deploy.data.sample import IGNORE, Boxes, Sample, data_error
 
 LARGEST = 1e9  # pixels; a coordinate beyond it is damage
@@ -59,12 +58,7 @@ class BoxDataset(CocoDataset):
         Raises:
             InputError: the image cannot be decoded or has another size than its annotation says.
         """
-        record = self._images[index]
-        path = self._folder / record.file_name
-        try:
-            image = read_image(path, (record.height, record.width))
-        except ImageError as error:
-            raise data_error(self.root, f"{path} {error}") from error
+        record, image = self._decoded(index)
         rows = [
             [IGNORE if annotation.crowd else self._class_of[annotation.category_id], x, y, x + width, y + height]
             for annotation, (x, y, width, height) in self._boxes.get(record.id, [])

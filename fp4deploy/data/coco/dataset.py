@@ -38,7 +38,7 @@ from fp4deploy.data.sample import IGNORE, InstanceIds, Pixels, Sample, data_erro
 from fp4deploy.errors import InputError, suggest
 
 BACKGROUND = "background"
-MOST_DRAWN = 1_000_000_000  # pixels that the annotations of one image cover together; seconds of drawing
+MAX_DRAWN = 1_000_000_000  # pixels that the annotations of one image cover together; seconds of drawing
 
 
 class CocoDataset:
@@ -160,14 +160,17 @@ class CocoDataset:
         Raises:
             InputError: the image cannot be decoded or has another size than its annotation says, or an RLE is broken.
         """
+        record, image = self._decoded(index)
+        mask, instances = self._draw(record)
+        return Sample(image, mask, record.file_name, instances if self._instances else None)
+
+    def _decoded(self, index: int) -> tuple[ImageRecord, Pixels]:
         record = self._images[index]
         path = self._folder / record.file_name
         try:
-            image = read_image(path, (record.height, record.width))
+            return record, read_image(path, (record.height, record.width))
         except ImageError as error:
             raise data_error(self.root, f"{path} {error}") from error
-        mask, instances = self._draw(record)
-        return Sample(image, mask, record.file_name, instances if self._instances else None)
 
     def picture_name(self, index: int) -> str:
         """Name of a PNG file of one image: its own, with another suffix; with both where two images would share it."""
@@ -204,11 +207,11 @@ class CocoDataset:
                 continue
             size = pixel_count(region)
             drawn += size
-            if drawn > MOST_DRAWN:
+            if drawn > MAX_DRAWN:
                 raise data_error(
                     self.root,
                     f"The annotations of the image {record.file_name} cover {drawn} pixels together; the limit is "
-                    f"{MOST_DRAWN}.",
+                    f"{MAX_DRAWN}.",
                 )
             if not annotation.crowd:
                 objects.append((size, class_id, region))

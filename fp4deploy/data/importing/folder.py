@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp4deploy.data.coco.annotations import MOST_JSON_BYTES, inside_folder, parse_content
+from fp4deploy.data.coco.annotations import MAX_JSON_BYTES, inside_folder, parse_content
 from fp4deploy.data.images import ImageError, image_size
 from fp4deploy.data.importing.label_studio import coco_content, is_label_studio
 from fp4deploy.data.importing.splits import divide, flat_names, link, require_images, require_shares
@@ -92,7 +92,7 @@ def _read(path: Path, folders: Sequence[Path]) -> dict[str, Any]:
     Names of images become relative: where a server kept them ("/data/upload/1/a.jpg") says nothing about this machine.
     """
     try:
-        whole = read_bytes(path, MOST_JSON_BYTES)
+        whole = read_bytes(path, MAX_JSON_BYTES)
         text = whole.decode(json.detect_encoding(whole), "surrogatepass")
     except UnicodeDecodeError as error:
         raise InputError(f"{path} cannot be read as JSON: {error}.") from None

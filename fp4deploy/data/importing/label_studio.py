@@ -21,7 +21,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import numpy as np
 
-from fp4deploy.data.images import MOST_PIXELS
+from fp4deploy.data.images import MAX_PIXELS
 from fp4deploy.errors import InputError
 
 NOT_REGIONS = {"choices", "textarea", "rating", "number", "datetime", "taxonomy", "relation"}
@@ -112,7 +112,7 @@ def _regions(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     if kind not in READERS:
         raise ValueError(f"a region is '{kind}', and those read are {', '.join(READERS)}")
     width, height = result["original_width"], result["original_height"]
-    if not (type(width) is int and type(height) is int and 0 < width * height <= MOST_PIXELS and width > 0):
+    if not (type(width) is int and type(height) is int and 0 < width * height <= MAX_PIXELS and width > 0):
         raise ValueError(f"a region gives its image {width} x {height} pixels")
     if result.get("image_rotation") or value.get("rotation"):
         raise ValueError("an image or a rectangle is rotated; rotate the image file, or draw a polygon")

@@ -36,7 +36,7 @@ from fp4deploy.system.processors import cores
 
 Advance = Callable[[str, int, int | None], None]
 Say = Callable[[str], None]
-MOST_NAMED = 3
+MAX_NAMED = 3
 SAME = 3  # largest difference between the channels of a grey pixel, after JPEG
 
 
@@ -114,10 +114,10 @@ def _read_all(pairs: Sequence[Pair], progress: Advance) -> Histogram:
             else:
                 counts += found
     if wrong:
-        more = f" And {len(wrong) - MOST_NAMED} more." if len(wrong) > MOST_NAMED else ""
+        more = f" And {len(wrong) - MAX_NAMED} more." if len(wrong) > MAX_NAMED else ""
         raise InputError(
             f"{counted(len(wrong), 'pair')} of image and mask, of {len(pairs)}, cannot be used: "
-            f"{' '.join(wrong[:MOST_NAMED])}{more}"
+            f"{' '.join(wrong[:MAX_NAMED])}{more}"
         )
     return counts
 

@@ -35,8 +35,8 @@ CITYSCAPES = {  # class by label id, as its benchmark counts them
     20: "traffic sign", 21: "vegetation", 22: "terrain", 23: "sky", 24: "person", 25: "rider", 26: "car",
     27: "truck", 28: "bus", 31: "train", 32: "motorcycle", 33: "bicycle",
 }  # fmt: skip
-MOST_NAMED = 3  # files in a message
-MOST_TRIED = 20  # images whose name, and more, is looked for among the masks
+MAX_NAMED = 3  # files in a message
+MAX_TRIED = 20  # images whose name, and more, is looked for among the masks
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _unpaired(images: Path, masks: Path, suffix: str, lonely: list[str], unused:
     if unused:
         parts.append(f"{counted(len(unused), 'mask')} of {masks} without an image ({_some(unused)})")
     text = f"{' and '.join(parts)}."
-    few, left = lonely[:MOST_TRIED], set(unused)
+    few, left = lonely[:MAX_TRIED], set(unused)
     ends = {other[len(name) :] for name in few for other in unused if other.startswith(name) and other != name}
     counts = {end: sum(name + end in left for name in few) for end in sorted(ends)}
     if best := max(counts, key=lambda end: counts[end], default=None):
@@ -131,8 +131,8 @@ def _unpaired(images: Path, masks: Path, suffix: str, lonely: list[str], unused:
 
 
 def _some(names: list[str]) -> str:
-    more = f", {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return ", ".join(names[:MOST_NAMED]) + more
+    more = f", {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more
 
 
 def _by_name(folder: Path, other: Path) -> dict[str, Path]:

@@ -22,7 +22,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.system.schema import briefly, lines_of, read_yaml
 
 YAML = ("data.yaml", "dataset.yaml", "data.yml")
-MOST_LABELS = 1 << 26  # bytes of one file
+MAX_LABELS = 1 << 26  # bytes of one file
 LABELS = "labels"
 
 
@@ -58,7 +58,7 @@ def yolo_contents(root: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Path
 def _names(root: Path, given: Any, about: Path | None) -> list[str]:
     if given is None:
         listing = next((each for each in (root / "classes.txt", root / LABELS / "classes.txt") if each.is_file()), None)
-        lines = lines_of(listing, MOST_LABELS) if listing is not None else []
+        lines = lines_of(listing, MAX_LABELS) if listing is not None else []
         given = [line.decode("utf-8", "replace").strip() for line in lines if line.strip()]
     if isinstance(given, Mapping) and sorted(given, key=str) == sorted(range(len(given)), key=str):
         given = [given[number] for number in range(len(given))]
@@ -119,7 +119,7 @@ def _label_file(image: Path) -> Path:
 
 def _regions(path: Path, classes: int, width: int, height: int) -> list[dict[str, Any]]:
     found = []
-    for number, line in enumerate(lines_of(path, MOST_LABELS), 1):
+    for number, line in enumerate(lines_of(path, MAX_LABELS), 1):
         if not line.strip():
             continue
         try:

@@ -27,7 +27,7 @@ from fp4deploy.system.files import atomic_write
 from fp4deploy.system.schema import Count, read_json, validated
 
 METHODS = ("median_frequency", "effective_number")
-MOST_IMAGES = 4000  # evenly spaced over a larger set: frequencies to a few percent, minutes instead of an hour
+MAX_IMAGES = 4000  # evenly spaced over a larger set: frequencies to a few percent, minutes instead of an hour
 BOUNDS = (0.1, 10.0)
 
 
@@ -51,7 +51,7 @@ class ClassCounts:
         )
 
 
-def count_classes(dataset: SegmentationDataset, most: int = MOST_IMAGES) -> ClassCounts:
+def count_classes(dataset: SegmentationDataset, most: int = MAX_IMAGES) -> ClassCounts:
     """Count over the masks of a dataset, or over `most` evenly spaced ones.
 
     Raises:
@@ -95,7 +95,7 @@ def cached_counts(dataset: SegmentationDataset, path: Path, identity: str) -> Cl
         kept = read_json(path)
         if kept["of"] == key:
             counts = validated(ClassCounts, kept["counts"], path)
-            if counts.agree and counts.images <= min(len(dataset), MOST_IMAGES):
+            if counts.agree and counts.images <= min(len(dataset), MAX_IMAGES):
                 return counts
     except (InputError, KeyError, TypeError):
         pass

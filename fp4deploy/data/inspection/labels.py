@@ -28,7 +28,7 @@ from fp4deploy.data.coco.dataset import CocoDataset
 from fp4deploy.data.masks import MaskDataset
 from fp4deploy.data.sample import IGNORE, TRAIN, VAL, SegmentationDataset, data_error
 
-MOST_READ = 100  # masks that a training reads before it begins, evenly spaced
+MAX_READ = 100  # masks that a training reads before it begins, evenly spaced
 MIXED = 8  # values between two others; fewer may be classes
 TWO_VALUES = 0.6  # share of the pixels that the two values of a binary mask have at least, beside soft edges
 IMPORTED = "; fp4deploy data import does."
@@ -132,7 +132,7 @@ def require_labels(dataset: SegmentationDataset, root: Path) -> list[str]:
         return [name for number, name in enumerate(dataset.class_names) if number >= first and number not in used]
     if not isinstance(dataset, MaskDataset) or not len(dataset):
         return []
-    places = sorted({at * len(dataset) // MOST_READ for at in range(MOST_READ)}) if len(dataset) > MOST_READ else None
+    places = sorted({at * len(dataset) // MAX_READ for at in range(MAX_READ)}) if len(dataset) > MAX_READ else None
     counts = dataset.histogram(places)
     if wrong := value_defect(counts, dataset.values, dataset.named):
         raise data_error(root, f"The masks of {TRAIN} {wrong[1]}")

@@ -19,7 +19,7 @@ from typing import Any
 
 from fp4deploy.data.sample import IGNORE, MAX_CLASSES, TEST, VAL, data_error
 from fp4deploy.data.volumes.nifti import SUFFIXES
-from fp4deploy.models.volumes import MOST_CHANNELS
+from fp4deploy.models.volumes import MAX_CHANNELS
 from fp4deploy.system.schema import read_json
 
 DESCRIPTION, SPLITS_FILE = "dataset.json", "splits_final.json"
@@ -116,8 +116,8 @@ def read_layout(root: Path) -> Layout:
             f"two axes become a dataset by: fp4deploy data import {root}",
         )
     names = [channels.get(str(number)) for number in range(len(channels))]
-    if not 0 < len(names) <= MOST_CHANNELS or not all(isinstance(name, str) and name for name in names):
-        raise data_error(root, f'{path}: channel_names must number 1 to {MOST_CHANNELS} channels "0", "1", ...')
+    if not 0 < len(names) <= MAX_CHANNELS or not all(isinstance(name, str) and name for name in names):
+        raise data_error(root, f'{path}: channel_names must number 1 to {MAX_CHANNELS} channels "0", "1", ...')
     regions = [name for name, value in labels.items() if isinstance(value, list)]
     if regions:
         raise data_error(root, f"{path}: the label {regions[0]} is a region of several values, which is not read.")

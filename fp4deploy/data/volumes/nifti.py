@@ -23,7 +23,7 @@ from fp4deploy.requirements import NIBABEL
 from fp4deploy.system.files import atomic_write
 
 SUFFIXES = (".nii.gz", ".nii")
-MOST_VOXELS = 1 << 31
+MAX_VOXELS = 1 << 31
 Voxels = NDArray[np.float32]
 Spacing = tuple[float, float, float]  # millimetres along depth, height and width
 _DAMAGED = (OSError, EOFError, ValueError, zlib.error, OverflowError, MemoryError)
@@ -151,8 +151,8 @@ def _opened(path: Path) -> tuple[Any, Grid]:
             f"has {len(shape)} axes, {_sides(shape)}, and a volume has three. Write the channels or time steps of a "
             "4-D file into files of their own: CASE_0000.nii.gz, CASE_0001.nii.gz, ..."
         )
-    if min(shape) < 1 or np.prod(shape, dtype=np.float64) > MOST_VOXELS:
-        raise VolumeError(f"has {_sides(shape)} voxels; 1 to {MOST_VOXELS:,} are valid.")
+    if min(shape) < 1 or np.prod(shape, dtype=np.float64) > MAX_VOXELS:
+        raise VolumeError(f"has {_sides(shape)} voxels; 1 to {MAX_VOXELS:,} are valid.")
     sizes = nibabel.affines.voxel_sizes(affine)
     if not (np.isfinite(affine).all() and (sizes > 1e-4).all() and (sizes < 1e4).all()):
         raise VolumeError(f"has voxels of {' x '.join(f'{each:g}' for each in sizes)} mm: its affine is damaged.")

@@ -26,8 +26,8 @@ from fp4deploy.models.volumes import Intensity, VolumeInput
 CT = "ct"
 LARGEST = 96  # voxels of a side of the network's input, unless another is chosen
 STEP = 16
-MOST_READ = 64  # cases whose intensities are read, evenly spaced
-MOST_VALUES = 10_000  # voxels of each of them
+MAX_READ = 64  # cases whose intensities are read, evenly spaced
+MAX_VALUES = 10_000  # voxels of each of them
 PERCENTILES = (0.5, 99.5)
 
 
@@ -74,7 +74,7 @@ def _intensity(layout: Layout, cases: Sequence[Case], channel: int) -> Intensity
         return Intensity()
     found = []
     random = np.random.default_rng(0)
-    for at in np.unique(np.linspace(0, len(cases) - 1, min(len(cases), MOST_READ)).round().astype(int)):
+    for at in np.unique(np.linspace(0, len(cases) - 1, min(len(cases), MAX_READ)).round().astype(int)):
         path = cases[at].images[channel]
         try:
             voxels, _ = read_volume(path)
@@ -84,7 +84,7 @@ def _intensity(layout: Layout, cases: Sequence[Case], channel: int) -> Intensity
             raise data_error(layout.root, f"{path} {error}") from error
         if labels.shape == voxels.shape:
             inside = voxels[(labels > 0) & (labels != layout.ignored)]
-            found.append(random.choice(inside, min(MOST_VALUES, len(inside)), replace=False) if len(inside) else inside)
+            found.append(random.choice(inside, min(MAX_VALUES, len(inside)), replace=False) if len(inside) else inside)
     values = np.concatenate(found) if found else np.zeros(0, np.float32)
     if len(values) < 2 or values.std() == 0:
         return Intensity()

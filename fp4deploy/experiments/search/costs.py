@@ -25,7 +25,7 @@ from fp4deploy.bench.records import Record
 from fp4deploy.errors import InputError
 from fp4deploy.export.lowering.forecast import forecast
 from fp4deploy.formats import NVFP4_BLOCK
-from fp4deploy.graph.costs import macs_of_call
+from fp4deploy.graph.costs import Work, work_of_layers
 from fp4deploy.peaks import Gpu
 from fp4deploy.system.schema import Count, Float, Name, read_json, validated
 
@@ -34,7 +34,7 @@ MOVED = {"FP16": FP16, "FP8": FP8, "FP4": FP4}
 PRECISIONS = ("FP4", "FP8")
 PROJECTED = "projected: roofline of published peaks"
 MEASURED = "measured: layers of packed networks"
-MOST_MS = 1e9  # of one layer
+MAX_MS = 1e9  # of one layer
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class TimedLayer(Record):
 
     layer: Name
     precision: Name
-    ms: Annotated[Float, Field(ge=0, le=MOST_MS)]
+    ms: Annotated[Float, Field(ge=0, le=MAX_MS)]
 
 
 class TimedNetwork(Record):
@@ -121,29 +121,15 @@ def with_measured(costs: Mapping[str, LayerCost], times: Mapping[tuple[str, str]
     }
 
 
-@torch.no_grad()
 def layer_costs(
     model: nn.Module, names: Mapping[str, nn.Module], image: torch.Tensor, gpu: Gpu, conv: str
 ) -> dict[str, LayerCost]:
     """Projected cost of each named layer for one image [1, C, H, W]; `conv` as of `fp4deploy build`."""
-    seen: dict[str, tuple[int, int, int]] = {}
-
-    def watch(name: str) -> Any:
-        def hook(layer: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-            seen[name] = (inputs[0].numel(), output.numel(), macs_of_call(layer, inputs[0], output))
-
-        return hook
-
-    handles = [layer.register_forward_hook(watch(name)) for name, layer in names.items()]
-    try:
-        model(image[:1])
-    finally:
-        for handle in handles:
-            handle.remove()
-    return {name: _cost(names[name], *counts, gpu, conv) for name, counts in seen.items()}
+    work = work_of_layers(model, names, image[:1])
+    return {name: _cost(names[name], each, gpu, conv) for name, each in work.items() if each.written}
 
 
-def _cost(layer: Any, read: int, written: int, macs: int, gpu: Gpu, conv: str) -> LayerCost:
+def _cost(layer: Any, work: Work, gpu: Gpu, conv: str) -> LayerCost:
     weight = layer.weight
     axis = 0 if isinstance(layer, nn.ConvTranspose2d) else 1
     padded = weight.numel() // weight.shape[axis] * (weight.shape[axis] + -weight.shape[axis] % NVFP4_BLOCK)
@@ -153,7 +139,7 @@ def _cost(layer: Any, read: int, written: int, macs: int, gpu: Gpu, conv: str) -
         compute = "FP16"
 
     def milliseconds(precision: str, stored: float) -> float:
-        return 1e3 * gpu.seconds(precision, macs, stored + MOVED[precision] * read + FP16 * written)
+        return 1e3 * gpu.seconds(precision, work.macs, stored + MOVED[precision] * work.read + FP16 * work.written)
 
     times = (milliseconds(compute, packed), milliseconds("FP8", eight), milliseconds("FP16", plain))
     return LayerCost(packed, eight, plain, *times)

@@ -28,7 +28,7 @@ from fp4deploy.ptq.forward import deployed_in
 from fp4deploy.qat.load import round_to_deployed
 from fp4deploy.rest import FP16, Rest
 from fp4deploy.system.files import append_line
-from fp4deploy.system.schema import MOST_BYTES, Name, whole_lines
+from fp4deploy.system.schema import MAX_BYTES, Name, whole_lines
 
 Labelled = Sequence[tuple[Tensor, Tensor]]  # batches of images [N, 3, H, W] and labels [N, H, W]
 
@@ -46,7 +46,7 @@ class Record:
     def __init__(self, path: Path, identity: dict[str, Any]) -> None:
         self.path = path
         self.values: dict[str, float] = {}
-        lines = list(whole_lines(path, MOST_BYTES))
+        lines = list(whole_lines(path, MAX_BYTES))
         if not path.exists():
             append_line(path, {"identity": identity})
             return

@@ -19,7 +19,7 @@ COLOURS = {  # Okabe and Ito's, distinct to colour-blind readers
     "normalisation": "#009e73",
     "other": "#999999",
 }
-MOST_BARS = 30
+MAX_BARS = 30
 MARKERS = {"weight": "o", "bias": "v", "input": "s"}
 
 
@@ -151,7 +151,7 @@ def _png(study: Study) -> bytes:
     tails.xaxis.set_minor_formatter(NullFormatter())
     tails.set_title("Tails of every tensor, and what NVFP4 loses of it", loc="left", fontsize=10)
     tails.legend(fontsize=7.5, frameon=True, framealpha=0.85)
-    bars = sorted(study.damage, key=lambda bar: bar.logit_error)[-MOST_BARS:]
+    bars = sorted(study.damage, key=lambda bar: bar.logit_error)[-MAX_BARS:]
     damage.barh(
         [f"{bar.layer}, {bar.what}" for bar in bars],
         [100 * bar.logit_error for bar in bars],

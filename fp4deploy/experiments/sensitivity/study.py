@@ -35,11 +35,10 @@ from torch import nn
 from fp4deploy.data import validation_set
 from fp4deploy.errors import InputError
 from fp4deploy.formats import fake_quantize_nvfp4
-from fp4deploy.graph import capture
-from fp4deploy.graph.costs import macs_by_layer
+from fp4deploy.graph.costs import MULTIPLYING, work_of_layers
 from fp4deploy.models import read_card
 from fp4deploy.qat import QuantSpec, calibrate, layer_plan, load_model, prepare, restore
-from fp4deploy.qat.prepare import NORMS
+from fp4deploy.qat.plan import NORMS
 from fp4deploy.qat.telemetry.collect import contracted_axis
 from fp4deploy.qat.telemetry.statistics import coded_row, encode
 from fp4deploy.tasks import task_of
@@ -118,7 +117,9 @@ def study_kurtosis(checkpoint: Path, batches: Iterable[torch.Tensor], on_gpu: bo
         name: layer for name, layer in model.named_modules() if isinstance(layer, (*PRODUCTS, *NORMS))
     }
     seen = _inputs(model, layers, inputs)
-    macs = dict.fromkeys(layers, 0) | macs_by_layer(capture(model, inputs[0]))
+    multiplying = {name: layer for name, layer in layers.items() if isinstance(layer, MULTIPLYING)}
+    work = work_of_layers(model, multiplying, inputs[0][:1])
+    macs = dict.fromkeys(layers, 0) | {name: each.macs for name, each in work.items()}
     tensors = [row for name, layer in layers.items() for row in _tails(name, layer, kept[name], seen[name])]
     damage = _damage(model, layers, kept, inputs, macs)
     return Study(str(checkpoint), card.precision, sum(len(images) for images in inputs), tensors, damage)

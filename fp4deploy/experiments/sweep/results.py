@@ -32,7 +32,7 @@ from fp4deploy.train.state import read_progress
 LEVEL = 0.95
 SCORES = ("best", "last", "test")  # of the best and the last epoch, and of the best checkpoint on the test split
 ERROR_FILE = "error.json"
-MOST_OF_AN_ERROR = 300  # characters in the table; sweep.json has all of it
+MAX_OF_AN_ERROR = 300  # characters in the table; sweep.json has all of it
 
 
 def run_of(out: Path, variant: Variant, seed: int) -> Run:
@@ -204,7 +204,7 @@ def markdown(results: dict[str, Any]) -> str:
         )
         for seed, run in runs.items():
             if run["status"] == "failed":
-                notes.append(f"* {name}, seed {seed}, failed: {run['error'][:MOST_OF_AN_ERROR]}")
+                notes.append(f"* {name}, seed {seed}, failed: {run['error'][:MAX_OF_AN_ERROR]}")
             elif "test" in keys and run["status"] == "done" and "test" not in run:
                 notes.append(f"* {name}, seed {seed}, is not scored on the test split.")
     text = (

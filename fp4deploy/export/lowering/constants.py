@@ -16,7 +16,7 @@ from fp4deploy.export.onnx.session import portable_session
 
 KEPT = ("QuantizeLinear", "DequantizeLinear")  # precision is the plan's, and ONNX Runtime has no FP4
 RANDOM = ("Random", "Bernoulli", "Multinomial")  # beginnings of names
-MOST_ELEMENTS = 1 << 26  # of a result; a larger one stays a node
+MAX_ELEMENTS = 1 << 26  # of a result; a larger one stays a node
 
 
 class FoldResizes(InPlacePass):
@@ -63,5 +63,5 @@ def _is_resized(value: ir.Value) -> bool:
         and node.op_type == "Resize"
         and shape is not None
         and shape.is_static()
-        and math.prod(shape.numpy()) <= MOST_ELEMENTS
+        and math.prod(shape.numpy()) <= MAX_ELEMENTS
     )

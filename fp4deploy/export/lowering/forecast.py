@@ -17,7 +17,7 @@ from fp4deploy.export.lowering.fp8 import why_not_fp8
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.qat.layers import QuantizedLayer
 from fp4deploy.qat.placement import is_pointwise, is_upsampling
-from fp4deploy.qat.prepare import is_fp8
+from fp4deploy.qat.plan import is_fp8
 from fp4deploy.rest import FP16, Rest
 
 BLOCKED = "TensorRT has no FP4 convolution: FP4 weights are decoded for it"

@@ -29,7 +29,7 @@ from fp4deploy.export.onnx.writer import NodeWriter
 from fp4deploy.formats import NVFP4_BLOCK
 
 PART = ".part."  # between a layer's name and the number of a part
-MOST_PARTS = 16
+MAX_PARTS = 16
 Features = NDArray[np.int64]
 _UNARY = ("Identity", "Cast", "Relu", "LeakyRelu", "Gelu", "Sigmoid", "Tanh", "HardSwish", "Softplus", "Elu")
 _BINARY = ("Add", "Sub", "Mul", "Div")
@@ -82,7 +82,7 @@ def read_parts(layer: Fp4Layer) -> tuple[tuple[int, int], ...]:
         found = np.unique(_once(read))
         ends = np.flatnonzero(np.diff(found) > 1)
         edges |= {int(found[0]), int(found[-1]) + 1, *(found[ends] + 1).tolist(), *found[ends + 1].tolist()}
-        if len(edges) > MOST_PARTS + 1:
+        if len(edges) > MAX_PARTS + 1:
             return ()
     bounds = sorted(edges)
     parts = tuple(pairwise(bounds))

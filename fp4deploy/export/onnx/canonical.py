@@ -28,10 +28,10 @@ from fp4deploy.system.schema import parse_json
 OPSET = 23  # the first with FLOAT4E2M1
 IR_VERSION = 11
 GEMM_OPS = {"Conv": "Conv2d", "ConvTranspose": "ConvTranspose2d", "MatMul": "Linear", "Gemm": "Linear"}  # -> torch
-MOST_BYTES = 2 << 30  # of a protobuf message
-MOST_EXTERNAL_BYTES = 8 << 30  # of a file's weights outside of it
-MOST_EXPANDED = 20_000  # nodes after its functions are expanded, or
-MOST_EXPANSION = 64  # times those in the file
+MAX_BYTES = 2 << 30  # of a protobuf message
+MAX_EXTERNAL_BYTES = 8 << 30  # of a file's weights outside of it
+MAX_EXPANDED = 20_000  # nodes after its functions are expanded, or
+MAX_EXPANSION = 64  # times those in the file
 GRAPHS = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
 LARGEST_ELEMENT = 16  # bytes: complex128
 FORM_KEY = "fp4deploy.form"  # metadata: which of the two graphs of a network it is
@@ -91,8 +91,8 @@ def parse_onnx(path: Path) -> onnx.ModelProto:
             f"{path} does not exist: no file has that name. Write one with: fp4deploy export --format onnx"
         )
     try:
-        if path.stat().st_size > MOST_BYTES:
-            raise ValueError(f"it is larger than {MOST_BYTES >> 30} GiB, the limit of the format")
+        if path.stat().st_size > MAX_BYTES:
+            raise ValueError(f"it is larger than {MAX_BYTES >> 30} GiB, the limit of the format")
         model = onnx.load(path, load_external_data=False)
         _check_functions(model)
         _check_acyclic(model.graph.node)
@@ -125,7 +125,7 @@ def _check_functions(model: onnx.ModelProto) -> None:
         return total
 
     total = expanded(model.graph.node)
-    if total > (most := max(MOST_EXPANDED, MOST_EXPANSION * stored)):
+    if total > (most := max(MAX_EXPANDED, MAX_EXPANSION * stored)):
         raise ValueError(f"its functions stand for more than {most} nodes, and it holds {stored}")
 
 
@@ -149,9 +149,9 @@ def _check_external(model: onnx.ModelProto, folder: Path) -> None:
             info = ExternalDataInfo(tensor)
             size = (folder / info.location).stat().st_size if info.length is None else info.length
             total += size
-            if size > LARGEST_ELEMENT * math.prod(tensor.dims) or total > MOST_EXTERNAL_BYTES:
+            if size > LARGEST_ELEMENT * math.prod(tensor.dims) or total > MAX_EXTERNAL_BYTES:
                 raise ValueError(
-                    f"the external data of '{tensor.name[:80]}' has {size} bytes; {MOST_EXTERNAL_BYTES >> 30} GiB in "
+                    f"the external data of '{tensor.name[:80]}' has {size} bytes; {MAX_EXTERNAL_BYTES >> 30} GiB in "
                     "all is the limit"
                 )
 

@@ -1,4 +1,4 @@
-"""torch's ONNX exporter without the work that repeats itself, two thirds of the time of a small export.
+"""A module traced by torch's ONNX exporter (`trace`), without the two thirds of the work that repeat themselves.
 
 * `torch.onnx.export` parses the source of all 500 functions of its table for ATen operators in every call, and takes no
   table from its caller. Nothing of the table depends on the model: copies of one serve a process.
@@ -16,20 +16,202 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cache, partial
 from typing import Any
 
+import onnx_ir as ir
 import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
+from fp4deploy.errors import InputError
+from fp4deploy.export.onnx.canonical import OPSET
+from fp4deploy.export.onnx.floor import TRANSLATIONS
+from fp4deploy.export.onnx.mixed_types import MixedTypes
+from fp4deploy.export.onnx.pooling import Divisors
+from fp4deploy.export.onnx.qdq import MARKER_DOMAIN
+from fp4deploy.graph.capture import (
+    argument_names,
+    file_names,
+    fixes_an_axis,
+    output_names,
+    place_of,
+    quiet,
+    why_not_captured,
+)
+from fp4deploy.graph.divided import Divided
 from fp4deploy.graph.folded import fold_parameters
+from fp4deploy.graph.growth import BoundedSizes, undecided, unsettled
 from fp4deploy.graph.replaced import replaced
 from fp4deploy.graph.retraced import decomposed, inline_regions, made_functional
+from fp4deploy.graph.specialized import Specializing, specializing, watched
+from fp4deploy.graph.unpooling import Unpooling
 from fp4deploy.graph.wide import keep_wide
 from fp4deploy.rest import FP16, Rest
+from fp4deploy.tracing import make_no_folder
+
+ATTENTION_AXES = "only 4D query, key, and value are supported"  # says torch's exporter
+INPUT, OUTPUT, BATCH = "image", "logits", "N"
+LITTLE = 1e-6
+Examples = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]  # positional, by name
+OpenAxes = dict[str, dict[int, Any]]  # input -> open axis -> what torch.export calls it
 
 aten = torch.ops.aten
 ASSERTIONS = {aten._assert_scalar.default, aten._assert_tensor_metadata.default}  # the exporter removes them
+
+
+def trace(model: nn.Module, examples: Examples, open_axes: OpenAxes, dynamic_size: bool, rest: Rest) -> ir.Model:
+    positional, named = examples
+    tensors = (*positional, *named.values())
+    shapes: Any = open_axes if named else tuple(open_axes.values())
+
+    make_no_folder()
+
+    def export() -> torch.onnx.ONNXProgram:
+        program = torch.onnx.export(
+            model,
+            positional,
+            kwargs=named or None,
+            dynamo=True,
+            opset_version=OPSET,
+            input_names=input_names(model, positional, named),
+            custom_translation_table=TRANSLATIONS,
+            dynamic_shapes=shapes,
+            verbose=False,
+            optimize=False,
+        )
+        assert program is not None
+        return program
+
+    bound = BoundedSizes()
+    try:
+        with (
+            watched() as fixed,
+            quiet(),
+            short_export(rest),
+            bound if dynamic_size else nullcontext(),
+            Divided(),
+            Unpooling(),
+            MixedTypes(),
+            Divisors(),
+        ):
+            try:
+                program = export()
+            except Exception as error:
+                if not any(ATTENTION_AXES in str(each) for each in _chain(error)):
+                    raise
+                with AttentionOfFourAxes():
+                    program = export()
+            with _not_folded(program.model):
+                program.optimize()
+    except Exception as error:
+        if isinstance(error, InputError):
+            raise
+        unsolved = undecided(error) if dynamic_size else None
+        if ended := bound.error or unsolved:
+            advice = "Export it for one image size, without --dynamic-size (dynamic_size=False)."
+            raise unsettled(type(model).__name__, place_of(ended), advice, ended is not unsolved) from error
+        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        refused = next((each for each in _chain(error) if isinstance(each, InputError)), None)
+        if refused is not None:  # by the network itself
+            raise InputError(str(refused)) from error
+        given = ", ".join(f"[N, {', '.join(map(str, x.shape[1:]))}]" for x in tensors)
+        why = why_not_captured(model, cause, partial(specializing, model, positional, named))
+        if "sizes of tensors" in why.lower():
+            why += " Check the image size too (a UNet needs multiples of 16)."
+        raise InputError(f"torch could not trace {type(model).__name__} with an input {given}: {why}") from error
+    _require_free(
+        program.model.graph,
+        type(model).__name__,
+        open_axes,
+        fixed[-1],
+        partial(specializing, model, positional, named),
+    )
+    _name_outputs(program)
+    return program.model
+
+
+def _require_free(
+    graph: ir.Graph, kind: str, open_axes: OpenAxes, fixed: str, watched_again: Callable[[], Specializing]
+) -> None:
+    """Refuse a network that needs one size of an axis: torch's exporter fixes the axis, or not even that, in silence.
+
+    fixed: what `specialized.fixed_axis` gives of the program that was exported. watched_again: traces once more.
+    """
+    if fixed:
+        raise InputError(fixes_an_axis(kind, fixed, watched_again()))
+    for value in graph.inputs:
+        assert value.shape is not None
+        for axis, size in enumerate(value.shape):
+            if isinstance(size, int) and axis in open_axes[str(value.name)]:
+                name = f"axis {axis} of {value.name}" if axis else BATCH
+                raise InputError(fixes_an_axis(kind, name, watched_again()))
+
+
+class AttentionOfFourAxes(TorchFunctionMode):
+    """Give queries, keys and values [..., L, E] the four axes that torch's exporter asks for."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is not F.scaled_dot_product_attention or args[0].ndim == 4:
+            return function(*args, **kwargs)
+        query, key, value, *rest = args
+        mask = rest[0] if rest else kwargs.pop("attn_mask", None)
+        lead = query.shape[:-2]
+
+        def four(x: torch.Tensor) -> torch.Tensor:
+            return x.reshape(-1, 1, *x.shape[-2:])
+
+        if mask is not None and mask.ndim > 2:
+            mask = four(mask.expand(*lead, *mask.shape[-2:]))
+        result = function(four(query), four(key), four(value), mask, *rest[1:], **kwargs)
+        return result.reshape(*lead, *result.shape[-2:])
+
+
+def input_names(model: nn.Module, positional: tuple[torch.Tensor, ...], named: dict[str, torch.Tensor]) -> list[str]:
+    if named:
+        return list(named)
+    if len(positional) == 1:
+        return [INPUT]
+    return argument_names(model, len(positional))
+
+
+def _name_outputs(program: torch.onnx.ONNXProgram) -> None:
+    """ "logits" for a single output; the keys of a dict; else "output_0", "output_1.0" of a tuple in a tuple."""
+    outputs = program.model.graph.outputs
+    exported: Any = program.exported_program
+    names = output_names(exported, len(exported.graph_signature.user_outputs))
+    if len(names) != len(outputs):
+        raise InputError("The module returns something that is no tensor. Return tensors, or a tuple or dict of them.")
+    inputs = [str(value.name) for value in program.model.graph.inputs]
+    for value, name in zip(outputs, file_names(names, inputs, OUTPUT), strict=True):
+        value.name = name
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+@contextmanager
+def _not_folded(model: ir.Model) -> Iterator[None]:
+    """Hide from the exporter's optimizer BatchNormalization, and sums with a number that it takes for 0."""
+    nodes = [node for node in model.graph if node.op_type == "BatchNormalization" or _adds_little(node)]
+    for node in nodes:
+        node.domain = MARKER_DOMAIN
+    yield
+    for node in nodes:
+        node.domain = ""
+
+
+def _adds_little(node: ir.Node) -> bool:
+    """Whether one operand of a sum or difference is a number next to 0: onnxscript leaves out up to 1e-8."""
+    tensors = [None if value is None else ir.convenience.get_const_tensor(value) for value in node.inputs]
+    numbers = [float(tensor.numpy().item()) for tensor in tensors if tensor is not None and tensor.size == 1]
+    return node.op_type in ("Add", "Sub") and any(0 < abs(number) < LITTLE for number in numbers)
 
 
 @contextmanager

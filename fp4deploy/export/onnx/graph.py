@@ -22,63 +22,36 @@ the image size fixed or, with `dynamic_size`, free; the same checkpoint gives th
 from __future__ import annotations
 
 import json
-import types
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
-from typing import Any, cast
 
 import onnx
 import onnx.checker
 import onnx_ir as ir
 import torch
-import torch.nn.functional as F
 from onnx_ir.passes.common import NameFixPass
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.bf16 import WidenEnds, WidenOperators
-from fp4deploy.export.onnx.canonical import CANONICAL, FORM_KEY, IR_VERSION, LAYERS_KEY, OPSET, REST_KEY, WIDE_KEY
-from fp4deploy.export.onnx.exporter import short_export
-from fp4deploy.export.onnx.floor import TRANSLATIONS
-from fp4deploy.export.onnx.layer_constants import CONVOLUTIONS, Fp8Constants, LayerConstants, layer_constants
-from fp4deploy.export.onnx.mixed_types import MixedTypes, one_type_of_norms
+from fp4deploy.export.onnx.canonical import CANONICAL, FORM_KEY, IR_VERSION, LAYERS_KEY, REST_KEY, WIDE_KEY
+from fp4deploy.export.onnx.exporter import BATCH, Examples, OpenAxes, input_names, trace
+from fp4deploy.export.onnx.layer_constants import Fp8Constants, LayerConstants, layer_constants
+from fp4deploy.export.onnx.markers import traceable
+from fp4deploy.export.onnx.mixed_types import one_type_of_norms
 from fp4deploy.export.onnx.naming import ForgetTracing, NameAfterModules, aliases_of
-from fp4deploy.export.onnx.pooling import Divisors
-from fp4deploy.export.onnx.qdq import ACTIVATION_MARKER, MARKER_DOMAIN, WEIGHT_MARKER, LowerMarkers, marked_layers
-from fp4deploy.graph.capture import (
-    Inputs,
-    arguments,
-    file_names,
-    fixes_an_axis,
-    input_names,
-    output_names,
-    place_of,
-    quiet,
-    require_axes,
-    why_not_captured,
-)
+from fp4deploy.export.onnx.qdq import LowerMarkers, marked_layers
+from fp4deploy.graph.capture import Inputs, arguments, require_axes
 from fp4deploy.graph.copied import copied
-from fp4deploy.graph.divided import Divided
-from fp4deploy.graph.growth import BoundedSizes, undecided, unsettled
 from fp4deploy.graph.randomness import refuse_random
-from fp4deploy.graph.specialized import Specializing, specializing, watched
-from fp4deploy.graph.unpooling import Unpooling
 from fp4deploy.models.card import CARD_KEY, ModelCard
-from fp4deploy.qat.computed import rest_tensors, torch_class
 from fp4deploy.qat.experts import refuse_experts
-from fp4deploy.qat.layers import QuantConvTranspose2d, QuantLinear
-from fp4deploy.qat.prepare import layer_plan, quantized_layers, unquantized
+from fp4deploy.qat.plan import layer_plan
+from fp4deploy.qat.prepare import quantized_layers, unquantized
 from fp4deploy.rest import BF16, FP16, FP32, Rest, rest_of
-from fp4deploy.tracing import make_no_folder
 
-ATTENTION_AXES = "only 4D query, key, and value are supported"  # says torch's exporter
-INPUT, OUTPUT, BATCH = "image", "logits", "N"
 SIZES = ("H", "W")
 PRODUCER = "fp4deploy"
-LITTLE = 1e-6
 
 
 def export_graph(
@@ -126,7 +99,7 @@ def export_graph(
     examples = _examples(input_shape, FP16 if getattr(model, "digits", False) else precision, batch)
     open_axes = _open_axes(model, examples, dynamic or {}, dynamic_size, batch)
     refuse_random(unquantized(copied(model)), *examples)
-    traced = _trace(_traceable(model, constants, refused, precision), examples, open_axes, dynamic_size, precision)
+    traced = trace(traceable(model, constants, refused, precision), examples, open_axes, dynamic_size, precision)
     reached = marked_layers(traced)
     operators = WidenOperators()
     wide = (operators, WidenEnds()) if precision.name == BF16.name else ()
@@ -141,9 +114,7 @@ def export_graph(
         each(traced)
     _trim_less(traced.graph)
     one_type_of_norms(traced.graph)
-    _name_open(traced.graph, dynamic or {})
-    if dynamic_size:
-        _name_axes(traced.graph)
+    _name_axes(traced.graph, dynamic or {}, dynamic_size)
     traced.ir_version = IR_VERSION
     traced.producer_name, traced.producer_version = PRODUCER, None
     traced.graph.name = card.architecture if card else type(model).__name__.lower()
@@ -185,16 +156,19 @@ def _trim_less(graph: ir.Graph) -> None:
         )
 
 
-def _name_axes(graph: ir.Graph) -> None:
-    """The open axes of inputs and outputs get the names H and W (H_2 of a second input of another size, ...) instead of
-    those that tracing makes up.
+def _name_axes(graph: ir.Graph, dynamic: Dynamic, dynamic_size: bool) -> None:
+    """Open axes of inputs and outputs get the names of `dynamic`, and H and W (H_2 of a second input of another size,
+    ...), instead of those that tracing makes up.
     """
     names: dict[str, str] = {}
     for number, value in enumerate(graph.inputs, 1):
         assert value.shape is not None
-        for size, name in zip(tuple(value.shape)[2:], SIZES, strict=False):
-            if not isinstance(size, int):
-                names.setdefault(str(size), name if name not in names.values() else f"{name}_{number}")
+        for axis, size in enumerate(value.shape):
+            if label := dynamic.get(str(value.name), {}).get(axis):
+                names[str(size)] = label
+            elif dynamic_size and 1 < axis < 2 + len(SIZES) and not isinstance(size, int):
+                label = SIZES[axis - 2]
+                names.setdefault(str(size), label if label not in names.values() else f"{label}_{number}")
     for value in (*graph.inputs, *graph.outputs):
         if value.shape is not None:
             value.shape = ir.Shape([names.get(str(size), size) for size in value.shape])
@@ -240,9 +214,6 @@ def _layers(
     return found
 
 
-Examples = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]  # positional, by name
-
-
 def _examples(given: tuple[int, ...] | Inputs, rest: Rest, batch: int | None) -> Examples:
     """Example inputs, floating point ones in `rest`, with a batch of at least two: one would be a constant."""
     shape = not isinstance(given, torch.Tensor | Mapping) and all(isinstance(size, int) for size in given)
@@ -253,7 +224,6 @@ def _examples(given: tuple[int, ...] | Inputs, rest: Rest, batch: int | None) ->
 
 
 Dynamic = Mapping[str, Mapping[int, str]]  # input -> open axis -> its name
-OpenAxes = dict[str, dict[int, Any]]  # input -> open axis -> what torch.export calls it
 
 
 def _open_axes(
@@ -265,7 +235,7 @@ def _open_axes(
         InputError: `dynamic` names no input, or no axis that it has behind the batch.
     """
     positional, named = examples
-    tensors = dict(zip(_input_names(model, positional, named), (*positional, *named.values()), strict=True))
+    tensors = dict(zip(input_names(model, positional, named), (*positional, *named.values()), strict=True))
     require_axes(dynamic, tensors)
     several = {} if batch else {0: torch.export.Dim(BATCH, min=1)}
     return {
@@ -273,263 +243,3 @@ def _open_axes(
         | dict.fromkeys({*(range(2, x.ndim) if dynamic_size else ()), *dynamic.get(name, ())}, torch.export.Dim.DYNAMIC)
         for name, x in tensors.items()
     }
-
-
-def _name_open(graph: ir.Graph, dynamic: Dynamic) -> None:
-    """Axes that were asked for by name have these names, in inputs and outputs."""
-    inputs = {value.name: value for value in graph.inputs}
-    names: dict[str, str] = {}
-    for name, axes in dynamic.items():
-        shape = inputs[name].shape
-        assert shape is not None
-        names |= {str(shape[axis]): label for axis, label in axes.items()}
-    for value in (*graph.inputs, *graph.outputs):
-        if value.shape is not None:
-            value.shape = ir.Shape([names.get(str(size), size) for size in value.shape])
-
-
-def _trace(model: nn.Module, examples: Examples, open_axes: OpenAxes, dynamic_size: bool, rest: Rest) -> ir.Model:
-    positional, named = examples
-    tensors = (*positional, *named.values())
-    shapes: Any = open_axes if named else tuple(open_axes.values())
-
-    make_no_folder()
-
-    def export() -> torch.onnx.ONNXProgram:
-        program = torch.onnx.export(
-            model,
-            positional,
-            kwargs=named or None,
-            dynamo=True,
-            opset_version=OPSET,
-            input_names=_input_names(model, positional, named),
-            custom_translation_table=TRANSLATIONS,
-            dynamic_shapes=shapes,
-            verbose=False,
-            optimize=False,
-        )
-        assert program is not None
-        return program
-
-    bound = BoundedSizes()
-    try:
-        with (
-            watched() as fixed,
-            quiet(),
-            short_export(rest),
-            bound if dynamic_size else nullcontext(),
-            Divided(),
-            Unpooling(),
-            MixedTypes(),
-            Divisors(),
-        ):
-            try:
-                program = export()
-            except Exception as error:
-                if not any(ATTENTION_AXES in str(each) for each in _chain(error)):
-                    raise
-                with AttentionOfFourAxes():
-                    program = export()
-            with _not_folded(program.model):
-                program.optimize()
-    except Exception as error:
-        if isinstance(error, InputError):
-            raise
-        unsolved = undecided(error) if dynamic_size else None
-        if ended := bound.error or unsolved:
-            advice = "Export it for one image size, without --dynamic-size (dynamic_size=False)."
-            raise unsettled(type(model).__name__, place_of(ended), advice, ended is not unsolved) from error
-        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-        refused = next((each for each in _chain(error) if isinstance(each, InputError)), None)
-        if refused is not None:  # by the network itself
-            raise InputError(str(refused)) from error
-        given = ", ".join(f"[N, {', '.join(map(str, x.shape[1:]))}]" for x in tensors)
-        why = why_not_captured(model, cause, partial(specializing, model, positional, named))
-        if "sizes of tensors" in why.lower():
-            why += " Check the image size too (a UNet needs multiples of 16)."
-        raise InputError(f"torch could not trace {type(model).__name__} with an input {given}: {why}") from error
-    _require_free(
-        program.model.graph,
-        type(model).__name__,
-        open_axes,
-        fixed[-1],
-        partial(specializing, model, positional, named),
-    )
-    _name_outputs(program)
-    return program.model
-
-
-def _require_free(
-    graph: ir.Graph, kind: str, open_axes: OpenAxes, fixed: str, watched_again: Callable[[], Specializing]
-) -> None:
-    """Refuse a network that needs one size of an axis: torch's exporter fixes the axis, or not even that, in silence.
-
-    fixed: what `specialized.fixed_axis` gives of the program that was exported. watched_again: traces once more.
-    """
-    if fixed:
-        raise InputError(fixes_an_axis(kind, fixed, watched_again()))
-    for value in graph.inputs:
-        assert value.shape is not None
-        for axis, size in enumerate(value.shape):
-            if isinstance(size, int) and axis in open_axes[str(value.name)]:
-                name = f"axis {axis} of {value.name}" if axis else BATCH
-                raise InputError(fixes_an_axis(kind, name, watched_again()))
-
-
-class AttentionOfFourAxes(TorchFunctionMode):
-    """Give queries, keys and values [..., L, E] the four axes that torch's exporter asks for."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if function is not F.scaled_dot_product_attention or args[0].ndim == 4:
-            return function(*args, **kwargs)
-        query, key, value, *rest = args
-        mask = rest[0] if rest else kwargs.pop("attn_mask", None)
-        lead = query.shape[:-2]
-
-        def four(x: torch.Tensor) -> torch.Tensor:
-            return x.reshape(-1, 1, *x.shape[-2:])
-
-        if mask is not None and mask.ndim > 2:
-            mask = four(mask.expand(*lead, *mask.shape[-2:]))
-        result = function(four(query), four(key), four(value), mask, *rest[1:], **kwargs)
-        return result.reshape(*lead, *result.shape[-2:])
-
-
-def _input_names(model: nn.Module, positional: tuple[torch.Tensor, ...], named: dict[str, torch.Tensor]) -> list[str]:
-    if named:
-        return list(named)
-    if len(positional) == 1:
-        return [INPUT]
-    return input_names(model, len(positional))
-
-
-def _name_outputs(program: torch.onnx.ONNXProgram) -> None:
-    """ "logits" for a single output; the keys of a dict; else "output_0", "output_1.0" of a tuple in a tuple."""
-    outputs = program.model.graph.outputs
-    exported: Any = program.exported_program
-    names = output_names(exported, len(exported.graph_signature.user_outputs))
-    if len(names) != len(outputs):
-        raise InputError("The module returns something that is no tensor. Return tensors, or a tuple or dict of them.")
-    inputs = [str(value.name) for value in program.model.graph.inputs]
-    for value, name in zip(outputs, file_names(names, inputs, OUTPUT), strict=True):
-        value.name = name
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-@contextmanager
-def _not_folded(model: ir.Model) -> Iterator[None]:
-    """Hide from the exporter's optimizer BatchNormalization, and sums with a number that it takes for 0."""
-    nodes = [node for node in model.graph if node.op_type == "BatchNormalization" or _adds_little(node)]
-    for node in nodes:
-        node.domain = MARKER_DOMAIN
-    yield
-    for node in nodes:
-        node.domain = ""
-
-
-def _adds_little(node: ir.Node) -> bool:
-    """Whether one operand of a sum or difference is a number next to 0: onnxscript leaves out up to 1e-8."""
-    tensors = [None if value is None else ir.convenience.get_const_tensor(value) for value in node.inputs]
-    numbers = [float(tensor.numpy().item()) for tensor in tensors if tensor is not None and tensor.size == 1]
-    return node.op_type in ("Add", "Sub") and any(0 < abs(number) < LITTLE for number in numbers)
-
-
-def _traceable(
-    model: nn.Module, constants: dict[str, LayerConstants | Fp8Constants], refused: dict[str, InputError], rest: Rest
-) -> nn.Module:
-    """A copy in `rest` on the CPU whose quantised layers leave markers, or raise what is `refused`."""
-    for name, tensor in rest_tensors(model, rest):
-        rest.require(name, tensor)
-    traceable = copied(model).cpu().eval()
-    numbers = {name: x.detach() for name, x in traceable.state_dict().items() if rest.is_wide_number(x)}
-    held = traceable.to(rest.dtype).state_dict(keep_vars=True)
-    for name, number in numbers.items():
-        held[name].data = number
-    for name, module in traceable.named_modules():
-        forward: Callable[..., torch.Tensor] | None = None
-        if name in constants:
-            forward = _marking_forward(name, constants[name], module, rest.dtype)
-        elif name in refused:
-            forward = _refusing_forward(refused[name])
-        elif _computes(module, nn.GroupNorm) and module.affine:
-            forward = _group_norm
-        elif _computes(module, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d) and module.running_mean is None:
-            forward = _instance_norm
-        if forward is not None:
-            module.forward = types.MethodType(forward, module)
-    return traceable
-
-
-def _computes(module: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """Whether the module is of one of these classes with the forward of the class, not one of its own."""
-    return isinstance(module, kinds) and type(module).forward in [kind.forward for kind in kinds]
-
-
-def _marking_forward(
-    name: str, layer: LayerConstants | Fp8Constants, module: nn.Module, dtype: torch.dtype
-) -> Callable[..., torch.Tensor]:
-    """The layer's forward with two markers in place of its quantised operands."""
-    shape = layer.shape if isinstance(layer, Fp8Constants) else tuple(layer.shape[axis] for axis in layer.order)
-    channels = int(cast(Any, module.in_features if isinstance(module, nn.Linear) else module.in_channels))
-
-    def operands(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x = x.to(dtype)  # of code that computes in FP32
-        padded: tuple[Any, ...] = tuple(x.shape)
-        if not isinstance(layer, Fp8Constants):
-            axis = layer.channel_axis % x.ndim
-            torch._check(x.shape[axis] == channels)  # as the product that the markers stand for does
-            padded = (*x.shape[:axis], layer.channels, *x.shape[axis + 1 :])
-        activation = _marker(ACTIVATION_MARKER, [x], name, padded, dtype)
-        return activation, _marker(WEIGHT_MARKER, [], name, shape, dtype)
-
-    def convolution(self: Any, x: torch.Tensor) -> torch.Tensor:
-        x, weight = operands(x)
-        kind: Any = torch_class(self)  # a subclass may compute its weight there
-        product: torch.Tensor = kind._conv_forward(self, x, weight, self.bias)
-        return product
-
-    def transposed_convolution(self: QuantConvTranspose2d, x: torch.Tensor) -> torch.Tensor:
-        x, weight = operands(x)
-        geometry: Any = (self.stride, self.padding, self.output_padding, self.groups, self.dilation)
-        return F.conv_transpose2d(x, weight, self.bias, *geometry)
-
-    def linear(self: QuantLinear, x: torch.Tensor) -> torch.Tensor:
-        x, weight = operands(x)
-        product = torch.matmul(x, weight)
-        return product if self.bias is None else product + self.bias
-
-    if isinstance(module, CONVOLUTIONS):
-        return convolution
-    return transposed_convolution if isinstance(module, QuantConvTranspose2d) else linear
-
-
-def _refusing_forward(error: InputError) -> Callable[..., torch.Tensor]:
-    def refuse(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        raise error
-
-    return refuse
-
-
-def _marker(
-    kind: str, inputs: list[torch.Tensor], layer: str, shape: tuple[Any, ...], dtype: torch.dtype
-) -> torch.Tensor:
-    operator = f"{MARKER_DOMAIN}::{kind}"
-    return torch.onnx.ops.symbolic(operator, inputs, {"layer": layer}, dtype=dtype, shape=shape, version=1)
-
-
-def _group_norm(self: nn.GroupNorm, x: torch.Tensor) -> torch.Tensor:
-    attributes = cast(Any, {"num_groups": self.num_groups, "epsilon": self.eps})
-    inputs = [x, self.weight.to(x.dtype), self.bias.to(x.dtype)]
-    return torch.onnx.ops.symbolic("GroupNormalization", inputs, attributes, dtype=x.dtype, shape=x.shape)
-
-
-def _instance_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
-    weight, bias = (self.weight, self.bias) if self.affine else (x.new_ones(x.shape[1]), x.new_zeros(x.shape[1]))
-    inputs = [x, weight.to(x.dtype), bias.to(x.dtype)]
-    return torch.onnx.ops.symbolic("InstanceNormalization", inputs, {"epsilon": self.eps}, dtype=x.dtype, shape=x.shape)

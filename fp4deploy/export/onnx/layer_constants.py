@@ -20,7 +20,7 @@ from torch import nn
 from fp4deploy.errors import InputError
 from fp4deploy.formats import deployed_amax, fp8_scale, quantize_fp8, quantize_nvfp4
 from fp4deploy.qat.layers import QuantizedLayer
-from fp4deploy.qat.prepare import crossed_groups
+from fp4deploy.qat.plan import crossed_groups
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 

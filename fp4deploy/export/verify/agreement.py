@@ -18,7 +18,7 @@ from fp4deploy.models.meaning import Meaning, OutputMeanings
 from fp4deploy.rest import FP16, Rest
 
 REQUIRED_AGREEMENT = 0.999  # of the units of each output
-MOST_LOST = 0.5  # of one sample or place
+MAX_LOST = 0.5  # of one sample or place
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class OutputAgreement:
 
     def reaches(self, enough: float) -> bool:
         """Whether a share of at least `enough` agrees, and of every sample and place most of it."""
-        return bool(self.count) and self.broken is None and self.share >= enough and self.lost <= MOST_LOST
+        return bool(self.count) and self.broken is None and self.share >= enough and self.lost <= MAX_LOST
 
     def sentence(self) -> str:
         """What agrees, as a clause."""
@@ -64,7 +64,7 @@ class OutputAgreement:
         if not self.count:
             return "there was nothing to compare"
         text = f"{100 * (1 - self.share):.3f} % of {self.count} {self.meaning.unit} by {self.meaning.compared}"
-        return f"{text}, {100 * self.lost:.3g} % at one place" if self.lost > MOST_LOST else text
+        return f"{text}, {100 * self.lost:.3g} % at one place" if self.lost > MAX_LOST else text
 
 
 @dataclass(frozen=True)

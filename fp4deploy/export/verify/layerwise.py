@@ -35,7 +35,7 @@ from fp4deploy.formats import NVFP4_BLOCK, pad_to_blocks
 from fp4deploy.graph.capture import Inputs
 from fp4deploy.models.meaning import UNKNOWN, OutputMeanings
 from fp4deploy.qat import QuantizedLayer, quantized_layers
-from fp4deploy.qat.prepare import is_fp8
+from fp4deploy.qat.plan import is_fp8
 from fp4deploy.rest import Rest
 
 REFERENCE = ".from_torch"

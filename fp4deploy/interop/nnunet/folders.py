@@ -78,7 +78,7 @@ def export_folder(
 
     def write(network: nn.Module, patches: list[torch.Tensor], path: Path, precision: str | None) -> ExportResult:
         example = patches[0]
-        return export_onnx(network, example, path, patches, with_portable=portable, verify=verify, rest=precision)
+        return export_onnx(network, example, path, patches, portable=portable, verify=verify, rest=precision)
 
     return _each(folder, out, folds, data, rest, ONNX, write)
 

@@ -24,7 +24,8 @@ from torch import nn
 from fp4deploy.errors import InputError
 from fp4deploy.models.nnunet.folder import PLANS, Fold, ResultsFolder, read_fold
 from fp4deploy.models.nnunet.network import build_network, load_fold
-from fp4deploy.qat.prepare import LayerPlan, layer_plan, prepare
+from fp4deploy.qat.plan import LayerPlan, layer_plan
+from fp4deploy.qat.prepare import prepare
 from fp4deploy.qat.selection import Selection
 from fp4deploy.rest import RestName
 from fp4deploy.system.schema import Name, validated

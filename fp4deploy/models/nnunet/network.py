@@ -35,7 +35,7 @@ PARTS: dict[str, type[nn.Module]] = {
 }  # fmt: skip
 BLOCKS = ("BasicBlockD", "BottleneckD")
 AGAIN = "Take the plans.json that nnU-Net wrote."
-MOST_PARTS = 64  # stages, blocks or convolutions of a stage
+MAX_PARTS = 64  # stages, blocks or convolutions of a stage
 
 
 def build_network(folder: ResultsFolder, channels: int | None = None) -> nn.Module:
@@ -160,8 +160,8 @@ def _check_counts(given: Mapping[str, Any], where: object) -> None:
     """Refuse numbers of stages, blocks or convolutions by which building a network would not end."""
     for name, value in given.items():
         for count in _numbers(value):
-            if name.startswith("n_") and not 0 <= count <= MOST_PARTS:
-                raise InputError(f"{where}: {name} = {str(value)[:60]}: input should be at most {MOST_PARTS}.")
+            if name.startswith("n_") and not 0 <= count <= MAX_PARTS:
+                raise InputError(f"{where}: {name} = {str(value)[:60]}: input should be at most {MAX_PARTS}.")
 
 
 def _numbers(value: Any) -> list[float]:

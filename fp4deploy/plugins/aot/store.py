@@ -43,8 +43,8 @@ PACKAGE = "fp4deploy.plugins.gemm.triton"
 SUPPORTED = tuple(HARDWARE)
 TARGETS = tuple(arch.triton_name for arch, found in HARDWARE.items() if found.by_default)
 SUFFIX = ".kernel"
-MOST_SHARED = 227 << 10  # bytes a block can have, on any GPU so far
-MOST_PTX = 16 << 20
+MAX_SHARED = 227 << 10  # bytes a block can have, on any GPU so far
+MAX_PTX = 16 << 20
 _FORMAT = 1
 
 
@@ -72,7 +72,7 @@ class Compiled:
     name: Annotated[str, Field(pattern=r"^[A-Za-z_]\w{0,199}$")]
     parameters: Annotated[tuple[Annotated[str, Field(pattern=r"^\*?[a-z]\w{1,15}$")], ...], Field(max_length=256)]
     divisible: Annotated[tuple[Annotated[Count, Field(lt=256)], ...], Field(max_length=256)]
-    shared: Annotated[Count, Field(le=MOST_SHARED)]
+    shared: Annotated[Count, Field(le=MAX_SHARED)]
     num_warps: Annotated[Count, Field(ge=1, le=32)]
     registers: Annotated[Count, Field(le=255)]
     spills: Annotated[Count, Field(lt=1 << 32)]
@@ -120,9 +120,9 @@ def unpack(content: bytes) -> Compiled | None:
 
 
 def _inflated(compressed: bytes) -> bytes:
-    """Decompress at most `MOST_PTX` bytes; ValueError where there are more, or where the end is missing."""
+    """Decompress at most `MAX_PTX` bytes; ValueError where there are more, or where the end is missing."""
     inflate = zlib.decompressobj()
-    found = inflate.decompress(compressed, MOST_PTX)
+    found = inflate.decompress(compressed, MAX_PTX)
     if not inflate.eof:
         raise ValueError("too long, or cut short")
     return found

@@ -89,7 +89,7 @@ def launch_weight_only(x: torch.Tensor, weight: Nvfp4Tensor, bias: torch.Tensor 
     )
     out = torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype, device=x.device)
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    if gemv.takes(rows, weight):
+    if gemv.supports(rows, weight):
         gemv.launch(rows, weight, None if bias is None else _bias(bias, weight), out, relu)
     else:
         run(weight_only_call(rows, weight, bias, out, _capability(x.device.index), relu), x.device)
@@ -152,7 +152,7 @@ def gemm_call(
     padding: int = 0,
     dilation: int = 1,
     relu: bool = False,
-    up: bool = False,
+    transposed: bool = False,
     tile: Tile | None = None,
     asm: bool = True,
 ) -> Call:
@@ -168,12 +168,12 @@ def gemm_call(
     quantize = out_scales is not None
     if tile is None:
         depth = math.gcd(cb, cb2) if two else cb
-        tile = gemm_tile(m, outputs, capability, quantize, up, two, taps[0] * taps[1], depth)
+        tile = gemm_tile(m, outputs, capability, quantize, transposed, two, taps[0] * taps[1], depth)
     constants: dict[str, Any] = {
         "KH": taps[0],
         "KW": taps[1],
         "TWO": two,
-        "UP": up,
+        "UP": transposed,
         **k_step_constants(tile, taps[0] * taps[1], (cb, cb2) if two else (cb,)),
         "BIAS": bias is not None,
         "RELU": relu,
@@ -194,7 +194,7 @@ def gemm_call(
     flat += (out if out_scales is None else out_scales, x.amax if out_amax is None else out_amax)
     sizes = (extent[1], extent[2], cb, cb2, pixels[1], pixels[2], m, outputs, stride, padding, dilation)
     ranges = tuple(E2M1_MAX * value.e4m3_max for value in (x, second, weight))
-    grid = (-(-m // tile.bm) * -(-outputs // tile.bn) * (4 if up else 1), 1, 1)
+    grid = (-(-m // tile.bm) * -(-outputs // tile.bn) * (4 if transposed else 1), 1, 1)
     return Call(launch, (*flat, *sizes, *ranges), grid)
 
 

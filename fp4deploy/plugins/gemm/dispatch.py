@@ -24,13 +24,13 @@ import torch
 
 from fp4deploy.errors import InputError
 from fp4deploy.formats import NVFP4_BLOCK, Nvfp4Tensor
+from fp4deploy.graph.sizes import output_size
 from fp4deploy.plugins.gemm.arguments import launch_gemm, launch_weight_only, runs_kernels
 from fp4deploy.plugins.gemm.reference import (
     Output,
     conv2d_reference,
     conv_transpose2d_reference,
     matmul_reference,
-    output_size,
 )
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -162,7 +162,7 @@ def conv_transpose2d(
         return conv_transpose2d_reference(source, weight, bias, relu, dtype, out_amax)
     shape = (n, 2 * h, 2 * w, outputs)
     extent = (n, h, w)
-    return launch_gemm((source,), weight, bias, extent, extent, shape, dtype, out_amax, relu=relu, up=True)
+    return launch_gemm((source,), weight, bias, extent, extent, shape, dtype, out_amax, relu=relu, transposed=True)
 
 
 def _weight_only(

@@ -36,7 +36,7 @@ from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES
 
 SOURCE, NAME = "gemv_tma.cu", "gemv_tma"
 SIGNATURE = "128s128sPPPPiiifi"
-MOST_ROWS = 16
+MAX_ROWS = 16
 WHOLE = 256  # K is a multiple of this
 TMA_FROM = 90  # compute capability with TMA, thread-block clusters and mbarriers with transaction counts
 MULTICAST = range(TMA_FROM, 120)  # capabilities that deliver one read to several multiprocessors
@@ -44,7 +44,7 @@ WIDE = 256  # bytes of codes of a row in a stage
 BOX, SCALE_BOX = 128, WIDE // 8  # bytes of a row in a TMA box of codes, of scales
 OUTPUTS = (64, 32, 16)  # of a thread block
 CONSUMERS = (3, 2, 1)  # groups of four consumer warps; each has at least two stages
-MOST_STAGES = 12
+MAX_STAGES = 12
 START = 1 << 16  # bytes that a multiprocessor could read while a thread block starts and ends
 
 
@@ -66,42 +66,42 @@ class Variant:
         return -(-outputs // (self.outputs * cluster)) * cluster
 
 
-def variant(rows: int, outputs: int, k: int, processors: int, shared: int, capability: int) -> Variant:
+def variant(rows: int, outputs: int, k: int, num_sms: int, shared: int, capability: int) -> Variant:
     """The variant with the fewest waves, weighted by what a thread block reads.
 
-    rows: of the activations, at most 16; outputs, k: of the weight; processors: multiprocessors of the GPU; shared:
+    rows: of the activations, at most 16; outputs, k: of the weight; num_sms: of the GPU; shared:
     bytes of shared memory that a block can have; capability: 90 for SM90.
     """
-    compiled_rows = 1 if rows == 1 else 8 if rows <= 8 else MOST_ROWS
+    compiled_rows = 1 if rows == 1 else 8 if rows <= 8 else MAX_ROWS
     clusters = compiled_rows > 1 and capability in MULTICAST
     found: dict[float, Variant] = {}
-    for each in _variants(compiled_rows, shared, outputs, processors if clusters else None):
-        waves = -(-each.grid(outputs) // processors)
+    for each in _variants(compiled_rows, shared, outputs, num_sms if clusters else None):
+        waves = -(-each.grid(outputs) // num_sms)
         found.setdefault(waves * (each.outputs * k * 9 / 16 + START), each)
     return found[min(found)]
 
 
-def _variants(rows: int, shared: int, outputs: int, processors: int | None) -> Iterator[Variant]:
+def _variants(rows: int, shared: int, outputs: int, num_sms: int | None) -> Iterator[Variant]:
     """All that fit into shared memory, the largest thread blocks first.
 
-    processors: None for no clusters; else clusters of two are formed if blocks occupy half of these multiprocessors.
+    num_sms: None for no clusters; else clusters of two are formed if blocks occupy half of these multiprocessors.
     """
     for share in OUTPUTS:
         slot = -(-(share * 9 * WIDE // 8 + rows * (4 * WIDE + 16)) // 1024) * 1024
-        stages = min(shared // (slot + 16), MOST_STAGES)
+        stages = min(shared // (slot + 16), MAX_STAGES)
         consumers = next((groups for groups in CONSUMERS if stages >= 2 * groups), None)
         if consumers is None:
             continue
         stages -= stages % consumers
-        cluster = 2 if processors is not None and 2 * -(-outputs // share) >= processors else 1
+        cluster = 2 if num_sms is not None and 2 * -(-outputs // share) >= num_sms else 1
         macros = {"ROWS": rows, "OUTPUTS": share, "CONSUMERS": consumers, "STAGES": stages, "CLUSTER": cluster}
         yield Variant(macros, share, 32 * (4 * consumers + 1), stages * (slot + 16))
 
 
-def takes(x: torch.Tensor, weight: Nvfp4Tensor) -> bool:
+def supports(x: torch.Tensor, weight: Nvfp4Tensor) -> bool:
     """Whether the kernel computes `x` [M, K] times this weight [N, K]: shape, alignment, GPU, driver and nvcc."""
     return (
-        0 < x.shape[0] <= MOST_ROWS
+        0 < x.shape[0] <= MAX_ROWS
         and x.shape[1] % WHOLE == 0
         and x.is_contiguous()
         and all(part.is_contiguous() and part.data_ptr() % 16 == 0 for part in (x, weight.codes, weight.scales))

@@ -14,13 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from fp4deploy.formats import Nvfp4Tensor, quantize_nvfp4
+from fp4deploy.graph.sizes import output_size
 
 Output = torch.Tensor | Nvfp4Tensor
-
-
-def output_size(size: int, taps: int, stride: int, padding: int, dilation: int) -> int:
-    """Pixels of a convolution along one axis."""
-    return (size + 2 * padding - dilation * (taps - 1) - 1) // stride + 1
 
 
 def matmul_reference(

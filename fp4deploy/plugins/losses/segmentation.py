@@ -21,28 +21,20 @@ import torch
 
 from fp4deploy.plugins.runtime.availability import available
 from fp4deploy.plugins.runtime.launch import kernel
-from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, LIBRARY, THREADS
+from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, LIBRARY, THREADS, operator
 
 SOURCE = "segmentation.cu"
 BLOCKS = 132 * 4  # at most what a large GPU runs at once
 PIXELS = 256  # of a block at a time, fewer where there are many classes
-MOST_CLASSES = 1024
-
-LIBRARY.define(
-    "segmentation_sums(Tensor logits, Tensor target, Tensor? weight, float smoothing, int ignored) -> Tensor"
-)
-LIBRARY.define(
-    "segmentation_gradient(Tensor logits, Tensor target, Tensor? weight, Tensor upstream, float smoothing, "
-    "int ignored) -> Tensor"
-)
+MAX_CLASSES = 1024
 
 
-def fits(logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None) -> bool:
+def supports(logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None) -> bool:
     """Whether the kernels take these, as `segmentation_sums` describes them."""
     return (
         logits.dtype in CUDA_TYPES
         and logits.ndim == 4
-        and 0 < logits.shape[1] <= MOST_CLASSES
+        and 0 < logits.shape[1] <= MAX_CLASSES
         and logits.numel() > 0
         and target.shape == (logits.shape[0], *logits.shape[2:])
         and (target.dtype, target.device) == (torch.int64, logits.device)
@@ -91,7 +83,12 @@ def _grid(pixels: int) -> int:
     return max(1, min(BLOCKS, -(-pixels // PIXELS)))
 
 
-@torch.library.impl(LIBRARY, "segmentation_sums", "CUDA")
+@operator(
+    "segmentation_sums(Tensor logits, Tensor target, Tensor? weight, float smoothing, int ignored) -> Tensor",
+    lambda logits, target, weight, smoothing, ignored: torch.empty(
+        2 + 3 * logits.shape[1], dtype=torch.float32, device=logits.device
+    ),
+)
 def _sums(
     logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, smoothing: float, ignored: int
 ) -> torch.Tensor:
@@ -103,12 +100,11 @@ def _sums(
     return partial.sum(0)
 
 
-@torch.library.register_fake("fp4deploy::segmentation_sums", lib=LIBRARY)
-def _(logits, target, weight, smoothing, ignored):  # type: ignore[no-untyped-def]
-    return torch.empty(2 + 3 * logits.shape[1], dtype=torch.float32, device=logits.device)
-
-
-@torch.library.impl(LIBRARY, "segmentation_gradient", "CUDA")
+@operator(
+    "segmentation_gradient(Tensor logits, Tensor target, Tensor? weight, Tensor upstream, float smoothing, "
+    "int ignored) -> Tensor",
+    lambda logits, target, weight, upstream, smoothing, ignored: torch.empty_like(_arguments(logits, target)[0]),
+)
 def _gradient(
     logits: torch.Tensor,
     target: torch.Tensor,
@@ -123,11 +119,6 @@ def _gradient(
     arguments = (logits, target, weight, upstream.contiguous(), gradient)
     launch(_grid(pixels), THREADS, *arguments, smoothing, ignored, image, pixels)
     return gradient
-
-
-@torch.library.register_fake("fp4deploy::segmentation_gradient", lib=LIBRARY)
-def _(logits, target, weight, upstream, smoothing, ignored):  # type: ignore[no-untyped-def]
-    return torch.empty_like(_arguments(logits, target)[0])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

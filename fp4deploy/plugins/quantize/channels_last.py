@@ -33,7 +33,7 @@ import torch
 
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.plugins.runtime.launch import kernel
-from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, LIBRARY, THREADS
+from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, THREADS, like_first, operator
 
 VECTOR = 8
 BLOCKS = 132 * 8  # two waves on a large GPU
@@ -102,40 +102,16 @@ def group_statistics(
     return ab, mean_rstd, channel_mean, largest
 
 
-LIBRARY.define(
+def _fake_group_norm_relu(x, bias, weight, beta, groups, eps, amax, tracked, decay, quantize, delayed=False):  # type: ignore[no-untyped-def]
+    n, c = x.shape[:2]
+    return torch.empty_like(x), _float(x, n, 2, c), _float(x, n, groups, 2), _float(x, n, c), _float(x, 1)
+
+
+@operator(
     "group_norm_relu(Tensor x, Tensor? bias, Tensor weight, Tensor beta, int groups, float eps, Tensor? amax, "
-    "Tensor(a!)? tracked, float decay, bool quantize, bool delayed=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "Tensor(a!)? tracked, float decay, bool quantize, bool delayed=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _fake_group_norm_relu,
 )
-LIBRARY.define("group_norm_relu_again(Tensor x, Tensor ab, Tensor amax, bool quantize) -> Tensor")
-LIBRARY.define(
-    "group_norm_relu_backward(Tensor x, Tensor dy, Tensor ab, Tensor mean_rstd, Tensor channel_mean, Tensor? bias, "
-    "Tensor weight, Tensor amax, bool quantize) -> (Tensor, Tensor)"
-)
-LIBRARY.define(
-    "group_norm_relu_backward_(Tensor(a!) x, Tensor(b!) dy, Tensor ab, Tensor mean_rstd, Tensor channel_mean, "
-    "Tensor? bias, Tensor weight, Tensor amax, bool clips, bool quantize) -> Tensor"
-)
-LIBRARY.define(
-    "group_norm_relu_backward_clipped(Tensor x, Tensor dy, Tensor ab, Tensor mean_rstd, Tensor channel_mean, "
-    "Tensor? bias, Tensor weight, Tensor inside) -> (Tensor, Tensor)"
-)
-LIBRARY.define(
-    "track_amax(Tensor x, Tensor? other, Tensor(a!)? tracked, float decay, bool read, bool delayed=False, "
-    "Tensor? bias=None) -> Tensor"
-)
-LIBRARY.define("previous_amax(Tensor x, Tensor? other, Tensor tracked, Tensor? bias=None) -> Tensor")
-LIBRARY.define("pool(Tensor y, Tensor? amax) -> Tensor")
-LIBRARY.define("pool_backward(Tensor y, Tensor? dskip, Tensor dpooled, Tensor? amax) -> Tensor")
-LIBRARY.define("pool_backward_again(Tensor x, Tensor ab, Tensor? dskip, Tensor dpooled, Tensor? amax) -> Tensor")
-LIBRARY.define(
-    "concat(Tensor a, Tensor b, Tensor? amax, Tensor? other=None, Tensor(a!)? tracked=None, float decay=0.0, "
-    "Tensor? bias=None) -> (Tensor, Tensor)"
-)
-LIBRARY.define("concat_again(Tensor x, Tensor ab, Tensor b, Tensor? amax, Tensor? bias=None) -> Tensor")
-LIBRARY.define("separate(Tensor gradient, Tensor? inside, int first, bool bias=False) -> (Tensor, Tensor, Tensor)")
-
-
-@torch.library.impl(LIBRARY, "group_norm_relu", "CUDA")
 def _group_norm_relu(
     x: torch.Tensor,
     bias: torch.Tensor | None,
@@ -156,13 +132,10 @@ def _group_norm_relu(
     return y, ab, mean_rstd, channel_mean, largest
 
 
-@torch.library.register_fake("fp4deploy::group_norm_relu", lib=LIBRARY)
-def _(x, bias, weight, beta, groups, eps, amax, tracked, decay, quantize, delayed=False):  # type: ignore[no-untyped-def]
-    n, c = x.shape[:2]
-    return torch.empty_like(x), _float(x, n, 2, c), _float(x, n, groups, 2), _float(x, n, c), _float(x, 1)
-
-
-@torch.library.impl(LIBRARY, "group_norm_relu_again", "CUDA")
+@operator(
+    "group_norm_relu_again(Tensor x, Tensor ab, Tensor amax, bool quantize) -> Tensor",
+    like_first,
+)
 def _group_norm_relu_again(x: torch.Tensor, ab: torch.Tensor, amax: torch.Tensor, quantize: bool) -> torch.Tensor:
     n, c, h, w = x.shape
     pixels = h * w
@@ -173,99 +146,73 @@ def _group_norm_relu_again(x: torch.Tensor, ab: torch.Tensor, amax: torch.Tensor
     return y
 
 
-@torch.library.register_fake("fp4deploy::group_norm_relu_again", lib=LIBRARY)
-def _(x, ab, amax, quantize):  # type: ignore[no-untyped-def]
-    return torch.empty_like(x)
-
-
-@torch.library.impl(LIBRARY, "group_norm_relu_backward", "CUDA")
-def _group_norm_relu_backward(
-    x: torch.Tensor,
-    dy: torch.Tensor,
-    ab: torch.Tensor,
-    mean_rstd: torch.Tensor,
-    channel_mean: torch.Tensor,
-    bias: torch.Tensor | None,
-    weight: torch.Tensor,
-    amax: torch.Tensor,
-    quantize: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    dy = dy.contiguous(memory_format=torch.channels_last)
-    dx = torch.empty_like(x)
-    return dx, _gradients(x, dy, ab, mean_rstd, channel_mean, bias, weight, amax, quantize, dx)
-
-
-@torch.library.impl(LIBRARY, "group_norm_relu_backward_clipped", "CUDA")
-def _group_norm_relu_backward_clipped(
-    x: torch.Tensor,
-    dy: torch.Tensor,
-    ab: torch.Tensor,
-    mean_rstd: torch.Tensor,
-    channel_mean: torch.Tensor,
-    bias: torch.Tensor | None,
-    weight: torch.Tensor,
-    inside: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    dy = dy.contiguous(memory_format=torch.channels_last)
-    dx = torch.empty_like(x)
-    return dx, _gradients(x, dy, ab, mean_rstd, channel_mean, bias, weight, None, False, dx, inside=inside)
-
-
-@torch.library.register_fake("fp4deploy::group_norm_relu_backward_clipped", lib=LIBRARY)
-def _(x, dy, ab, mean_rstd, channel_mean, bias, weight, inside):  # type: ignore[no-untyped-def]
+def _fake_gradients(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(x), _float(x, 3, x.shape[1])
 
 
-@torch.library.impl(LIBRARY, "group_norm_relu_backward_", "CUDA")
-def _group_norm_relu_backward_in_place(
-    x: torch.Tensor,
-    dy: torch.Tensor,
-    ab: torch.Tensor,
-    mean_rstd: torch.Tensor,
-    channel_mean: torch.Tensor,
-    bias: torch.Tensor | None,
-    weight: torch.Tensor,
-    amax: torch.Tensor,
-    clips: bool,
-    quantize: bool,
-) -> torch.Tensor:
-    return _gradients(x, dy, ab, mean_rstd, channel_mean, bias, weight, amax, clips, dy, x, 2 if quantize else 1)
+@operator(
+    "group_norm_relu_backward(Tensor x, Tensor dy, Tensor ab, Tensor mean_rstd, Tensor channel_mean, Tensor? bias, "
+    "Tensor weight, Tensor amax, bool quantize) -> (Tensor, Tensor)",
+    _fake_gradients,
+)
+def _group_norm_relu_backward(
+    x: torch.Tensor, dy: torch.Tensor, *arguments: Any, in_range: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    (*saved, amax, masks), dx = arguments, torch.empty_like(x)
+    dy = dy.contiguous(memory_format=torch.channels_last)
+    return dx, _gradients(x, dy, saved, amax, masks, dx, in_range=in_range)
+
+
+@operator(
+    "group_norm_relu_backward_clipped(Tensor x, Tensor dy, Tensor ab, Tensor mean_rstd, Tensor channel_mean, "
+    "Tensor? bias, Tensor weight, Tensor inside) -> (Tensor, Tensor)",
+    _fake_gradients,
+)
+def _group_norm_relu_backward_clipped(
+    x: torch.Tensor, dy: torch.Tensor, *arguments: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    *saved, in_range = arguments
+    return _group_norm_relu_backward(x, dy, *saved, None, False, in_range=in_range)
+
+
+@operator(
+    "group_norm_relu_backward_(Tensor(a!) x, Tensor(b!) dy, Tensor ab, Tensor mean_rstd, Tensor channel_mean, "
+    "Tensor? bias, Tensor weight, Tensor amax, bool clips, bool quantize) -> Tensor",
+    lambda x, *rest: _float(x, 3, x.shape[1]),
+)
+def _group_norm_relu_backward_in_place(x: torch.Tensor, dy: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    *saved, amax, clips, quantize = arguments
+    return _gradients(x, dy, saved, amax, clips, dy, x, 2 if quantize else 1)
 
 
 def _gradients(
     x: torch.Tensor,
     dy: torch.Tensor,
-    ab: torch.Tensor,
-    mean_rstd: torch.Tensor,
-    channel_mean: torch.Tensor,
-    bias: torch.Tensor | None,
-    weight: torch.Tensor,
+    saved: list[Any],
     amax: torch.Tensor | None,
     masks: bool,
     dx: torch.Tensor,
     y: torch.Tensor | None = None,
-    again: int = 0,
-    inside: torch.Tensor | None = None,
+    recompute: int = 0,
+    in_range: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Write dx, and y where `again` says how; the sums for gamma, beta and the bias [3, C].
+    """Write dx, and y where `recompute` says how; the sums for gamma, beta and the bias [3, C].
 
-    inside: the in-range mask, bits in the order of memory, of what another kernel quantised; `masks` is False then.
+    saved: ab, mean_rstd, channel_mean, bias and weight.
+    in_range: the in-range mask, bits in the order of memory, of what another kernel quantised; `masks` is False then.
     """
+    ab, mean_rstd, channel_mean, bias, weight = saved
     n, c, h, w = x.shape
     groups, pixels = mean_rstd.shape[1], h * w
     macros, (chunks, per_chunk), device = _macros(x, masks), chunks_of(pixels, c, n), x.device
     rows = THREADS // (c // VECTOR)
-    partial, pqr, channel_sums, out = (
-        _float(x, n, chunks, 2, c),
-        _float(x, n, 3, c),
-        _float(x, n, 3, c),
-        _float(x, 3, c),
-    )
+    partial, pqr, channel_sums = _float(x, n, chunks, 2, c), _float(x, n, 3, c), _float(x, n, 3, c)
+    out = _float(x, 3, c)
     sums = kernel("group_norm.cu", "sums", "PPPPPPPPqiiq", macros, device)
     sums.launch(
         (chunks, n),
         THREADS,
-        *(x, dy, ab, mean_rstd, bias, amax, inside, partial, pixels, c, groups, per_chunk),
+        *(x, dy, ab, mean_rstd, bias, amax, in_range, partial, pixels, c, groups, per_chunk),
         shared=4 * rows * c,
     )
     coefficients = kernel("group_norm.cu", "coefficients", "PPPPPPPqiii", macros, device)
@@ -277,23 +224,21 @@ def _gradients(
     parameters = kernel("group_norm.cu", "parameters", "PPii", macros, device)
     parameters.launch(-(-3 * c // THREADS), THREADS, channel_sums, out, n, c)
     gradient = kernel(
-        "group_norm.cu", "gradient", "PPPPPPPPqiq", {**macros, "AGAIN": again} if again else macros, device
+        "group_norm.cu", "gradient", "PPPPPPPPqiq", {**macros, "AGAIN": recompute} if recompute else macros, device
     )
-    gradient.launch((chunks, n), THREADS, x, dy, ab, pqr, amax, inside, dx, y, pixels, c, per_chunk)
+    gradient.launch((chunks, n), THREADS, x, dy, ab, pqr, amax, in_range, dx, y, pixels, c, per_chunk)
     return out
 
 
-@torch.library.register_fake("fp4deploy::group_norm_relu_backward", lib=LIBRARY)
-def _(x, dy, ab, mean_rstd, channel_mean, bias, weight, amax, quantize):  # type: ignore[no-untyped-def]
-    return torch.empty_like(x), _float(x, 3, x.shape[1])
+def _fake_amax(x: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+    return _float(x, 1)
 
 
-@torch.library.register_fake("fp4deploy::group_norm_relu_backward_", lib=LIBRARY)
-def _(x, dy, ab, mean_rstd, channel_mean, bias, weight, amax, clips, quantize):  # type: ignore[no-untyped-def]
-    return _float(x, 3, x.shape[1])
-
-
-@torch.library.impl(LIBRARY, "track_amax", "CUDA")
+@operator(
+    "track_amax(Tensor x, Tensor? other, Tensor(a!)? tracked, float decay, bool read, bool delayed=False, "
+    "Tensor? bias=None) -> Tensor",
+    _fake_amax,
+)
 def _track_amax(
     x: torch.Tensor,
     other: torch.Tensor | None,
@@ -327,12 +272,10 @@ def _biased(macros: dict[str, str | int], biased: bool) -> dict[str, str | int]:
     return {**macros, "BIASED": 1} if biased else macros
 
 
-@torch.library.register_fake("fp4deploy::track_amax", lib=LIBRARY)
-def _(x, other, tracked, decay, read, delayed=False, bias=None):  # type: ignore[no-untyped-def]
-    return _float(x, 1)
-
-
-@torch.library.impl(LIBRARY, "previous_amax", "CUDA")
+@operator(
+    "previous_amax(Tensor x, Tensor? other, Tensor tracked, Tensor? bias=None) -> Tensor",
+    _fake_amax,
+)
 def _previous_amax(
     x: torch.Tensor, other: torch.Tensor | None, tracked: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -343,15 +286,14 @@ def _previous_amax(
     return amax
 
 
-@torch.library.register_fake("fp4deploy::previous_amax", lib=LIBRARY)
-def _(x, other, tracked, bias=None):  # type: ignore[no-untyped-def]
-    return _float(x, 1)
-
-
-@torch.library.impl(LIBRARY, "pool", "CUDA")
-def _pool(y: torch.Tensor, amax: torch.Tensor | None) -> torch.Tensor:
+def _pooled(y: torch.Tensor, *rest: Any) -> torch.Tensor:
     n, c, h, w = y.shape
-    pooled = torch.empty((n, c, h // 2, w // 2), dtype=y.dtype, device=y.device, memory_format=torch.channels_last)
+    return torch.empty((n, c, h // 2, w // 2), dtype=y.dtype, device=y.device, memory_format=torch.channels_last)
+
+
+@operator("pool(Tensor y, Tensor? amax) -> Tensor", _pooled)
+def _pool(y: torch.Tensor, amax: torch.Tensor | None) -> torch.Tensor:
+    (n, c, _, w), pooled = y.shape, _pooled(y)
     pixels = pooled.shape[2] * pooled.shape[3]
     chunks, per_chunk = chunks_of(pixels, c, n)
     launch = kernel("pool.cu", "pool", "PPPiqiq", _macros(y, amax is not None), y.device).launch
@@ -359,13 +301,10 @@ def _pool(y: torch.Tensor, amax: torch.Tensor | None) -> torch.Tensor:
     return pooled
 
 
-@torch.library.register_fake("fp4deploy::pool", lib=LIBRARY)
-def _(y, amax):  # type: ignore[no-untyped-def]
-    n, c, h, w = y.shape
-    return torch.empty((n, c, h // 2, w // 2), dtype=y.dtype, device=y.device).to(memory_format=torch.channels_last)
-
-
-@torch.library.impl(LIBRARY, "pool_backward", "CUDA")
+@operator(
+    "pool_backward(Tensor y, Tensor? dskip, Tensor dpooled, Tensor? amax) -> Tensor",
+    like_first,
+)
 def _pool_backward(
     y: torch.Tensor,
     dskip: torch.Tensor | None,
@@ -391,24 +330,21 @@ def _normalized(x: torch.Tensor, amax: torch.Tensor | None, ab: torch.Tensor | N
     return macros if ab is None else {**macros, "NORMALIZED": 1}
 
 
-@torch.library.register_fake("fp4deploy::pool_backward", lib=LIBRARY)
-def _(y, dskip, dpooled, amax):  # type: ignore[no-untyped-def]
-    return torch.empty_like(y)
-
-
-@torch.library.impl(LIBRARY, "pool_backward_again", "CUDA")
+@operator(
+    "pool_backward_again(Tensor x, Tensor ab, Tensor? dskip, Tensor dpooled, Tensor? amax) -> Tensor",
+    like_first,
+)
 def _pool_backward_again(
     x: torch.Tensor, ab: torch.Tensor, dskip: torch.Tensor | None, dpooled: torch.Tensor, amax: torch.Tensor | None
 ) -> torch.Tensor:
     return _pool_backward(x, dskip, dpooled, amax, ab)
 
 
-@torch.library.register_fake("fp4deploy::pool_backward_again", lib=LIBRARY)
-def _(x, ab, dskip, dpooled, amax):  # type: ignore[no-untyped-def]
-    return torch.empty_like(x)
-
-
-@torch.library.impl(LIBRARY, "concat", "CUDA")
+@operator(
+    "concat(Tensor a, Tensor b, Tensor? amax, Tensor? other=None, Tensor(a!)? tracked=None, float decay=0.0, "
+    "Tensor? bias=None) -> (Tensor, Tensor)",
+    lambda a, b, amax, other=None, tracked=None, decay=0.0, bias=None: _concat_outputs(a, b, amax is not None),
+)
 def _concat(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -441,24 +377,23 @@ def _concat_outputs(a: torch.Tensor, b: torch.Tensor, quantize: bool) -> tuple[t
     return out, torch.empty(bits, dtype=torch.uint8, device=a.device)
 
 
-@torch.library.register_fake("fp4deploy::concat", lib=LIBRARY)
-def _(a, b, amax, other=None, tracked=None, decay=0.0, bias=None):  # type: ignore[no-untyped-def]
-    return _concat_outputs(a, b, amax is not None)
-
-
-@torch.library.impl(LIBRARY, "concat_again", "CUDA")
+@operator(
+    "concat_again(Tensor x, Tensor ab, Tensor b, Tensor? amax, Tensor? bias=None) -> Tensor",
+    lambda x, ab, b, amax, bias=None: _concat_outputs(x, b, False)[0],
+)
 def _concat_again(
     x: torch.Tensor, ab: torch.Tensor, b: torch.Tensor, amax: torch.Tensor | None, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     return _concat(x, b, amax, bias=bias, ab=ab)[0]
 
 
-@torch.library.register_fake("fp4deploy::concat_again", lib=LIBRARY)
-def _(x, ab, b, amax, bias=None):  # type: ignore[no-untyped-def]
-    return _concat_outputs(x, b, False)[0]
-
-
-@torch.library.impl(LIBRARY, "separate", "CUDA")
+@operator(
+    "separate(Tensor gradient, Tensor? inside, int first, bool bias=False) -> (Tensor, Tensor, Tensor)",
+    lambda gradient, inside, first, bias=False: (
+        *_separated(gradient, first),
+        _float(gradient, gradient.shape[1] - first if bias else 0),
+    ),
+)
 def _separate(
     gradient: torch.Tensor, inside: torch.Tensor | None, first: int, bias: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -480,8 +415,3 @@ def _separated(gradient: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.
     n, c, h, w = gradient.shape
     layout: dict[str, Any] = {"dtype": gradient.dtype, "device": gradient.device, "memory_format": torch.channels_last}
     return torch.empty((n, first, h, w), **layout), torch.empty((n, c - first, h, w), **layout)
-
-
-@torch.library.register_fake("fp4deploy::separate", lib=LIBRARY)
-def _(gradient, inside, first, bias=False):  # type: ignore[no-untyped-def]
-    return *_separated(gradient, first), _float(gradient, gradient.shape[1] - first if bias else 0)

@@ -18,16 +18,10 @@ import torch
 
 from fp4deploy.plugins.quantize.channels_last import chunks_of
 from fp4deploy.plugins.runtime.launch import kernel
-from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, LIBRARY, THREADS
-
-LIBRARY.define("group_norm_relu_damax(Tensor x, Tensor dy, Tensor ab, Tensor amax, Tensor? largest) -> Tensor")
-LIBRARY.define("pool_damax(Tensor y, Tensor dpooled, Tensor amax, Tensor? largest) -> Tensor")
-LIBRARY.define(
-    "concat_damax(Tensor a, Tensor b, Tensor gradient, Tensor amax, Tensor? largest, Tensor? bias=None) -> Tensor"
-)
+from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, THREADS, operator, scalar
 
 
-@torch.library.impl(LIBRARY, "group_norm_relu_damax", "CUDA")
+@operator("group_norm_relu_damax(Tensor x, Tensor dy, Tensor ab, Tensor amax, Tensor? largest) -> Tensor", scalar)
 def _group_norm_relu_damax(
     x: torch.Tensor, dy: torch.Tensor, ab: torch.Tensor, amax: torch.Tensor, largest: torch.Tensor | None
 ) -> torch.Tensor:
@@ -36,7 +30,7 @@ def _group_norm_relu_damax(
     return _gradient("normalized", "PPPPPPqiq", dy, (x, dy, ab), (h * w, c), n, amax, largest)
 
 
-@torch.library.impl(LIBRARY, "pool_damax", "CUDA")
+@operator("pool_damax(Tensor y, Tensor dpooled, Tensor amax, Tensor? largest) -> Tensor", scalar)
 def _pool_damax(
     y: torch.Tensor, dpooled: torch.Tensor, amax: torch.Tensor, largest: torch.Tensor | None
 ) -> torch.Tensor:
@@ -45,7 +39,10 @@ def _pool_damax(
     return _gradient("pooled", "PPPPPiqiq", dpooled, (y, dpooled), (w, h * w, c), n, amax, largest)
 
 
-@torch.library.impl(LIBRARY, "concat_damax", "CUDA")
+@operator(
+    "concat_damax(Tensor a, Tensor b, Tensor gradient, Tensor amax, Tensor? largest, Tensor? bias=None) -> Tensor",
+    scalar,
+)
 def _concat_damax(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -82,10 +79,3 @@ def _gradient(
     sums = kernel("learned.cu", function, signature, macros, gradient.device)
     sums.launch((chunks, batch), THREADS, *maps, amax, largest, partial, *sizes, per_chunk)
     return partial.sum() / (amax.reshape(()) * gradient.numel() ** 0.5)
-
-
-for _operator in ("group_norm_relu_damax", "pool_damax", "concat_damax"):
-
-    @torch.library.register_fake(f"fp4deploy::{_operator}", lib=LIBRARY)
-    def _(x, *rest):  # type: ignore[no-untyped-def]
-        return torch.empty((), dtype=torch.float32, device=x.device)

@@ -30,12 +30,8 @@ from fp4deploy.plugins.runtime.availability import available
 from fp4deploy.plugins.runtime.fallback import Fallback
 from fp4deploy.plugins.runtime.launch import kernel
 from fp4deploy.plugins.runtime.pdl import launch_secondary
-from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, LIBRARY, THREADS
+from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, THREADS, operator
 
-LIBRARY.define(
-    "norm_coefficients(Tensor x, Tensor? bias, Tensor weight, Tensor beta, int groups, float eps) -> Tensor",
-    tags=(torch.Tag.needs_fixed_stride_order,),
-)
 FeatureMap = torch.Tensor | Nvfp4Tensor
 
 PIECE = 1 << 16  # elements: temporaries that stay in a core's cache
@@ -105,18 +101,16 @@ def coefficients(
     return affine(x, bias, weight, beta, groups, eps)
 
 
+@operator(
+    "norm_coefficients(Tensor x, Tensor? bias, Tensor weight, Tensor beta, int groups, float eps) -> Tensor",
+    lambda x, *_: torch.empty((x.shape[0], 2, x.shape[-1]), dtype=torch.float32, device=x.device),
+    "CompositeExplicitAutograd",
+    fixed_strides=True,
+)
 def _coefficients(
     x: torch.Tensor, bias: torch.Tensor | None, weight: torch.Tensor, beta: torch.Tensor, groups: int, eps: float
 ) -> torch.Tensor:
     return coefficients(x.contiguous(), bias, weight, beta, groups, eps)
-
-
-@torch.library.register_fake("fp4deploy::norm_coefficients", lib=LIBRARY)
-def _(x, bias, weight, beta, groups, eps):  # type: ignore[no-untyped-def]
-    return torch.empty((x.shape[0], 2, x.shape[-1]), dtype=torch.float32, device=x.device)
-
-
-LIBRARY.impl("norm_coefficients", _coefficients, "CompositeExplicitAutograd")
 
 
 def affine(

@@ -7,49 +7,19 @@ estimator, or is that mask. All tensors are on one GPU; nothing synchronises.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
 from fp4deploy.formats import MXFP4_BLOCK, NVFP4_BLOCK
 from fp4deploy.plugins.quantize.layout import View, dense, view_along
-from fp4deploy.plugins.runtime.launch import assumed_processors, kernel
-from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, LIBRARY, SMALL, THREADS
+from fp4deploy.plugins.runtime.launch import kernel, num_sms
+from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, SMALL, THREADS, like_first, operator, scalar
 
 SIGNATURE = "PPPPPPqqq"
 FILL = 132 * 16  # blocks that fill a large GPU
-BLOCKS = {"pack_rows": 8, "pack_rows_4o6": 6}  # thread blocks a multiprocessor: two waves; measured on an H200
+# Fitted on an H200 (2026-11-21, `python benchmarks/kernels.py`); the times of the other choices are not recorded.
+BLOCKS = {"pack_rows": 8, "pack_rows_4o6": 6}  # thread blocks a multiprocessor: two waves
 TILE = (128, 4)
-VECTORS = 2  # 16-byte loads of a thread; 2 was the fastest of 1, 2, 4, 8 on an H200
-
-LIBRARY.define(
-    "quantize_along(Tensor x, int axis, Tensor? amax, Tensor? random, int[] variant, bool inside) -> (Tensor, Tensor)"
-)
-LIBRARY.define(
-    "pack_along(Tensor x, int axis, Tensor? amax, Tensor? random, int[] variant, bool swizzled) -> (Tensor, Tensor)"
-)
-LIBRARY.define(
-    "quantize_tiles(Tensor x, int row_axis, int axis, Tensor amax, Tensor? random, int[] variant, bool inside) "
-    "-> (Tensor, Tensor)"
-)
-LIBRARY.define("pack_tiles(Tensor x, Tensor amax, Tensor? random, int[] variant) -> (Tensor, Tensor)")
-LIBRARY.define(
-    "quantize_and_amax(Tensor x, int axis, Tensor amax, Tensor? random, int[] variant) -> (Tensor, Tensor, Tensor)"
-)
-LIBRARY.define("finite_amax(Tensor x, Tensor? previous=None) -> Tensor")
-LIBRARY.define("hadamard_amax(Tensor x, int axis) -> Tensor")
-LIBRARY.define("row_amax(Tensor x, int axis) -> Tensor")
-LIBRARY.define("mask_gradient(Tensor gradient, Tensor inside, int axis) -> Tensor")
-
-
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; for anything else those that a recording assumes."""
-    return _processors(device) if device.type == "cuda" else assumed_processors()
-
-
-@lru_cache
-def _processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+VECTORS = 2  # 16-byte loads of a thread: the fastest of 1, 2, 4, 8, likewise
 
 
 def _block(variant: list[int]) -> int:
@@ -113,7 +83,7 @@ def _launch(
         choices: dict[str, str | int | None] = {"DTYPE": CUDA_TYPES[x.dtype], "E": variant[1]}
         choices |= {"SQUARED": variant[2], "FAST": variant[3]} if variant[0] else {}
         pack = kernel(f"{name}.cu", name, "PPPPq", choices, x.device)
-        blocks = min(-(-threads // THREADS), BLOCKS[name] * processors(x.device))
+        blocks = min(-(-threads // THREADS), BLOCKS[name] * num_sms(x.device))
         pack.launch(blocks, THREADS, x, amax, outputs[0], outputs[1], threads)
         return
     launch = kernel("quantize.cu", "quantize_tensor", SIGNATURE, macros, x.device).launch
@@ -129,7 +99,15 @@ def _width(x: torch.Tensor, inner: int) -> int:
     return 2 if inner % 2 == 0 and x.data_ptr() % (2 * x.element_size()) == 0 else 1
 
 
-@torch.library.impl(LIBRARY, "quantize_along", "CUDA")
+def _fake_quantize_along(x, axis, amax, random, variant, inside):  # type: ignore[no-untyped-def]
+    x, view = dense(x, axis, in_order=random is not None or bool(variant[5]))
+    return _quantized(x, axis, view, variant, inside)
+
+
+@operator(
+    "quantize_along(Tensor x, int axis, Tensor? amax, Tensor? random, int[] variant, bool inside) -> (Tensor, Tensor)",
+    _fake_quantize_along,
+)
 def _quantize_along(
     x: torch.Tensor,
     axis: int,
@@ -157,13 +135,15 @@ def _quantized(
     return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout), bits
 
 
-@torch.library.register_fake("fp4deploy::quantize_along", lib=LIBRARY)
-def _(x, axis, amax, random, variant, inside):  # type: ignore[no-untyped-def]
-    x, view = dense(x, axis, in_order=random is not None or bool(variant[5]))
-    return _quantized(x, axis, view, variant, inside)
+def _fake_quantize_and_amax(x, axis, amax, random, variant):  # type: ignore[no-untyped-def]
+    x, view = dense(x, axis, in_order=random is not None)
+    return *_quantized(x, axis, view, variant, True), torch.empty((), dtype=torch.float32, device=x.device)
 
 
-@torch.library.impl(LIBRARY, "quantize_and_amax", "CUDA")
+@operator(
+    "quantize_and_amax(Tensor x, int axis, Tensor amax, Tensor? random, int[] variant) -> (Tensor, Tensor, Tensor)",
+    _fake_quantize_and_amax,
+)
 def _quantize_and_amax(
     x: torch.Tensor, axis: int, amax: torch.Tensor, random: torch.Tensor | None, variant: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -174,13 +154,10 @@ def _quantize_and_amax(
     return values, bits, own
 
 
-@torch.library.register_fake("fp4deploy::quantize_and_amax", lib=LIBRARY)
-def _(x, axis, amax, random, variant):  # type: ignore[no-untyped-def]
-    x, view = dense(x, axis, in_order=random is not None)
-    return *_quantized(x, axis, view, variant, True), torch.empty((), dtype=torch.float32, device=x.device)
-
-
-@torch.library.impl(LIBRARY, "pack_along", "CUDA")
+@operator(
+    "pack_along(Tensor x, int axis, Tensor? amax, Tensor? random, int[] variant, bool swizzled) -> (Tensor, Tensor)",
+    lambda x, axis, amax, random, variant, swizzled: _packed(x, axis, variant, swizzled),
+)
 def _pack_along(
     x: torch.Tensor,
     axis: int,
@@ -206,11 +183,6 @@ def _packed(x: torch.Tensor, axis: int, variant: list[int], swizzled: bool) -> t
     return codes, torch.zeros(padded, dtype=torch.uint8, device=x.device)
 
 
-@torch.library.register_fake("fp4deploy::pack_along", lib=LIBRARY)
-def _(x, axis, amax, random, variant, swizzled):  # type: ignore[no-untyped-def]
-    return _packed(x, axis, variant, swizzled)
-
-
 def _tile_launch(
     x: torch.Tensor,
     row_axis: int,
@@ -231,7 +203,16 @@ def _tile_launch(
     launch(-(-threads // THREADS), THREADS, x, amax, random, *outputs, *sizes)
 
 
-@torch.library.impl(LIBRARY, "quantize_tiles", "CUDA")
+def _fake_quantize_tiles(x, row_axis, axis, amax, random, variant, inside):  # type: ignore[no-untyped-def]
+    x = x if view_along(x, axis) else x.contiguous()
+    return torch.empty_like(x), _mask(x, inside)
+
+
+@operator(
+    "quantize_tiles(Tensor x, int row_axis, int axis, Tensor amax, Tensor? random, int[] variant, bool inside) "
+    "-> (Tensor, Tensor)",
+    _fake_quantize_tiles,
+)
 def _quantize_tiles(
     x: torch.Tensor,
     row_axis: int,
@@ -251,13 +232,10 @@ def _mask(x: torch.Tensor, inside: bool) -> torch.Tensor:
     return torch.empty_like(x, dtype=torch.bool) if inside else torch.empty(0, dtype=torch.bool, device=x.device)
 
 
-@torch.library.register_fake("fp4deploy::quantize_tiles", lib=LIBRARY)
-def _(x, row_axis, axis, amax, random, variant, inside):  # type: ignore[no-untyped-def]
-    x = x if view_along(x, axis) else x.contiguous()
-    return torch.empty_like(x), _mask(x, inside)
-
-
-@torch.library.impl(LIBRARY, "pack_tiles", "CUDA")
+@operator(
+    "pack_tiles(Tensor x, Tensor amax, Tensor? random, int[] variant) -> (Tensor, Tensor)",
+    lambda x, amax, random, variant: _packed(x, x.ndim - 1, variant, swizzled=False),
+)
 def _pack_tiles(
     x: torch.Tensor, amax: torch.Tensor, random: torch.Tensor | None, variant: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -268,12 +246,10 @@ def _pack_tiles(
     return codes, scales
 
 
-@torch.library.register_fake("fp4deploy::pack_tiles", lib=LIBRARY)
-def _(x, amax, random, variant):  # type: ignore[no-untyped-def]
-    return _packed(x, x.ndim - 1, variant, swizzled=False)
-
-
-@torch.library.impl(LIBRARY, "finite_amax", "CUDA")
+@operator(
+    "finite_amax(Tensor x, Tensor? previous=None) -> Tensor",
+    scalar,
+)
 def _finite_amax(x: torch.Tensor, previous: torch.Tensor | None = None) -> torch.Tensor:
     x = x if _is_dense(x) else x.contiguous()
     amax = torch.zeros((), dtype=torch.float32, device=x.device)
@@ -291,7 +267,7 @@ def _is_dense(x: torch.Tensor) -> bool:
     return x.is_contiguous() or (x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last))
 
 
-@torch.library.impl(LIBRARY, "hadamard_amax", "CUDA")
+@operator("hadamard_amax(Tensor x, int axis) -> Tensor", scalar)
 def _hadamard_amax(x: torch.Tensor, axis: int) -> torch.Tensor:
     x, view = dense(x, axis, in_order=False)
     amax = torch.zeros((), dtype=torch.float32, device=x.device)
@@ -299,7 +275,12 @@ def _hadamard_amax(x: torch.Tensor, axis: int) -> torch.Tensor:
     return amax
 
 
-@torch.library.impl(LIBRARY, "row_amax", "CUDA")
+def _fake_row_amax(x, axis):  # type: ignore[no-untyped-def]
+    shape = [1 if at == axis else size for at, size in enumerate(x.shape)]
+    return torch.empty(shape, dtype=torch.float32, device=x.device)
+
+
+@operator("row_amax(Tensor x, int axis) -> Tensor", _fake_row_amax)
 def _row_amax(x: torch.Tensor, axis: int) -> torch.Tensor:
     x, view = dense(x, axis, in_order=True)
     shape = [1 if at == axis else size for at, size in enumerate(x.shape)]
@@ -310,23 +291,10 @@ def _row_amax(x: torch.Tensor, axis: int) -> torch.Tensor:
     return amax
 
 
-@torch.library.register_fake("fp4deploy::finite_amax", lib=LIBRARY)
-def _(x, previous=None):  # type: ignore[no-untyped-def]
-    return torch.empty((), dtype=torch.float32, device=x.device)
-
-
-@torch.library.register_fake("fp4deploy::hadamard_amax", lib=LIBRARY)
-def _(x, axis):  # type: ignore[no-untyped-def]
-    return torch.empty((), dtype=torch.float32, device=x.device)
-
-
-@torch.library.register_fake("fp4deploy::row_amax", lib=LIBRARY)
-def _(x, axis):  # type: ignore[no-untyped-def]
-    shape = [1 if at == axis else size for at, size in enumerate(x.shape)]
-    return torch.empty(shape, dtype=torch.float32, device=x.device)
-
-
-@torch.library.impl(LIBRARY, "mask_gradient", "CUDA")
+@operator(
+    "mask_gradient(Tensor gradient, Tensor inside, int axis) -> Tensor",
+    like_first,
+)
 def _mask_gradient(gradient: torch.Tensor, inside: torch.Tensor, axis: int) -> torch.Tensor:
     view = view_along(gradient, axis)
     assert view is not None
@@ -346,8 +314,3 @@ def _mask_gradient(gradient: torch.Tensor, inside: torch.Tensor, axis: int) -> t
     sizes = (view.outer, view.size, view.inner, view.groups(NVFP4_BLOCK))
     launch(blocks, THREADS, gradient, inside, out, *sizes)
     return out
-
-
-@torch.library.register_fake("fp4deploy::mask_gradient", lib=LIBRARY)
-def _(gradient, inside, axis):  # type: ignore[no-untyped-def]
-    return torch.empty_like(gradient)

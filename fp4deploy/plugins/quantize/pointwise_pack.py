@@ -61,7 +61,7 @@ def pointwise_pack(x: torch.Tensor, work: Pointwise, forms: Sequence[OutputForm]
         forms: packed ones give `Nvfp4Tensor` [N, H, W, C], plain ones tensors; pooled ones [N, H/2, W/2, C], for which
             H and W must be even.
     """
-    if not runs(x):
+    if not is_available(x):
         return apply_reference(x, work, forms)
     try:
         return apply_kernels(x, work, forms)
@@ -70,7 +70,7 @@ def pointwise_pack(x: torch.Tensor, work: Pointwise, forms: Sequence[OutputForm]
         return apply_reference(x, work, forms)
 
 
-def runs(x: torch.Tensor) -> bool:
+def is_available(x: torch.Tensor) -> bool:
     """The kernel takes this feature map, on its device."""
     fits = x.dtype in (torch.float16, torch.bfloat16) and channels_fit(x.shape[-1]) and x.numel() > 0
     return x.is_cuda and fits and not fallback.refused(x.device) and available(x.device)

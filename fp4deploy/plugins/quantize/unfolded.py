@@ -56,7 +56,7 @@ def reads_all(unfolding: Unfolding, size: Pair) -> bool:
     )
 
 
-def takes(x: torch.Tensor, scale_rule: str | None = None) -> bool:
+def supports(x: torch.Tensor, scale_rule: str | None = None) -> bool:
     """Whether the kernel quantises this feature map [N, C, H, W] with this rule (None: NVFP4)."""
     return x.ndim == 4 and runs_on_gpu(x) and (scale_rule is None or scale_rule in SCALE_RULES)
 

@@ -14,7 +14,7 @@ import torch
 
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.plugins.runtime.launch import kernel
-from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, LIBRARY, THREADS
+from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, THREADS, operator
 
 PER_BLOCK = 256
 ALIGNMENT = 16
@@ -40,10 +40,14 @@ def weight_fits(weight: torch.Tensor) -> bool:
     return weight.dtype == torch.float32 and dense and weight.numel() > 0
 
 
-LIBRARY.define("fake_quantize_weights(Tensor[] weights, int[] axes, ScalarType dtype) -> Tensor")
+def _fake_fake_quantize_weights(weights, axes, dtype):  # type: ignore[no-untyped-def]
+    _, total = _starts(tuple(weight.numel() for weight in weights))
+    return torch.empty(total, dtype=dtype, device=weights[0].device)
 
 
-@torch.library.impl(LIBRARY, "fake_quantize_weights", "CUDA")
+@operator(
+    "fake_quantize_weights(Tensor[] weights, int[] axes, ScalarType dtype) -> Tensor", _fake_fake_quantize_weights
+)
 def _fake_quantize_weights(weights: list[torch.Tensor], axes: list[int], dtype: torch.dtype) -> torch.Tensor:
     device = weights[0].device
     layouts = tuple(
@@ -58,12 +62,6 @@ def _fake_quantize_weights(weights: list[torch.Tensor], axes: list[int], dtype: 
     quantize = kernel("weights.cu", "weight_quantize", "PPPi", macros, device)
     quantize.launch(blocks, THREADS, table, amax, out, len(weights))
     return out
-
-
-@torch.library.register_fake("fp4deploy::fake_quantize_weights", lib=LIBRARY)
-def _(weights, axes, dtype):  # type: ignore[no-untyped-def]
-    _, total = _starts(tuple(weight.numel() for weight in weights))
-    return torch.empty(total, dtype=dtype, device=weights[0].device)
 
 
 @lru_cache

@@ -31,6 +31,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -50,29 +51,34 @@ _gpus: dict[int, Gpu] = {}
 _kernels: dict[tuple, Kernel] = {}
 # Each thread has its own: while one records launches, another may run kernels.
 _substitute: ContextVar[Callable[..., Any] | None] = ContextVar("substitute", default=None)
-_assumed_processors: ContextVar[int] = ContextVar("assumed_processors", default=1)
+_assumed_sms: ContextVar[int] = ContextVar("assumed_sms", default=1)
 
 
 @contextmanager
-def substituted(factory: Callable[..., Any], processors: int = 1) -> Iterator[None]:
+def substituted(factory: Callable[..., Any], num_sms: int = 1) -> Iterator[None]:
     """Let `kernel` return what `factory(source, name, signature, macros)` returns: for launches without a GPU.
 
     Other threads launch as before.
 
     Args:
-        processors: multiprocessors of the GPU that the launches are for.
+        num_sms: multiprocessors of the GPU that the launches are for.
     """
-    substitute, assumed = _substitute.set(factory), _assumed_processors.set(processors)
+    substitute, assumed = _substitute.set(factory), _assumed_sms.set(num_sms)
     try:
         yield
     finally:
         _substitute.reset(substitute)
-        _assumed_processors.reset(assumed)
+        _assumed_sms.reset(assumed)
 
 
-def assumed_processors() -> int:
-    """Multiprocessors of the GPU that launches are recorded for."""
-    return _assumed_processors.get()
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors of a GPU; for anything else of the one that launches are recorded for."""
+    return _num_sms(device.index) if device.type == "cuda" else _assumed_sms.get()
+
+
+@lru_cache
+def _num_sms(index: int | None) -> int:
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
 def kernel(

@@ -2,9 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 
 LIBRARY = torch.library.Library("fp4deploy", "FRAGMENT")
 CUDA_TYPES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
+Function = TypeVar("Function", bound=Callable[..., Any])
 THREADS = 256
 SMALL = 2**31 - 2**10  # threads that 32-bit indices can count
+
+
+def like_first(x: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+    """A result of the shape, type and layout of the first argument."""
+    return torch.empty_like(x)
+
+
+def scalar(x: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+    """A result float32 []."""
+    return torch.empty((), dtype=torch.float32, device=x.device)
+
+
+def operator(
+    schema: str, fake: Callable[..., Any], dispatch: str = "CUDA", fixed_strides: bool = False
+) -> Callable[[Function], Function]:
+    """Register a function as the operator `torch.ops.fp4deploy.NAME`, with what it gives of tensors without data.
+
+    fixed_strides: a compiler hands it arguments with the strides that it was traced with.
+    """
+    name = schema.partition("(")[0]
+
+    def register(function: Function) -> Function:
+        LIBRARY.define(schema, tags=(torch.Tag.needs_fixed_stride_order,) if fixed_strides else ())
+        LIBRARY.impl(name, function, dispatch)
+        torch.library.register_fake(f"fp4deploy::{name}", fake, lib=LIBRARY)
+        return function
+
+    return register

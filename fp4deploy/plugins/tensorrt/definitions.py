@@ -30,7 +30,7 @@ Attributes = dict[str, list[int]]
 class Plugin:
     """One plugin: an entry point, its tensors in order, its attributes in order.
 
-    up: a transposed convolution 2x2 with stride 2.
+    transposed: a transposed convolution 2x2 with stride 2.
     sources: number of packed feature maps it reads, concatenated along the channels.
     packed: its output is packed too.
     """
@@ -42,7 +42,7 @@ class Plugin:
     attributes: tuple[str, ...]
     sources: int = 1
     packed: bool = False
-    up: bool = False
+    transposed: bool = False
 
     @property
     def identifier(self) -> str:
@@ -61,16 +61,16 @@ class Plugin:
             blocks = (c + (NVFP4_BLOCK - 1)) // NVFP4_BLOCK
             return [(n, h, w, blocks * 8), (n, h, w, blocks)]
         n, h, w, count = self.pixels(inputs[0], attributes)
-        if self.up:
+        if self.transposed:
             h, w = h * 2, w * 2
         blocks = -(-count // NVFP4_BLOCK)
         return [(n, h, w, 8 * blocks), (n, h, w, blocks)] if self.packed else [(n, h, w, count)]
 
     def pixels(self, x: Sequence[Any], attributes: Attributes) -> tuple[Any, Any, Any, int]:
-        """(batch, height, width, output channels) the kernel iterates over: of the output; if `up`, of the input."""
+        """(batch, height, width, output channels) that the kernel walks: the output's; if `transposed`, the input's."""
         n, h, w = x[0], x[1], x[2]
         (count,) = attributes["out_channels"]
-        if self.up:
+        if self.transposed:
             return n, h, w, count
         (stride,), (padding,), (dilation,) = (attributes[name] for name in ("stride", "padding", "dilation"))
         taller, wider = (2 * padding - dilation * (taps - 1) - 1 for taps in attributes["kernel"])
@@ -87,12 +87,12 @@ def _type(name: str) -> str:
     return "FP32" if name.endswith(("_scale", "amax")) or name == "bias" else "INT8"
 
 
-def _convolution(name: str, sources: int, packed: bool, up: bool = False) -> Plugin:
+def _convolution(name: str, sources: int, packed: bool, transposed: bool = False) -> Plugin:
     maps = ("x", "x_scales", "x_scale", "x2", "x2_scales", "x2_scale")[: 3 * sources]
     inputs = (*maps, "w", "w_scales", "w_scale", "bias", *(("out_amax",) if packed else ()))
     outputs = ("out", "out_scales") if packed else ("out",)
     entry = f"{'packed_' if packed else ''}{'two_source_' if sources == 2 else ''}gemm_entry"
-    return Plugin(name, entry, inputs, outputs, GEOMETRY, sources, packed, up)
+    return Plugin(name, entry, inputs, outputs, GEOMETRY, sources, packed, transposed)
 
 
 QUANTIZE = Plugin("nvfp4_quantize", "quantize_entry", ("x", "amax"), ("codes", "scales"), ("channels",))
@@ -101,12 +101,14 @@ CONVOLUTIONS = (
     _convolution("nvfp4_conv2d_packed", 1, True),
     _convolution("nvfp4_conv2d_two", 2, False),
     _convolution("nvfp4_conv2d_two_packed", 2, True),
-    _convolution("nvfp4_conv_transpose2d", 1, False, up=True),
-    _convolution("nvfp4_conv_transpose2d_packed", 1, True, up=True),
+    _convolution("nvfp4_conv_transpose2d", 1, False, transposed=True),
+    _convolution("nvfp4_conv_transpose2d_packed", 1, True, transposed=True),
 )
 PLUGINS = {plugin.name: plugin for plugin in (QUANTIZE, *CONVOLUTIONS)}
 
 
-def convolution_plugin(sources: int, packed: bool, up: bool) -> Plugin:
+def convolution_plugin(sources: int, packed: bool, transposed: bool) -> Plugin:
     """The plugin of a convolution with these properties."""
-    return next(each for each in CONVOLUTIONS if (each.sources, each.packed, each.up) == (sources, packed, up))
+    return next(
+        each for each in CONVOLUTIONS if (each.sources, each.packed, each.transposed) == (sources, packed, transposed)
+    )

@@ -37,7 +37,7 @@ from fp4deploy.plugins.runtime.nvcc import KernelError
 from fp4deploy.plugins.tensorrt.definitions import QUANTIZE, Attributes, Plugin
 
 SCRATCH = 2  # trailing parameters of every Triton kernel
-MOST_SHARED = 48 * 1024
+MAX_SHARED = 48 * 1024
 POINTERS = {"FP16": "*fp16", "FP32": "*fp32", "INT8": "*u8"}
 SIZES = ("H", "W", "CB", "CB2", "OH", "OW", "M", "outputs", "stride", "padding", "dilation")
 PACKING = Tile(64, 64, 0, 4, 1)  # pixels x channels that one program of the quantiser packs
@@ -77,12 +77,12 @@ def plugin_launch(plugin: Plugin, attributes: Attributes, tile: Tile, arch: str,
         return _launch(plugin.entry, types, constants, tile, ("x",))
     sizes = [name for name in SIZES if plugin.sources == 2 or name != "CB2"]
     types = {**inputs, **dict.fromkeys(sizes, "i32"), **outputs}
-    taps = (1, 1) if plugin.up else attributes["kernel"]
+    taps = (1, 1) if plugin.transposed else attributes["kernel"]
     bytes_of = source_bytes(attributes)
     constants = {
         "KH": taps[0],
         "KW": taps[1],
-        "UP": plugin.up,
+        "UP": plugin.transposed,
         **k_step_constants(tile, taps[0] * taps[1], tuple(bytes_of)),
         "RELU": bool(attributes["relu"][0]),
         "BM": tile.bm,
@@ -106,7 +106,9 @@ def integers(plugin: Plugin, inputs: Sequence[Any], attributes: Attributes) -> l
     if plugin is QUANTIZE:
         return [attributes["channels"][0], x[2] * x[3]]
     n, oh, ow, count = plugin.pixels(x, attributes)
-    geometry = (1, 0, 1) if plugin.up else tuple(attributes[name][0] for name in ("stride", "padding", "dilation"))
+    geometry = (
+        (1, 0, 1) if plugin.transposed else tuple(attributes[name][0] for name in ("stride", "padding", "dilation"))
+    )
     return [x[1], x[2], *source_bytes(attributes), oh, ow, n * oh * ow, count, *geometry]
 
 
@@ -119,7 +121,7 @@ def grid(
         channels = -(-attributes["channels"][0] // 16) * 16
         return x[0] * cdiv(x[2] * x[3], tile.bm), -(-channels // tile.bn)
     n, oh, ow, count = plugin.pixels(x, attributes)
-    columns = -(-count // tile.bn) * (4 if plugin.up else 1)
+    columns = -(-count // tile.bn) * (4 if plugin.transposed else 1)
     return cdiv(n * oh * ow, tile.bm) * columns, 1
 
 
@@ -130,9 +132,9 @@ def compile_plugin(launch: Launch, arch: str) -> PluginKernel:
         KernelError: it does not compile, Triton is missing, or TensorRT could not launch it.
     """
     compiled = compile_launch(launch, arch)
-    if compiled.shared > MOST_SHARED:
+    if compiled.shared > MAX_SHARED:
         raise KernelError(
-            f"{launch.kernel} needs {compiled.shared} bytes of shared memory, and a plugin can have {MOST_SHARED}."
+            f"{launch.kernel} needs {compiled.shared} bytes of shared memory, and a plugin can have {MAX_SHARED}."
         )
     ptx = without_parameters(compiled.ptx, SCRATCH)
     return PluginKernel(compiled.name, ptx, 32 * compiled.num_warps, compiled.shared)

@@ -18,16 +18,16 @@ which is packed in the forward and rounded stochastically is drawn there.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
-from fp4deploy.plugins.quantize.dispatch import mask_gradient
 from fp4deploy.qat.fp4_gemms import dispatch
 from fp4deploy.qat.fp4_gemms.operands import PackedOperand, pack_operand
 from fp4deploy.qat.fp4_gemms.outliers import SplitGemms
 from fp4deploy.qat.fp4_gemms.reference import Gemms
-from fp4deploy.qat.operators.gemms import ConvGemms
+from fp4deploy.qat.operators.gemms import ConvGemms, apply_to_batch, needed_gradients
 from fp4deploy.qat.operators.quantizers import quantize_operand, shared_rotation
 from fp4deploy.qat.outliers import OutlierChannels
 from fp4deploy.qat.recipes import QuantSpec, Recipe
@@ -61,16 +61,8 @@ class _PackedGemms(torch.autograd.Function):
         (gradient,) = gradients
         in_range, *saved = ctx.saved_tensors
         weight, activation = saved[: ctx.counts], saved[ctx.counts :]
-        gemms, (x_dtype, weight_dtype, bias_dtype) = ctx.gemms, ctx.dtypes
-        dx = dw = db = None
-        if ctx.needs_input_grad[0]:
-            dx = _dgrad(gradient, weight, ctx).to(x_dtype)
-            dx = dx if in_range is None else mask_gradient(dx, in_range, ctx.strides, gemms.input_axis)
-        if ctx.needs_input_grad[1]:
-            dw = _wgrad(gradient, activation, x_dtype, ctx).to(weight_dtype)
-        if ctx.needs_input_grad[2]:
-            db = gemms.bias_gradient(gradient).to(bias_dtype)
-        return dx, dw, db, None, None, None, None
+        wgrad = partial(_wgrad, gradient, activation, ctx.dtypes[0], ctx)
+        return needed_gradients(ctx, gradient, partial(_dgrad, gradient, weight, ctx), wgrad, in_range)
 
 
 @not_compiled
@@ -92,15 +84,13 @@ def packed_gemms(
         amax: static global amax of `x`, float32 [], where the recipe's activation is static.
         outliers: input channels in MXFP8, of a layer with one group.
     """
-    single = x.ndim == (1 + len(gemms.kernel) if isinstance(gemms, ConvGemms) else 1)
-    recording = torch.is_grad_enabled()
-    batch = x[None] if single else x
-    y: torch.Tensor
-    if outliers is None:
-        y = _PackedGemms.apply(batch, weight, bias, gemms, recipe, amax, recording)
-    else:
-        y = SplitGemms.apply(batch, weight, bias, gemms, recipe, outliers, _output_dtype(x))
-    return y[0] if single else y
+
+    def run(batch: torch.Tensor) -> Any:
+        if outliers is None:
+            return _PackedGemms.apply(batch, weight, bias, gemms, recipe, amax, torch.is_grad_enabled())
+        return SplitGemms.apply(batch, weight, bias, gemms, recipe, outliers, _output_dtype(x))
+
+    return apply_to_batch(x, gemms, run)
 
 
 def _keep(

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from fp4deploy.formats import Nvfp4Tensor
+from fp4deploy.graph.sizes import output_size, transposed_size
 from fp4deploy.plugins.aot.compile import triton_version
 from fp4deploy.plugins.gemm import dispatch as inference
 from fp4deploy.plugins.gemm.arguments import runs_kernels
@@ -46,15 +47,10 @@ def fprop(
     filters, (height, width) = _filters(weight), _sizes(x.packed)
     steps = zip((height, width), gemms.kernel, gemms.stride, gemms.padding, gemms.dilation, strict=True)
     if gemms.transposed:
-        pixels = tuple(
-            (size - 1) * stride - 2 * padding + dilation * (taps - 1) + 1 + extra
-            for (size, taps, stride, padding, dilation), extra in zip(steps, gemms.output_padding, strict=True)
-        )
+        axes = zip(steps, gemms.output_padding, strict=True)
+        pixels = tuple(transposed_size(*axis, more) for axis, more in axes)
     else:
-        pixels = tuple(
-            (size + 2 * padding - dilation * (taps - 1) - 1) // stride + 1
-            for size, taps, stride, padding, dilation in steps
-        )
+        pixels = tuple(output_size(*axis) for axis in steps)
     return _convolve(x.packed, filters, gemms, pixels, dtype, bias, inverse=gemms.transposed)
 
 

@@ -15,6 +15,7 @@ from fp4deploy.formats.mxfp8 import fake_quantize_mxfp8
 from fp4deploy.qat.fp4_gemms import dispatch
 from fp4deploy.qat.fp4_gemms.operands import pack_operand
 from fp4deploy.qat.fp4_gemms.reference import Gemms
+from fp4deploy.qat.operators.gemms import needed_gradients
 from fp4deploy.qat.outliers import OutlierChannels
 from fp4deploy.qat.recipes import QuantSpec, Recipe
 
@@ -51,17 +52,16 @@ class SplitGemms(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
         chosen, fine, *saved = ctx.saved_tensors
-        x_dtype, weight_dtype, bias_dtype = ctx.dtypes
-        dx = dw = db = None
-        if ctx.needs_input_grad[0]:
+        x_dtype, weight_dtype, _ = ctx.dtypes
+
+        def dgrad() -> torch.Tensor:
             filters = ctx.filters.with_tensors(saved[ctx.counts :]).dequantize(weight_dtype)
-            dx = _dgrad(gradient, filters, fine, ctx).to(x_dtype)
-        if ctx.needs_input_grad[1]:
-            x = ctx.packed.with_tensors(saved[: ctx.counts]).dequantize(x_dtype)
-            dw = _wgrad(gradient, x, chosen, ctx).to(weight_dtype)
-        if ctx.needs_input_grad[2]:
-            db = ctx.gemms.bias_gradient(gradient).to(bias_dtype)
-        return dx, dw, db, None, None, None, None
+            return _dgrad(gradient, filters, fine, ctx)
+
+        def wgrad() -> torch.Tensor:
+            return _wgrad(gradient, ctx.packed.with_tensors(saved[: ctx.counts]).dequantize(x_dtype), chosen, ctx)
+
+        return needed_gradients(ctx, gradient, dgrad, wgrad)
 
 
 def _dgrad(gradient: torch.Tensor, filters: torch.Tensor, fine: torch.Tensor, ctx: Any) -> torch.Tensor:

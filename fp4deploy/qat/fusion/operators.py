@@ -31,33 +31,12 @@ import torch.nn.functional as F
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.formats.constants import E2M1_MAX, E4M3_MAX, nvfp4_range
 from fp4deploy.formats.scales import FLT_MAX, ZEROS_AMAX, tracked_amax
-from fp4deploy.plugins.runtime.torch_library import LIBRARY
+from fp4deploy.plugins.runtime.torch_library import like_first, operator, scalar
 
 BINADE = 0x7F800000
 E2M1_ROUNDER = 1.5 * 2**22  # times the binade of u: leaves one mantissa bit
 E4M3_ROUNDER = 1.5 * 2**20  # leaves three
 SMALLEST_NORMAL = 2.0**-6  # of E4M3
-
-LIBRARY.define(
-    "traced_quantize(Tensor x, Tensor amax, int axis, int groups, bool clips, bool rectified) -> (Tensor, Tensor)"
-)
-LIBRARY.define(
-    "traced_keep(Tensor x, Tensor amax, int axis, int groups, bool clips, bool rectified)"
-    " -> (Tensor, Tensor, Tensor, Tensor)"
-)
-LIBRARY.define(
-    "traced_decode(Tensor codes, Tensor scales, Tensor amax, int axis, int size, ScalarType dtype) -> Tensor"
-)
-LIBRARY.define("traced_amax(Tensor x) -> Tensor")
-LIBRARY.define(
-    "traced_norm_amax(Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, ScalarType dtype, float slope)"
-    " -> Tensor"
-)
-LIBRARY.define("traced_track(Tensor largest, Tensor tracked, float decay, bool delayed) -> (Tensor, Tensor)")
-LIBRARY.define("traced_pass(Tensor gradient, Tensor bits, int axis, int groups) -> Tensor")
-LIBRARY.define("traced_damax(Tensor x, Tensor gradient, Tensor amax, int axis, int groups) -> Tensor")
-LIBRARY.define("traced_rectify(Tensor x, float slope) -> (Tensor, Tensor)")
-LIBRARY.define("traced_unrectify(Tensor gradient, Tensor bits, float slope) -> Tensor")
 
 
 def quantize(
@@ -263,13 +242,11 @@ def _binade(magnitude: torch.Tensor) -> torch.Tensor:
 
 
 def _restrided(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The results with the strides that the operators promise: those of the argument, but for a quantised tensor."""
+    """The function, its first result with the strides of its argument."""
 
     def run(x: torch.Tensor, *arguments: Any) -> Any:
-        found = function(x, *arguments)
-        if function in (quantize, quantize_and_keep, decode, amax, norm_amax, track, damax):
-            return found
-        first, *rest = found if isinstance(found, tuple) else (found,)
+        results = function(x, *arguments)
+        first, *rest = results if isinstance(results, tuple) else (results,)
         like = torch.empty_like(x).copy_(first)
         return (like, *rest) if rest else like
 
@@ -282,71 +259,59 @@ def _bits(x: torch.Tensor, axis: int, groups: int) -> torch.Tensor:
     return torch.empty((*last[:-1], groups, blocks), dtype=torch.int16, device=x.device)
 
 
-@torch.library.register_fake("fp4deploy::traced_quantize", lib=LIBRARY)
-def _(x, amax, axis, groups, clips, rectified):  # type: ignore[no-untyped-def]
+def _fake_values(
+    x: torch.Tensor, amax: torch.Tensor, axis: int, groups: int, clips: bool, rectified: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     values = torch.empty(x.movedim(axis, -1).shape, dtype=x.dtype, device=x.device).movedim(-1, axis)
     return values, _bits(x, axis, groups) if clips or rectified else torch.empty(0, dtype=torch.int16, device=x.device)
 
 
-@torch.library.register_fake("fp4deploy::traced_keep", lib=LIBRARY)
-def _(x, amax, axis, groups, clips, rectified):  # type: ignore[no-untyped-def]
-    values = torch.empty(x.movedim(axis, -1).shape, dtype=x.dtype, device=x.device).movedim(-1, axis)
-    blocks = _bits(x, axis, groups)
-    bits = blocks if clips or rectified else torch.empty(0, dtype=torch.int16, device=x.device)
-    return values, bits, torch.empty_like(blocks, dtype=torch.int64), torch.empty_like(blocks, dtype=torch.float16)
+def _fake_kept(x: torch.Tensor, amax: torch.Tensor, axis: int, groups: int, *marks: bool) -> tuple[torch.Tensor, ...]:
+    kept = _bits(x, axis, groups)
+    codes, scales = (torch.empty_like(kept, dtype=dtype) for dtype in (torch.int64, torch.float16))
+    return *_fake_values(x, amax, axis, groups, *marks), codes, scales
 
 
-@torch.library.register_fake("fp4deploy::traced_decode", lib=LIBRARY)
-def _(codes, scales, amax, axis, size, dtype):  # type: ignore[no-untyped-def]
+def _fake_decoded(
+    codes: torch.Tensor, scales: torch.Tensor, amax: torch.Tensor, axis: int, size: int, dtype: torch.dtype
+) -> torch.Tensor:
     return torch.empty((*codes.shape[:-2], size), dtype=dtype, device=codes.device).movedim(-1, axis)
 
 
-@torch.library.register_fake("fp4deploy::traced_amax", lib=LIBRARY)
-def _(x):  # type: ignore[no-untyped-def]
-    return torch.empty((), dtype=torch.float32, device=x.device)
-
-
-@torch.library.register_fake("fp4deploy::traced_norm_amax", lib=LIBRARY)
-def _(x, mean, rstd, weight, bias, dtype, slope):  # type: ignore[no-untyped-def]
-    return torch.empty((), dtype=torch.float32, device=x.device)
-
-
-@torch.library.register_fake("fp4deploy::traced_track", lib=LIBRARY)
-def _(largest, tracked, decay, delayed):  # type: ignore[no-untyped-def]
-    return torch.empty_like(tracked), torch.empty_like(tracked)
-
-
-@torch.library.register_fake("fp4deploy::traced_pass", lib=LIBRARY)
-def _(gradient, bits, axis, groups):  # type: ignore[no-untyped-def]
-    return torch.empty_like(gradient)
-
-
-@torch.library.register_fake("fp4deploy::traced_damax", lib=LIBRARY)
-def _(x, gradient, amax, axis, groups):  # type: ignore[no-untyped-def]
-    return torch.empty((), dtype=torch.float32, device=x.device)
-
-
-@torch.library.register_fake("fp4deploy::traced_rectify", lib=LIBRARY)
-def _(x, slope):  # type: ignore[no-untyped-def]
-    return torch.empty_like(x), _bits(x, 1 - x.ndim, 1)
-
-
-@torch.library.register_fake("fp4deploy::traced_unrectify", lib=LIBRARY)
-def _(gradient, bits, slope):  # type: ignore[no-untyped-def]
-    return torch.empty_like(gradient)
-
-
-EXPANSIONS: dict[Any, Callable[..., Any]] = {
-    torch.ops.fp4deploy.traced_quantize.default: quantize,
-    torch.ops.fp4deploy.traced_keep.default: quantize_and_keep,
-    torch.ops.fp4deploy.traced_decode.default: decode,
-    torch.ops.fp4deploy.traced_amax.default: amax,
-    torch.ops.fp4deploy.traced_norm_amax.default: norm_amax,
-    torch.ops.fp4deploy.traced_track.default: track,
-    torch.ops.fp4deploy.traced_pass.default: pass_gradient,
-    torch.ops.fp4deploy.traced_damax.default: damax,
-    torch.ops.fp4deploy.traced_rectify.default: rectify,
-    torch.ops.fp4deploy.traced_unrectify.default: unrectify,
-}
-for _operator, _function in EXPANSIONS.items():
-    LIBRARY.impl(_operator, _restrided(_function), "CompositeExplicitAutograd")
+# (schema, elementary form, what it gives of tensors without data, whether its result has the argument's strides)
+OPERATORS: tuple[tuple[str, Callable[..., Any], Callable[..., Any], bool], ...] = (
+    (
+        "traced_quantize(Tensor x, Tensor amax, int axis, int groups, bool clips, bool rectified) -> (Tensor, Tensor)",
+        *(quantize, _fake_values, False),
+    ),
+    (
+        "traced_keep(Tensor x, Tensor amax, int axis, int groups, bool clips, bool rectified)"
+        " -> (Tensor, Tensor, Tensor, Tensor)",
+        *(quantize_and_keep, _fake_kept, False),
+    ),
+    (
+        "traced_decode(Tensor codes, Tensor scales, Tensor amax, int axis, int size, ScalarType dtype) -> Tensor",
+        *(decode, _fake_decoded, False),
+    ),
+    ("traced_amax(Tensor x) -> Tensor", amax, scalar, False),
+    (
+        "traced_norm_amax(Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, ScalarType dtype,"
+        " float slope) -> Tensor",
+        *(norm_amax, scalar, False),
+    ),
+    (
+        "traced_track(Tensor largest, Tensor tracked, float decay, bool delayed) -> (Tensor, Tensor)",
+        *(track, lambda largest, tracked, *_: (torch.empty_like(tracked), torch.empty_like(tracked)), False),
+    ),
+    ("traced_pass(Tensor gradient, Tensor bits, int axis, int groups) -> Tensor", pass_gradient, like_first, True),
+    ("traced_damax(Tensor x, Tensor gradient, Tensor amax, int axis, int groups) -> Tensor", damax, scalar, False),
+    (
+        "traced_rectify(Tensor x, float slope) -> (Tensor, Tensor)",
+        *(rectify, lambda x, slope: (torch.empty_like(x), _bits(x, 1 - x.ndim, 1)), True),
+    ),
+    ("traced_unrectify(Tensor gradient, Tensor bits, float slope) -> Tensor", unrectify, like_first, True),
+)
+EXPANSIONS: dict[Any, Callable[..., Any]] = {}
+for _schema, _function, _fake, _strided in OPERATORS:
+    operator(_schema, _fake, "CompositeExplicitAutograd")(_restrided(_function) if _strided else _function)
+    EXPANSIONS[getattr(torch.ops.fp4deploy, _schema.partition("(")[0]).default] = _function

@@ -59,7 +59,7 @@ def quantize(
         axis: from the end.
         groups: of the axis, which blocks do not cross.
         clips: the gradient of what saturates is 0 (a static scale), instead of the identity.
-        four_over_six: (metric, e4m3_max, fast); see `takes`.
+        four_over_six: (metric, e4m3_max, fast); see `supports`.
     """
     result: torch.Tensor = _Quantize.apply(x, global_amax, axis, groups, clips, four_over_six, False)
     return result
@@ -114,7 +114,7 @@ def can_trace(spec: QuantSpec | None) -> bool:
     return spec is not None and spec == plain
 
 
-def takes(x: torch.Tensor, axis: int, groups: int, four_over_six: Choice) -> bool:
+def supports(x: torch.Tensor, axis: int, groups: int, four_over_six: Choice) -> bool:
     """These operators quantise `x`: 4/6 is left to its kernel, which needs the channels of one group last in memory."""
     if not x.is_floating_point() or x.dtype == torch.float64:
         return False

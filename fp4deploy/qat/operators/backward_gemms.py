@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from fp4deploy.formats.mxfp8 import fake_quantize_mxfp8
-from fp4deploy.plugins.quantize.dispatch import mask_gradient
-from fp4deploy.qat.operators.gemms import ConvGemms, LinearGemms
+from fp4deploy.qat.operators.gemms import ConvGemms, LinearGemms, apply_to_batch, needed_gradients
 from fp4deploy.qat.operators.quantizers import quantize_operand, quantize_unfolded, shared_rotation, unfolds_by_kernel
 from fp4deploy.qat.outliers import OutlierChannels, quantize_split, rows_of, spread
 from fp4deploy.qat.recipes import QuantSpec, Recipe
@@ -56,17 +55,11 @@ class _QuantizedGemms(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
         x, weight, in_range = ctx.saved_tensors
-        gemms, (x_dtype, weight_dtype, bias_dtype) = ctx.gemms, ctx.dtypes
-        dx = dw = db = None
-        if ctx.needs_input_grad[0]:
-            dx = _dgrad(gradient, weight, x, gemms, ctx.recipe).to(x_dtype)
-            dx = dx if in_range is None else mask_gradient(dx, in_range, ctx.strides, gemms.input_axis)
-        if ctx.needs_input_grad[1]:
-            wgrad = _wgrad if ctx.outliers is None else partial(_split_wgrad, outliers=ctx.outliers)
-            dw = wgrad(gradient, x, weight, gemms, ctx.recipe).to(weight_dtype)
-        if ctx.needs_input_grad[2]:
-            db = gemms.bias_gradient(gradient).to(bias_dtype)
-        return dx, dw, db, None, None, None, None
+        dgrad = partial(_dgrad, gradient, weight, x, ctx.gemms, ctx.recipe)
+        wgrad = _wgrad if ctx.outliers is None else partial(_split_wgrad, outliers=ctx.outliers)
+        return needed_gradients(
+            ctx, gradient, dgrad, partial(wgrad, gradient, x, weight, ctx.gemms, ctx.recipe), in_range
+        )
 
 
 def quantized_gemms(
@@ -86,9 +79,9 @@ def quantized_gemms(
         amax: static global amax of `x`, float32 [], where the recipe's activation is static.
         outliers: input channels in MXFP8, of a layer with one group.
     """
-    single = x.ndim == (1 + len(gemms.kernel) if isinstance(gemms, ConvGemms) else 1)
-    y: torch.Tensor = _QuantizedGemms.apply(x[None] if single else x, weight, bias, gemms, recipe, amax, outliers)
-    return y[0] if single else y
+    return apply_to_batch(
+        x, gemms, lambda batch: _QuantizedGemms.apply(batch, weight, bias, gemms, recipe, amax, outliers)
+    )
 
 
 def quantize_split_input(x: torch.Tensor, gemms: Gemms, recipe: Recipe, outliers: OutlierChannels) -> torch.Tensor:

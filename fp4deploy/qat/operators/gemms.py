@@ -27,13 +27,14 @@ Conv1d and Conv3d are the same with one and with three spatial axes: X [N, C, L]
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 
+from fp4deploy.plugins.quantize.dispatch import mask_gradient
 from fp4deploy.plugins.quantize.unfolded import Unfolding
 
 Pair = tuple[int, int]
@@ -237,3 +238,33 @@ _CONVOLUTIONS: dict[int, Any] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 def _window(tap: int, stride: int, dilation: int, extent: int) -> slice:
     start = tap * dilation
     return slice(start, start + (extent - 1) * stride + 1, stride)
+
+
+def apply_to_batch(x: torch.Tensor, gemms: LinearGemms | ConvGemms, run: Callable[[torch.Tensor], Any]) -> torch.Tensor:
+    """Y of X with a batch axis, or without one: [C] of a linear layer, [C, H, W] of a convolution with its own axes."""
+    single = x.ndim == (1 + len(gemms.kernel) if isinstance(gemms, ConvGemms) else 1)
+    y: torch.Tensor = run(x[None] if single else x)
+    return y[0] if single else y
+
+
+def needed_gradients(
+    ctx: Any,
+    gradient: torch.Tensor,
+    dgrad: Callable[[], torch.Tensor],
+    wgrad: Callable[[], torch.Tensor],
+    in_range: torch.Tensor | None = None,
+) -> tuple[torch.Tensor | None, ...]:
+    """dX, dW and db in the types of X, W and b, those that autograd asks for, and None for four more arguments.
+
+    ctx: with `gemms`, `dtypes` and, for the in-range mask, `strides` of the quantised X.
+    """
+    x_dtype, weight_dtype, bias_dtype = ctx.dtypes
+    dx = dw = db = None
+    if ctx.needs_input_grad[0]:
+        dx = dgrad().to(x_dtype)
+        dx = dx if in_range is None else mask_gradient(dx, in_range, ctx.strides, ctx.gemms.input_axis)
+    if ctx.needs_input_grad[1]:
+        dw = wgrad().to(weight_dtype)
+    if ctx.needs_input_grad[2]:
+        db = ctx.gemms.bias_gradient(gradient).to(bias_dtype)
+    return dx, dw, db, None, None, None, None

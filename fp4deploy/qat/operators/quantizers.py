@@ -61,7 +61,7 @@ def quantize_operand(
 def unfolds_by_kernel(x: torch.Tensor, spec: QuantSpec) -> bool:
     """Whether a kernel quantises the feature map `x` [N, C, H, W] unfolded by `spec`, without unfolding it first."""
     special = spec.format == "fp8" or spec.row_scaled or spec.rounding == "ms_eden"
-    return not special and unfolded.takes(x, spec.mx_rule)
+    return not special and unfolded.supports(x, spec.mx_rule)
 
 
 def quantize_unfolded(

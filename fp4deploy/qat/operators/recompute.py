@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 
+from fp4deploy.graph.sizes import transposed_size
 from fp4deploy.qat.operators.gemms import ConvGemms
 
 
@@ -139,9 +140,6 @@ class _Convolution(torch.autograd.Function):
 
 def transposed(gemms: ConvGemms, size: torch.Size, gradient_size: torch.Size) -> ConvGemms:
     """The convolution of dY with the same weight that gives dX of height and width `size`."""
-    axes = zip(size, gradient_size, gemms.kernel, gemms.stride, gemms.padding, gemms.dilation, strict=True)
-    extra = tuple(
-        extent - ((length - 1) * stride - 2 * padding + dilation * (kernel - 1) + 1)
-        for extent, length, kernel, stride, padding, dilation in axes
-    )
+    axes = zip(gradient_size, gemms.kernel, gemms.stride, gemms.padding, gemms.dilation, strict=True)
+    extra = tuple(extent - transposed_size(*axis) for extent, axis in zip(size, axes, strict=True))
     return replace(gemms, transposed=not gemms.transposed, output_padding=(0, 0) if gemms.transposed else extra)

@@ -19,7 +19,7 @@ from fp4deploy.report.figures.heatmap import MISSING, Heatmap
 from fp4deploy.report.figures.heatmap_page import page
 from fp4deploy.system.files import atomic_write
 
-MOST_TICKS = 17
+MAX_TICKS = 17
 STEPS = (1, 2, 4, 10, 16, 20, 40, 100, 200, 400, 1000)  # between labels
 _INK = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor"), "#e6e9ec")
 _DARK: Any = {**_INK, "figure.facecolor": "#15181c"}  # of style.css
@@ -124,7 +124,7 @@ class _Canvas:
         self.canvas: Any = FigureCanvasAgg(figure)
         self.low, self.share = INCH["bottom"] / height, self.tall / height
         axis = figure.add_axes((left / width, self.low, wide / width, self.share))
-        _ticks(axis.set_xticks, columns, max(2, min(MOST_TICKS, int(wide / 0.36))))
+        _ticks(axis.set_xticks, columns, max(2, min(MAX_TICKS, int(wide / 0.36))))
         _ticks(axis.set_yticks, rows, 9 if cell else len(rows))
         axis.set_xlim(-0.5, len(columns) - 0.5)
         axis.set_ylim(len(rows) - 0.5, -0.5)

@@ -23,7 +23,7 @@ from fp4deploy.models.heads import InstanceHead
 from fp4deploy.report.figures.overlays import CANDIDATES, DIFFERENCE, SHOWN, Overlay, Pixels, png_uri
 
 LARGEST = 420  # side of a picture in pixels
-MOST_TEXTS = 12  # of a picture: the objects of the highest scores
+MAX_TEXTS = 12  # of a picture: the objects of the highest scores
 Ids = NDArray[np.int32]
 
 
@@ -101,7 +101,7 @@ def enlarged(pixels: Pixels) -> Pixels:
 
 def _texts(found: Instances, names: Sequence[str]) -> list[str]:
     return [f"{names[int(number)]} {score:.2f}" for number, score in zip(found.classes, found.scores, strict=True)][
-        :MOST_TEXTS
+        :MAX_TEXTS
     ]
 
 

@@ -28,16 +28,16 @@ from fp4deploy.report.figures.overlays import DIFFERENCE, Pixels
 from fp4deploy.system.files import atomic_write
 from fp4deploy.tasks import task_of
 
-MOST = 5
+MAX_IMAGES = 5
 FOLDER = "lost"
 
 
 def most_wrong(evidence: Evidence) -> list[str]:
-    """The `MOST` images with the largest share of wrong pixels."""
+    """The `MAX_IMAGES` images with the largest share of wrong pixels."""
     counts = read_evidence(evidence, "The counts")
     assert isinstance(counts, PixelCounts)
     right = counts.hit.sum(1) / np.maximum(counts.truth.sum(1), 1)
-    return [counts.images[place] for place in np.argsort(right, kind="stable")[:MOST]]
+    return [counts.images[place] for place in np.argsort(right, kind="stable")[:MAX_IMAGES]]
 
 
 def draw_lost(

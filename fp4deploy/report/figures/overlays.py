@@ -26,7 +26,7 @@ from fp4deploy.tasks import task_of
 CANDIDATES = 16
 SHOWN = 4
 SLICE = 320  # pixels of the longer side of a slice of a volume, as an integer multiple of its voxels
-MOST_RUNS = 4  # of a comparison: columns of predictions and of heatmaps that stay legible
+MAX_RUNS = 4  # of a comparison: columns of predictions and of heatmaps that stay legible
 DIFFERENCE = (214, 51, 108)
 PAIR = "FP16 | NVFP4"
 SVG = "http://www.w3.org/2000/svg"

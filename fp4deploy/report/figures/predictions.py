@@ -27,7 +27,7 @@ from fp4deploy.models.heads import InstanceHead
 from fp4deploy.report.comparison import Member, comparable
 from fp4deploy.report.figures.box_overlays import find_boxes, true_boxes, unmatched_share
 from fp4deploy.report.figures.instance_overlays import different
-from fp4deploy.report.figures.overlays import MOST_RUNS, PictureRow, png_uri
+from fp4deploy.report.figures.overlays import MAX_RUNS, PictureRow, png_uri
 from fp4deploy.report.model import MODEL_TITLES
 from fp4deploy.report.run_folder import RunData, readable
 from fp4deploy.runs import Run
@@ -74,9 +74,9 @@ def _usable(runs: Sequence[RunData], chosen: Sequence[Member]) -> tuple[list[Mem
             missing.append(f"{run.label} has no checkpoint.")
         else:
             usable.append((place, model))
-    if len(usable) > MOST_RUNS:
-        missing.append(f"Only the first {MOST_RUNS} runs are drawn.")
-    return usable[:MOST_RUNS], missing
+    if len(usable) > MAX_RUNS:
+        missing.append(f"Only the first {MAX_RUNS} runs are drawn.")
+    return usable[:MAX_RUNS], missing
 
 
 def _rows(

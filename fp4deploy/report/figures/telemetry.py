@@ -32,7 +32,7 @@ from fp4deploy.report.comparison import PREFERRED
 from fp4deploy.report.figures.heatmap import AMOUNT, COUNT, PHASES, SIGNED, Heatmap
 from fp4deploy.report.figures.heatmap_files import picture, save_heatmap
 from fp4deploy.report.figures.heatmap_page import save_script
-from fp4deploy.report.figures.overlays import MOST_RUNS, PictureRow, themed_uri
+from fp4deploy.report.figures.overlays import MAX_RUNS, PictureRow, themed_uri
 from fp4deploy.report.figures.weights import weight_heatmaps
 from fp4deploy.report.model import MODEL_TITLES
 from fp4deploy.report.run_folder import RunData
@@ -313,7 +313,7 @@ def draw_telemetry(runs: Sequence[RunData], tracked: Sequence[Tracked]) -> list[
             f"{runs[place].label}: {MODEL_TITLES[model]}",
             {str(stem): found for stem, found in time_series(snapshots, model)},
         )
-        for place, model, snapshots in tracked[:MOST_RUNS]
+        for place, model, snapshots in tracked[:MAX_RUNS]
     ]
     rows = []
     for stem, caption in COMPARED.items():

@@ -9,7 +9,7 @@ from typing import Any
 
 from fp4deploy.errors import InputError
 from fp4deploy.system.files import atomic_write
-from fp4deploy.system.schema import MOST_LINES_BYTES, parse_json, read_bytes
+from fp4deploy.system.schema import MAX_LINES_BYTES, parse_json, read_bytes
 
 
 def keep_epochs(path: Path, last: int) -> None:
@@ -29,7 +29,7 @@ def keep_lines(path: Path, wanted: Callable[[Any], bool]) -> None:
     Raises:
         InputError: the file cannot be read, or the disk is full; the file keeps its lines.
     """
-    whole = read_bytes(path, MOST_LINES_BYTES)
+    whole = read_bytes(path, MAX_LINES_BYTES)
     kept = b"".join(line + b"\n" for line in whole.splitlines() if _is_wanted(line, wanted))
     if kept != whole:
         with atomic_write(path) as temporary:

@@ -16,7 +16,7 @@ from fp4deploy.system.schema import read_text
 from fp4deploy.train.logging.tracker import Entry, required
 
 RUN_ID = "run_id"  # file in the tracker's folder
-MOST_METRICS = 1000  # in one call, MLflow's own limit
+MAX_METRICS = 1000  # in one call, MLflow's own limit
 LOCAL = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_ALLOW_FILE_STORE": "true"}  # nothing leaves the machine unasked
 
 
@@ -65,8 +65,8 @@ class MlflowTracker:
             values |= {f"{name}/{code:02d}": count / whole for code, count in enumerate(counts)}
         now = int(1000 * time())
         metrics = [Metric(name, value, now, entry.step) for name, value in values.items()]
-        for start in range(0, len(metrics), MOST_METRICS):
-            self.client.log_batch(self.run, metrics=metrics[start : start + MOST_METRICS])
+        for start in range(0, len(metrics), MAX_METRICS):
+            self.client.log_batch(self.run, metrics=metrics[start : start + MAX_METRICS])
 
     def pictures(self, files: Mapping[str, Path], step: int) -> None:
         """Keep pictures as artefacts of the run, under their names."""

@@ -43,7 +43,7 @@ from fp4deploy.train.losses.loss import Loss
 SIDES = 16.0  # strides: the largest side of an object of a stride
 RADIUS = 1.5  # strides
 MATCHED, UNMATCHED = 0.5, 0.4  # IoU of an anchor with an object
-LEAST_DISTANCE = 0.02  # strides, of a place that lies outside its small box
+MIN_DISTANCE = 0.02  # strides, of a place that lies outside its small box
 PAIRS = 2**25  # objects times places that are compared at once
 BACKGROUND = -1
 
@@ -166,7 +166,7 @@ def _assign(labels: Tensor, head: DetectionHead, size: tuple[int, int], priors: 
     left, top, right, bottom = box.gather(1, owner[..., None].expand(-1, -1, 4)).unbind(-1)  # [N, P]
     distances = torch.stack(((x - left) / across, (y - top) / down, (right - x) / across, (bottom - y) / down), 1)
     if head.anchors == 1:
-        distances = distances.clamp(min=LEAST_DISTANCE)
+        distances = distances.clamp(min=MIN_DISTANCE)
     ignored |= (inside & crowd[..., None]).any(1) & ~found
     return BoxTargets(classes.where(found, BACKGROUND), distances.where(found[:, None], 1.0), ignored)
 

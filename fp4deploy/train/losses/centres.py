@@ -37,7 +37,7 @@ from fp4deploy.train.losses.segmentation import SegmentationLoss
 
 SIGMA_MIN, SIGMA_MAX = 1.0, 8.0  # pixels of the input
 REACH = 3.0  # sigmas after which a peak counts as 0: exp(-4.5) = 0.011
-LEAST_MASS = 0.01  # of the labelled pixels
+MIN_MASS = 0.01  # of the labelled pixels
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class CentreLoss(Loss):
             apart = ((self.head.offsets(outputs) - offsets).abs().sum(1) / 2 * things).sum()
             sums = error, apart, (heatmap * labelled).sum(), labelled.sum(), things.sum()
             error, apart, peaks, pixels, count = summed(torch.stack([part.to(error.dtype) for part in sums])).unbind()
-            heat = error / torch.maximum(peaks, LEAST_MASS * pixels).clamp(min=1.0)
+            heat = error / torch.maximum(peaks, MIN_MASS * pixels).clamp(min=1.0)
             offset = apart / count.clamp(min=1)
             semantic = self.semantic(self.head.semantic(outputs), masks)
             return semantic + self.heatmap * heat + self.offset * offset

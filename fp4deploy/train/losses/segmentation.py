@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from fp4deploy.data.sample import IGNORE
-from fp4deploy.plugins.losses.segmentation import fits, segmentation_sums
+from fp4deploy.plugins.losses.segmentation import segmentation_sums, supports
 from fp4deploy.train.distributed import summed
 from fp4deploy.train.losses.loss import Loss
 
@@ -94,7 +94,7 @@ def class_sums(
     """
     if logits.ndim == target.ndim + 1 > 4:  # the sums do not know how pixels lie
         logits, target = logits.flatten(2, -2), target.flatten(1, -2)
-    if fits(logits, target, weight):
+    if supports(logits, target, weight):
         return segmentation_sums(logits, target, weight, smoothing, IGNORE)
     with torch.autocast(logits.device.type, enabled=False):
         log_probability = (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(dim=1)

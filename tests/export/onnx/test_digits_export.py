@@ -12,7 +12,7 @@ import torch
 from onnx import numpy_helper
 
 from fp4deploy.data import IMAGE_MEAN, IMAGE_STD, generate_shapes, open_dataset
-from fp4deploy.export import export_onnx, inspect_onnx
+from fp4deploy.export import export_checkpoint, inspect_onnx
 from fp4deploy.export.engine.build import build_engine
 from fp4deploy.export.ledger.ledger import ledger_path, load_ledger
 from fp4deploy.export.lowering.lower import lower
@@ -177,7 +177,7 @@ def test_from_a_checkpoint_through_the_gates(tmp_path: Path, include: tuple[str,
     path = tmp_path / "best.safetensors"
     save_checkpoint(path, model, card)
     assert load_model(path)[1] == card
-    result = export_onnx(path, tmp_path / "unet.onnx", data=tmp_path / "data", images=4)
+    result = export_checkpoint(path, tmp_path / "unet.onnx", data=tmp_path / "data", images=4)
     assert result.verification is not None
     assert result.verification.share >= 0.999
     first = next(layer for layer in inspect_onnx(tmp_path / "unet.onnx") if layer.name == "encoder.0.conv1")

@@ -60,7 +60,7 @@ def test_a_batch_may_be_a_dict_or_a_tuple_of_several_inputs() -> None:
 def test_names_of_inputs_and_outputs(named: bool, tmp_path: Path) -> None:
     model, given = prepared(), inputs()
     example: Any = given if named else tuple(given.values())
-    result = fd.export_onnx(model, example, tmp_path / "model.onnx", with_portable=True)
+    result = fd.export_onnx(model, example, tmp_path / "model.onnx", portable=True)
     assert result.verification is not None
     assert result.verification.passed
     assert result.portable_path is not None

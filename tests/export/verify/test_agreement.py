@@ -448,7 +448,7 @@ def test_files_of_token_ids_are_verified_and_run(tmp_path: Path) -> None:
     fd.calibrate(model, ids)
     model.eval()
     path = tmp_path / "tokens.onnx"
-    found = fd.export_onnx(model, ids, path, with_portable=True)
+    found = fd.export_onnx(model, ids, path, portable=True)
     assert found.verification is not None
     assert found.verification.sentence().endswith("100.000 % of 32 tokens")
     assert found.portable_path is not None

@@ -7,11 +7,12 @@ import onnx
 import pytest
 import torch
 from onnx import numpy_helper
+from torch import nn
 
 import fp4deploy.export.to_onnx as onnx_file
 from fp4deploy.data import IMAGE_MEAN, IMAGE_STD, generate_shapes
 from fp4deploy.errors import GateError, InputError
-from fp4deploy.export import describe_onnx, export_onnx, inspect_onnx, read_onnx, to_portable
+from fp4deploy.export import describe_onnx, export_checkpoint, inspect_onnx, read_onnx, to_portable
 from fp4deploy.export.onnx.session import portable_session
 from fp4deploy.export.verify.outputs import Agreement, compare_with_torch, require_agreement
 from fp4deploy.models import ModelCard, build_unet, save_checkpoint
@@ -56,7 +57,7 @@ def exported(
 ) -> dict[str, onnx_file.ExportResult]:
     folder = tmp_path_factory.mktemp("export")
     return {
-        precision: export_onnx(path, folder / f"{precision}.onnx", portable=True, data=data, images=4)
+        precision: export_checkpoint(path, folder / f"{precision}.onnx", portable=True, data=data, images=4)
         for precision, path in checkpoints.items()
     }
 
@@ -94,7 +95,7 @@ def test_gate_refuses_a_tampered_model_and_writes_nothing(
     out = tmp_path / "unet.onnx"
     out.write_bytes(b"the last good file")
     with pytest.raises(GateError, match=r"disagree: 100\.000 % of 4096 pixels.*Nothing was written") as caught:
-        export_onnx(checkpoints[precision], out, portable=True, data=data, images=4)
+        export_checkpoint(checkpoints[precision], out, portable=True, data=data, images=4)
     assert caught.value.exit_code == 1
     assert [path.name for path in tmp_path.iterdir()] == ["unet.onnx"]
     assert out.read_bytes() == b"the last good file"
@@ -120,12 +121,23 @@ def test_gate_is_at_a_thousandth() -> None:
             require_agreement(Agreement(0, nothing, 0.0), "model")
 
 
+def test_calls_of_an_older_version_keep_working(checkpoints: dict, tmp_path: Path) -> None:
+    with pytest.warns(DeprecationWarning, match="export_checkpoint"):
+        old = onnx_file.export_onnx(checkpoints["fp16"], tmp_path / "old.onnx", True, verify=False)
+    new = export_checkpoint(checkpoints["fp16"], tmp_path / "new.onnx", portable=True, verify=False)
+    assert old.portable_path is not None
+    assert old.path.read_bytes() == new.path.read_bytes()
+    with pytest.warns(DeprecationWarning, match="portable=True"):
+        onnx_file.export_onnx(nn.Conv2d(3, 4, 1), torch.ones(1, 3, 4, 4), tmp_path / "a.onnx", with_portable=True)
+    assert (tmp_path / "a.portable.onnx").is_file()
+
+
 def test_no_data_is_an_input_error_unless_unverified(checkpoints: dict, tmp_path: Path) -> None:
     out = tmp_path / "unet.onnx"
     with pytest.raises(InputError, match="--data DIR"):
-        export_onnx(checkpoints["fp16"], out)
+        export_checkpoint(checkpoints["fp16"], out)
     assert not out.exists()
-    result = export_onnx(checkpoints["fp16"], out, verify=False)
+    result = export_checkpoint(checkpoints["fp16"], out, verify=False)
     assert (result.agreement, result.verification, result.portable_path) == (None, None, None)
     assert [path.name for path in tmp_path.iterdir()] == ["unet.onnx"]
 
@@ -155,7 +167,7 @@ def test_broken_checkpoints_are_named(
 ) -> None:
     broken = _edit(checkpoints["nvfp4"], tmp_path / "broken.safetensors", name, value)
     with pytest.raises(InputError, match=message):
-        export_onnx(broken, tmp_path / "unet.onnx", data=data)
+        export_checkpoint(broken, tmp_path / "unet.onnx", data=data)
     assert not (tmp_path / "unet.onnx").exists()
 
 
@@ -163,12 +175,12 @@ def test_checkpoint_of_another_scale(tmp_path: Path, data: Path) -> None:
     card = ModelCard("fp16", 0.5, CLASSES, 32, 32, IMAGE_MEAN, IMAGE_STD, background=True)
     save_checkpoint(tmp_path / "wrong.safetensors", build_unet(5, 0.25), card)
     with pytest.raises(InputError, match="scale"):
-        export_onnx(tmp_path / "wrong.safetensors", tmp_path / "unet.onnx", data=data)
+        export_checkpoint(tmp_path / "wrong.safetensors", tmp_path / "unet.onnx", data=data)
 
 
 def test_target_that_is_not_onnx(checkpoints: dict, data: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"\.onnx"):
-        export_onnx(checkpoints["fp16"], tmp_path / "unet.plan", data=data)
+        export_checkpoint(checkpoints["fp16"], tmp_path / "unet.plan", data=data)
 
 
 @pytest.mark.parametrize("content", [b"", b"not a model\n" * 50, None])

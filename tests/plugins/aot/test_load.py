@@ -313,20 +313,20 @@ def test_every_variant_that_a_network_uses_is_listed(arch: str, channels: int) -
 
     capability, listed = int(arch.removeprefix("sm_")), set(all_variants(arch))
     needed = {}
-    for size, count, up in [(1, 1, False), (3, 1, False), (3, 2, False), (1, 1, True)]:
+    for size, count, transposed in [(1, 1, False), (3, 1, False), (3, 2, False), (1, 1, True)]:
         if count == 2 and channels % 16:
             continue  # refused: a block would span both images
         x = quantize_nvfp4(torch.zeros(1, 1, 1, channels))
-        side = 2 if up else size
+        side = 2 if transposed else size
         weight = quantize_nvfp4(torch.zeros(16, side, side, count * channels))
         for packed in (False, True):
             out = torch.empty(0, dtype=torch.uint8 if packed else torch.float16)
             for pixels in ((1, 4, 4), (16, 352, 480)):
                 call = gemm_call(
                     (x,) * count, weight, None, pixels, pixels, out, *((out, x.amax) if packed else (None, None)),
-                    torch.float16, capability, (size, size), up=up,
+                    torch.float16, capability, (size, size), transposed=transposed,
                 )  # fmt: skip
-                needed[f"{size}x{size} of {count}{' up' * up}{' packed' * packed}, {pixels}"] = call.launch
+                needed[f"{size}x{size} of {count}{' up' * transposed}{' packed' * packed}, {pixels}"] = call.launch
     for rows in (1, 1000):
         linear = torch.zeros(rows, channels, dtype=torch.float16)
         weight = quantize_nvfp4(torch.zeros(16, channels))
@@ -341,7 +341,7 @@ def test_every_variant_that_a_network_uses_is_listed(arch: str, channels: int) -
         {"arch": "sm_120"}, {"arch": "sm_9000"}, {"arch": "SM_90"}, {"num_warps": 0}, {"num_warps": 4},
         {"num_warps": 64},
         {"name": "other_kernel"}, {"shared": 1 << 20}, {"shared": -1}, {"divisible": (99,)}, {"parameters": ("*x y",)},
-        {"registers": 256}, {"cubin": b"code"}, {"ptx": "x" * (store.MOST_PTX + 1)},
+        {"registers": 256}, {"cubin": b"code"}, {"ptx": "x" * (store.MAX_PTX + 1)},
     ],
     ids=lambda change: str(change)[:40],  # one is a text of 16 MB
 )  # fmt: skip

@@ -32,7 +32,7 @@ class Case:
     dilation: int = 1
     splits: int = 1
     packed: bool = False
-    up: bool = False
+    transposed: bool = False
     moments: bool = True
     tile: Tile = TINY
 
@@ -50,8 +50,8 @@ CASES = {
     "1x1": Case((1, 8, 8), (128,), 32, k=1, padding=0),
     "step of 64 bytes": Case((1, 6, 7), (128,), 32, tile=Tile(32, 32, 64, 4, 1)),
     "packed output": Case((1, 6, 7), (64,), 48, k=1, padding=0, packed=True, moments=False),
-    "transposed": Case((2, 4, 5), (64,), 32, k=2, padding=0, up=True, moments=False),
-    "transposed, packed": Case((1, 4, 5), (64,), 32, k=2, padding=0, up=True, packed=True, moments=False),
+    "transposed": Case((2, 4, 5), (64,), 32, k=2, padding=0, transposed=True, moments=False),
+    "transposed, packed": Case((1, 4, 5), (64,), 32, k=2, padding=0, transposed=True, packed=True, moments=False),
     "three splits": Case((1, 6, 7), (64,), 48, splits=3),
     "splits of two sources": Case((2, 6, 7), (64, 128), 32, splits=4),
     "more splits than steps of a source": Case((1, 8, 8), (32, 32), 32, splits=7),
@@ -69,7 +69,7 @@ def run(case: Case) -> dict[str, float]:
     )
     weight = quantize_nvfp4(torch.randn(case.outputs, case.k, case.k, sum(case.channels)))
     bias, amax = torch.randn(case.outputs), torch.tensor(9.0) if case.packed else None
-    if case.up:
+    if case.transposed:
         exact = conv_transpose2d_reference(sources[0], weight, bias, True, torch.float64, None, torch.float64)
     else:
         geometry = (case.stride, case.padding, case.dilation)
@@ -77,15 +77,15 @@ def run(case: Case) -> dict[str, float]:
     assert isinstance(exact, torch.Tensor)
     calls = []
     found, moments = decoded.conv2d(
-        sources, decode_weight(weight, case.channels, case.up), bias, case.stride, case.padding, case.dilation,
-        True, torch.float16, amax, case.moments, case.up, decoded.Plan(case.tile, case.splits),
+        sources, decode_weight(weight, case.channels, case.transposed), bias, case.stride, case.padding, case.dilation,
+        True, torch.float16, amax, case.moments, case.transposed, decoded.Plan(case.tile, case.splits),
         launch=lambda call: calls.append(just_in_time(call)), asm=False,
     )  # fmt: skip
     result = {"launches": len(calls), "error": 0.0, "differing": 0, "moments": 0.0}
     if isinstance(found, Nvfp4Tensor):
         plain, _ = decoded.conv2d(
-            sources, decode_weight(weight, case.channels, case.up), bias, case.stride, case.padding,
-            case.dilation, True, torch.float16, None, False, case.up, decoded.Plan(case.tile, case.splits),
+            sources, decode_weight(weight, case.channels, case.transposed), bias, case.stride, case.padding,
+            case.dilation, True, torch.float16, None, False, case.transposed, decoded.Plan(case.tile, case.splits),
             launch=just_in_time, asm=False,
         )  # fmt: skip
         expected = quantize_nvfp4(plain, amax=amax)

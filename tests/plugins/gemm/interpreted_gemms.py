@@ -164,7 +164,7 @@ def transposed(size: tuple[int, int, int], channels: int, outputs: int, dtype: t
 
     def run(out: torch.Tensor, scales: torch.Tensor | None, amax: torch.Tensor | None) -> None:
         arguments = ((source,), weight, bias, size, size, out, scales, amax, dtype, SM90)
-        just_in_time(gemm_call(*arguments, up=True, tile=TINY, asm=False))
+        just_in_time(gemm_call(*arguments, transposed=True, tile=TINY, asm=False))
 
     return compare(run, expected, dtype, AMAXES)
 

@@ -11,33 +11,33 @@ import torch
 from fp4deploy.errors import InputError
 from fp4deploy.formats import quantize_nvfp4
 from fp4deploy.plugins.gemm.convolution import decoded
-from fp4deploy.plugins.gemm.convolution.decoded_weight import decode_weight, fits
+from fp4deploy.plugins.gemm.convolution.decoded_weight import decode_weight, supports
 
 
-@pytest.mark.parametrize(("channels", "up"), [((32,), False), ((48, 16), False), ((64,), True)])
-def test_planes_hold_every_element(channels: tuple[int, ...], up: bool) -> None:
+@pytest.mark.parametrize(("channels", "transposed"), [((32,), False), ((48, 16), False), ((64,), True)])
+def test_planes_hold_every_element(channels: tuple[int, ...], transposed: bool) -> None:
     """In some order, with zeros behind each source, and times 2^-7 without the global scale."""
-    size = 2 if up else 3
+    size = 2 if transposed else 3
     weight = quantize_nvfp4(torch.randn(8, size, size, sum(channels)))
-    found = decode_weight(weight, channels, up)
+    found = decode_weight(weight, channels, transposed)
     assert found.planes.dtype == torch.float16
-    assert found.planes.shape[:2] == (2, 32 if up else 8)
+    assert found.planes.shape[:2] == (2, 32 if transposed else 8)
     values = weight.dequantize(torch.float64) * (2688.0 / float(weight.amax) / 128)
-    rows = values.flatten(0, 2) if up else values.flatten(1)
+    rows = values.flatten(0, 2) if transposed else values.flatten(1)
     for row, planes in zip(rows, found.planes.permute(1, 0, 2).flatten(1), strict=True):
         kept = planes[planes != 0].double().sort().values
         torch.testing.assert_close(kept, row[row != 0].sort().values, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("up", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("depths", [(8,), (16, 16), (32,), (64,), (256, 256)])
-def test_plans_fit_their_shapes(depths: tuple[int, ...], up: bool) -> None:
+def test_plans_fit_their_shapes(depths: tuple[int, ...], transposed: bool) -> None:
     for rows in (60, 660, 10560, 168960, 2703360):
         for columns in (12, 16, 32, 64, 256, 1024):
-            plan = decoded.plan(rows, columns, depths, 1 if up else 9, up, 132)
+            plan = decoded.plan(rows, columns, depths, 1 if transposed else 9, transposed, 132)
             assert all(depth % plan.tile.bk == 0 for depth in depths) or plan.tile.bk % depths[0] == 0
             assert 1 <= plan.splits <= sum(-(-9 * depth // plan.tile.bk) for depth in depths)
-            assert plan.splits == 1 or not up
+            assert plan.splits == 1 or not transposed
 
 
 def test_a_table_of_plans(tmp_path: Path) -> None:
@@ -59,12 +59,12 @@ def test_a_table_of_plans(tmp_path: Path) -> None:
 
 
 def test_which_channels_have_a_kernel() -> None:
-    assert fits((64,), 9)
-    assert fits((64, 128), 9)
-    assert fits((16,), 9)
-    assert fits((32, 32), 9)
-    assert not fits((16, 32), 9)
-    assert not fits((48,), 9)
-    assert fits((16,), 1)
-    assert fits((32,), 1)
-    assert not fits((16,), 25)
+    assert supports((64,), 9)
+    assert supports((64, 128), 9)
+    assert supports((16,), 9)
+    assert supports((32, 32), 9)
+    assert not supports((16, 32), 9)
+    assert not supports((48,), 9)
+    assert supports((16,), 1)
+    assert supports((32,), 1)
+    assert not supports((16,), 25)

@@ -11,7 +11,7 @@ from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.plugins.gemm import dispatch
 from fp4deploy.plugins.gemm.convolution import decoded
 from fp4deploy.plugins.gemm.convolution.decoded import Plan
-from fp4deploy.plugins.gemm.convolution.decoded_weight import decode_weight, fits
+from fp4deploy.plugins.gemm.convolution.decoded_weight import decode_weight, supports
 from fp4deploy.plugins.gemm.reference import conv2d_reference, conv_transpose2d_reference
 from fp4deploy.plugins.gemm.triton.tiles import Tile
 from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4
@@ -46,7 +46,7 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_convolutions(shape: tuple, splits: int | None) -> None:
     channels, outputs, k = shape[3:]
-    if not fits(channels, k * k):
+    if not supports(channels, k * k):
         pytest.skip("no such kernel")
     sources, weight = operands(*shape)
     bias = torch.randn(outputs, device="cuda")
@@ -121,14 +121,14 @@ def test_every_run_gives_the_same_bits_on_a_busy_gpu(tile: Tile) -> None:
 def test_packed_output_and_transposed(channels: int) -> None:
     sources, weight = operands(2, 12, 10, (channels,), 64, 2)
     bias, amax = torch.randn(64, device="cuda"), torch.tensor(9.0, device="cuda")
-    planes = decode_weight(weight, (channels,), up=True)
+    planes = decode_weight(weight, (channels,), transposed=True)
     chosen = decoded.chosen_plan(2 * 12 * 10, 64, (channels // 2,), 1, True, weight.codes.device)
-    plain, _ = decoded.conv2d(tuple(sources), planes, bias, up=True, chosen=chosen)
+    plain, _ = decoded.conv2d(tuple(sources), planes, bias, transposed=True, chosen=chosen)
     expected = conv_transpose2d_reference(sources[0], weight, bias, False, torch.float32)
     assert isinstance(plain, torch.Tensor)
     assert isinstance(expected, torch.Tensor)
     assert float((plain.float() - expected).norm() / expected.norm()) < 6e-4
-    got, _ = decoded.conv2d(tuple(sources), planes, bias, out_amax=amax, up=True, chosen=chosen)
+    got, _ = decoded.conv2d(tuple(sources), planes, bias, out_amax=amax, transposed=True, chosen=chosen)
     reference = quantize_nvfp4(plain, amax=amax)
     assert isinstance(got, Nvfp4Tensor)
     differing = (got.codes != reference.codes).float().mean()  # another tile may have another order of the sum

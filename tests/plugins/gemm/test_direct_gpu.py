@@ -31,7 +31,7 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_convolutions(shape: tuple) -> None:
     n, _, _, channels, outputs, k = shape
-    assert direct.takes(channels, outputs, (k, k))
+    assert direct.supports(channels, outputs, (k, k))
     sources, weight = operands(*shape)
     bias = torch.randn(outputs, device="cuda")
     expected = conv2d_reference(tuple(sources), weight, bias, 1, k // 2, 1, True, torch.float32)
@@ -58,14 +58,14 @@ def test_convolutions(shape: tuple) -> None:
 def test_packed_output_and_transposed(channels: int, outputs: int) -> None:
     sources, weight = operands(2, 13, 37, (channels,), outputs, 2)
     bias, amax = torch.randn(outputs, device="cuda"), torch.tensor(9.0, device="cuda")
-    decoded = decode_weight(weight, (channels,), up=True)
-    plain, none = direct.conv2d(tuple(sources), decoded, bias, up=True, moments=True)
+    decoded = decode_weight(weight, (channels,), transposed=True)
+    plain, none = direct.conv2d(tuple(sources), decoded, bias, transposed=True, moments=True)
     expected = conv_transpose2d_reference(sources[0], weight, bias, False, torch.float32)
     assert none is None
     assert isinstance(plain, torch.Tensor)
     assert isinstance(expected, torch.Tensor)
     assert float((plain.float() - expected).norm() / expected.norm()) < 6e-4
-    got, _ = direct.conv2d(tuple(sources), decoded, bias, out_amax=amax, up=True)
+    got, _ = direct.conv2d(tuple(sources), decoded, bias, out_amax=amax, transposed=True)
     wanted = quantize_nvfp4(plain, amax=amax)
     assert isinstance(got, Nvfp4Tensor)
     assert torch.equal(got.codes, wanted.codes)

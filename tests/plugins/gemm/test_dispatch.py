@@ -96,14 +96,17 @@ def test_a_packed_output_has_the_bytes_of_the_plain_one() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_on_the_cpu_the_reference_runs(dtype: torch.dtype) -> None:
     a, b, x = packed(2, 3, 40), packed(7, 40), torch.randn(5, 40)
-    image, other, w, up = packed(2, 5, 6, 16), packed(2, 5, 6, 9), packed(8, 3, 3, 25), packed(8, 2, 2, 16)
+    image, other, w, transposed = packed(2, 5, 6, 16), packed(2, 5, 6, 9), packed(8, 3, 3, 25), packed(8, 2, 2, 16)
     for found, expected in (
         (dispatch.matmul(a, b, dtype=dtype), matmul_reference(a, b, dtype=dtype)),
         (
             dispatch.conv2d((image, other), w, None, 2, 1, dtype=dtype),
             conv2d_reference((image, other), w, None, 2, 1, dtype=dtype),
         ),
-        (dispatch.conv_transpose2d(image, up, dtype=dtype), conv_transpose2d_reference(image, up, dtype=dtype)),
+        (
+            dispatch.conv_transpose2d(image, transposed, dtype=dtype),
+            conv_transpose2d_reference(image, transposed, dtype=dtype),
+        ),
     ):
         assert isinstance(found, torch.Tensor)
         assert isinstance(expected, torch.Tensor)
@@ -133,7 +136,7 @@ def test_where_kernels_run_each_operation_is_one_launch(monkeypatch: pytest.Monk
         ((1, 1, 6), (1, 1, 6), (2, 3, 7), {"relu": False}),
         ((2, 3, 40),),
         ((2, 9, 8), (2, 5, 3), (2, 5, 3, 4), geometry),
-        ((2, 9, 8), (2, 9, 8), (2, 18, 16, 4), {"relu": False, "up": True}),
+        ((2, 9, 8), (2, 9, 8), (2, 18, 16, 4), {"relu": False, "transposed": True}),
     ]
 
 

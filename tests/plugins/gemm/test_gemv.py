@@ -30,7 +30,7 @@ def divided(rows: int, outputs: int, k: int, gpu: str) -> Variant:
 @pytest.mark.parametrize(("outputs", "k"), SIZES)
 def test_a_variant_fits_the_kernel_and_the_gpu(rows: int, outputs: int, k: int, gpu: str) -> None:
     """What gemv_tma.cu asserts; each consumer group has a stage that is filled while it reads another."""
-    processors, shared, capability = GPUS[gpu]
+    num_sms, shared, capability = GPUS[gpu]
     found = divided(rows, outputs, k, gpu)
     macros = found.macros
     held, share, stages, cluster = (macros[name] for name in ("ROWS", "OUTPUTS", "STAGES", "CLUSTER"))
@@ -49,7 +49,7 @@ def test_a_variant_fits_the_kernel_and_the_gpu(rows: int, outputs: int, k: int, 
     if cluster > 1:
         assert held > 1
         assert capability < 120
-        assert 2 * grid >= processors
+        assert 2 * grid >= num_sms
         assert grid * share < outputs + 2 * share
 
 
@@ -74,8 +74,8 @@ def test_which_gemms_it_takes(
     monkeypatch.setattr(gemv.cuda_launch, "available", lambda _: True)
     gemv._has_tma.cache_clear()
     weight = quantize_nvfp4(torch.zeros(8, k))
-    assert gemv.takes(torch.zeros(rows, k, dtype=torch.float16), weight) == expected
-    assert not gemv.takes(torch.zeros(rows, 2 * k, dtype=torch.float16)[:, ::2], weight)
+    assert gemv.supports(torch.zeros(rows, k, dtype=torch.float16), weight) == expected
+    assert not gemv.supports(torch.zeros(rows, 2 * k, dtype=torch.float16)[:, ::2], weight)
     gemv._has_tma.cache_clear()
 
 

@@ -39,7 +39,7 @@ def weight_of(n: int, k: int) -> Nvfp4Tensor:
 
 
 def gemv_of(x: torch.Tensor, weight: Nvfp4Tensor, bias: Any = None, relu: bool = False) -> torch.Tensor:
-    assert gemv.takes(x, weight)
+    assert gemv.supports(x, weight)
     found = dispatch.matmul(x, weight, bias, relu)
     assert isinstance(found, torch.Tensor)
     return found
@@ -138,5 +138,5 @@ def test_the_triton_kernel_agrees(rows: int, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("k", [128, 1152])
 def test_k_that_is_no_multiple_of_256(k: int) -> None:
     weight, x = weight_of(200, k), randn(16, k)
-    assert not gemv.takes(x, weight)
+    assert not gemv.supports(x, weight)
     close(dispatch.matmul(x, weight), right(x, weight))

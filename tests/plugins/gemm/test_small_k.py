@@ -31,7 +31,7 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
     ],
 )
 def test_takes(channels: int, outputs: int, taps: tuple[int, int], how: dict) -> None:
-    assert small_k.takes(channels, outputs, taps, **how)
+    assert small_k.supports(channels, outputs, taps, **how)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_takes(channels: int, outputs: int, taps: tuple[int, int], how: dict) ->
     ],
 )
 def test_takes_no_others(channels: int, outputs: int, taps: tuple[int, int], how: dict) -> None:
-    assert not small_k.takes(channels, outputs, taps, **how)
+    assert not small_k.supports(channels, outputs, taps, **how)
 
 
 def test_every_variant_fits_shared_memory() -> None:
@@ -62,7 +62,7 @@ def test_every_variant_fits_shared_memory() -> None:
         (1, 3, 7),
         (1, 2),
     ):
-        if not small_k.takes(channels, outputs, (kh, kw), (stride, stride)):
+        if not small_k.supports(channels, outputs, (kh, kw), (stride, stride)):
             continue
         chosen = small_k.variant(channels, outputs, (kh, kw), stride)
         block = chosen.shared_bytes + chosen.static_bytes + 1024  # the system's
@@ -78,13 +78,13 @@ def test_every_variant_fits_shared_memory() -> None:
 def test_sizes_that_counters_do_not_hold() -> None:
     weight = torch.zeros(64, 3, 3, 3, dtype=torch.float16)
     image = torch.empty(1, 3, 20, 30, device="meta").permute(0, 2, 3, 1)
-    assert small_k.fits(image, weight, (1, 1), (1, 1))
+    assert small_k.is_aligned(image, weight, (1, 1), (1, 1))
     for shape in ((1, 3, 30_000, 30_000), (600, 3, 2048, 2048)):
-        assert not small_k.fits(torch.empty(*shape, device="meta").permute(0, 2, 3, 1), weight, (1, 1), (1, 1))
+        assert not small_k.is_aligned(torch.empty(*shape, device="meta").permute(0, 2, 3, 1), weight, (1, 1), (1, 1))
     for shape in ((1, 3, 1, 1), (0, 3, 20, 30)):
-        assert not small_k.fits(torch.empty(*shape, device="meta").permute(0, 2, 3, 1), weight)
+        assert not small_k.is_aligned(torch.empty(*shape, device="meta").permute(0, 2, 3, 1), weight)
     wide = torch.empty(1 << 20, 3, device="meta").expand(1, 1, -1, -1).as_strided((1, 4, 4, 3), (0, 1 << 30, 3, 1))
-    assert not small_k.fits(wide, weight)
+    assert not small_k.is_aligned(wide, weight)
 
 
 @pytest.mark.parametrize("stride", [1, 2])
@@ -102,8 +102,8 @@ def test_a_refused_device_is_named_once_and_left_alone(monkeypatch: pytest.Monke
     device = torch.device("cuda", 0)
     monkeypatch.setattr(small_k, "fallback", Fallback("FP16 convolutions of small K", "torch"))
     monkeypatch.setattr(small_k, "available", lambda _: True)
-    assert small_k.runs(device)
-    assert not small_k.runs(torch.device("cpu"))
+    assert small_k.is_available(device)
+    assert not small_k.is_available(torch.device("cpu"))
     with pytest.warns(UserWarning, match="fall back to torch on cuda:0: nvcc says no"):
         small_k.fallback.refuse(device, UnavailableError("nvcc says no"))
-    assert not small_k.runs(device)
+    assert not small_k.is_available(device)

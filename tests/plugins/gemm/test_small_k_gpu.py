@@ -78,8 +78,8 @@ def test_bit_equal_to_the_reference(shape: tuple, moments: bool, relu: bool) -> 
     x, weight = multiples(*image).half(), multiples(*filters, image[3], step=0.125).half()
     bias = multiples(filters[0]) if relu else None
     strides = (stride, stride)
-    assert small_k.takes(image[3], filters[0], filters[1:], strides, padding)
-    assert small_k.fits(x, weight, strides, padding)
+    assert small_k.supports(image[3], filters[0], filters[1:], strides, padding)
+    assert small_k.is_aligned(x, weight, strides, padding)
     poison()
     y, found = small_k.conv2d(x, weight, bias, strides, padding, relu, moments)
     assert torch.equal(y, expected(x, weight, bias, strides, padding, relu))

@@ -25,7 +25,7 @@ REGISTERS = 128  # of 512 threads: what producers keep and consumers take is twi
         ((64,), 64, (3, 3), {}, True),
         ((128, 64), 192, (1, 1), {}, True),
         ((64,), 64, (7, 7), {"dilation": 3}, True),
-        ((64,), 64, (2, 2), {"up": True}, True),
+        ((64,), 64, (2, 2), {"transposed": True}, True),
         ((64,), 96, (3, 3), {}, False),
         ((96,), 64, (3, 3), {}, False),
         ((64,), 64, (3, 3), {"stride": 2}, False),
@@ -35,12 +35,12 @@ REGISTERS = 128  # of 512 threads: what producers keep and consumers take is twi
     ],
 )
 def test_takes(channels: tuple, outputs: int, taps: tuple, more: dict, taken: bool) -> None:
-    assert warpgroup.takes(channels, outputs, taps, **more) is taken
+    assert warpgroup.supports(channels, outputs, taps, **more) is taken
 
 
 def test_no_gpu_runs_nothing() -> None:
-    assert not warpgroup.runs(torch.device("cpu"))
-    assert not warpgroup.runs(torch.device("meta"))
+    assert not warpgroup.is_available(torch.device("cpu"))
+    assert not warpgroup.is_available(torch.device("meta"))
 
 
 @given(
@@ -58,10 +58,12 @@ def test_every_variant_fits(
     outputs: int,
     taps: tuple[int, int],
     dilation: int,
-    up: bool,
+    transposed: bool,
     count: int,
 ) -> None:
-    shape = warpgroup.Shape(pixels, tuple(chunks), 64 * outputs, (1, 1) if up else taps, 1 if up else dilation, up)
+    shape = warpgroup.Shape(
+        pixels, tuple(chunks), 64 * outputs, (1, 1) if transposed else taps, 1 if transposed else dilation, transposed
+    )
     found = list(warpgroup.variants(shape, count))
     chosen = warpgroup.variant(shape, count)
     assert (chosen is None) == (not found)
@@ -83,13 +85,13 @@ def test_every_variant_fits(
         assert across * warpgroup.WIDTH >= pixels[2]
 
 
-@pytest.mark.parametrize("up", [False, True])
-def test_boxes_are_the_weights_of_a_step(up: bool) -> None:
+@pytest.mark.parametrize("transposed", [False, True])
+def test_boxes_are_the_weights_of_a_step(transposed: bool) -> None:
     """A box of the tensor map, read by its strides, has the elements of one plane, place and tap."""
     torch.manual_seed(0)
-    taps, channels, outputs = 2 if up else 3, (128, 64), 128
-    weight = decode_weight(quantize_nvfp4(torch.randn(outputs, taps, taps, sum(channels))), channels, up)
-    chosen = warpgroup.Variant((1, 1) if up else (3, 3), 1, up, True, 8, 1, 4, 2, False)
+    taps, channels, outputs = 2 if transposed else 3, (128, 64), 128
+    weight = decode_weight(quantize_nvfp4(torch.randn(outputs, taps, taps, sum(channels))), channels, transposed)
+    chosen = warpgroup.Variant((1, 1) if transposed else (3, 3), 1, transposed, True, 8, 1, 4, 2, False)
     tensor, sizes, strides, box, width = warpgroup.weight_boxes(weight, chosen)
     assert (box, width) == ((64, 1, 64), 64)
     assert math.prod(sizes) == tensor.nbytes

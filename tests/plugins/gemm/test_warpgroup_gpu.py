@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from fp4deploy.formats import Nvfp4Tensor
-from fp4deploy.plugins.gemm.convolution import decoded, direct, warpgroup
+from fp4deploy.plugins.gemm.convolution import decoded, warpgroup
 from fp4deploy.plugins.gemm.convolution.decoded_weight import decode_weight
 from fp4deploy.plugins.gemm.reference import conv2d_reference, conv_transpose2d_reference
 from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4
 from fp4deploy.plugins.quantize.norm_pack import affine
 from fp4deploy.plugins.quantize.statistics import combine
-from fp4deploy.plugins.runtime import nvcc
+from fp4deploy.plugins.runtime import launch, nvcc
 from tests.plugins.gemm.test_decoded_gpu import operands
 
 pytestmark = [
@@ -38,12 +38,12 @@ TILES = [(True, 24), (False, 24), (True, 20), (False, 16), (True, 8), (False, 4)
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     """Every variant of the tables: nvcc takes seconds for one, so several at a time."""
-    count, found = direct.processors(torch.device("cuda", 0)), set()
+    count, found = launch.num_sms(torch.device("cuda", 0)), set()
     shapes = [
         warpgroup.Shape(shape[:3], tuple(c // 64 for c in shape[3]), shape[4], (shape[5], shape[5]), shape[6])
         for shape in SHAPES
     ]
-    for shape in (*shapes, warpgroup.Shape((2, 13, 37), (2,), 128, (1, 1), up=True)):
+    for shape in (*shapes, warpgroup.Shape((2, 13, 37), (2,), 128, (1, 1), transposed=True)):
         for joint, height in TILES:
             each = None if joint and shape.outputs % 128 else warpgroup.fitted(shape, joint, height, 1, count)
             if each is not None:
@@ -65,14 +65,14 @@ def moments_near(y: torch.Tensor, moments: Any) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_convolutions(shape: tuple, tile: tuple[bool, int]) -> None:
     *_, channels, outputs, k, dilation = shape
-    assert warpgroup.takes(channels, outputs, (k, k), 1, dilation)
+    assert warpgroup.supports(channels, outputs, (k, k), 1, dilation)
     if tile[0] and outputs % 128:
         pytest.skip("consumers do not share these outputs")
     sources, weight = operands(*shape[:6])
     planes, bias, padding = decode_weight(weight, channels), torch.randn(outputs, device="cuda"), k // 2 * dilation
-    multiprocessors = direct.processors(weight.codes.device)
+    num_sms = launch.num_sms(weight.codes.device)
     whole = warpgroup.shape_of(tuple(sources), planes, (padding, padding), dilation, False, False)
-    chosen = warpgroup.fitted(whole, *tile, 1, multiprocessors)
+    chosen = warpgroup.fitted(whole, *tile, 1, num_sms)
     if chosen is None:
         pytest.skip("the tile does not fit into shared memory")
     expected = conv2d_reference(tuple(sources), weight, bias, 1, padding, dilation, True, torch.float32)
@@ -99,8 +99,8 @@ def test_divided_channels(splits: int, packed: bool, monkeypatch: pytest.MonkeyP
     sources, weight = operands(2, 22, 30, (128, 128), 128, 3)
     planes, bias = decode_weight(weight, (128, 128)), torch.randn(128, device="cuda")
 
-    def divided(shape: warpgroup.Shape, multiprocessors: int) -> warpgroup.Variant | None:
-        return warpgroup.fitted(shape, True, 12, splits, multiprocessors)
+    def divided(shape: warpgroup.Shape, num_sms: int) -> warpgroup.Variant | None:
+        return warpgroup.fitted(shape, True, 12, splits, num_sms)
 
     monkeypatch.setattr(warpgroup, "variant", divided)
     amax = torch.tensor(90.0, device="cuda") if packed else None
@@ -121,18 +121,22 @@ def test_divided_channels(splits: int, packed: bool, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_transposed(tile: tuple[bool, int]) -> None:
     sources, weight = operands(2, 13, 37, (128,), 128, 2)
-    planes, bias, amax = decode_weight(weight, (128,), up=True), torch.randn(128, device="cuda"), torch.tensor(9.0)
+    planes, bias, amax = (
+        decode_weight(weight, (128,), transposed=True),
+        torch.randn(128, device="cuda"),
+        torch.tensor(9.0),
+    )
     amax = amax.cuda()
     whole = warpgroup.shape_of(tuple(sources), planes, (0, 0), 1, True, False)
-    chosen = warpgroup.fitted(whole, *tile, 1, direct.processors(bias.device))
+    chosen = warpgroup.fitted(whole, *tile, 1, launch.num_sms(bias.device))
     if chosen is None:
         pytest.skip("the tile does not fit into shared memory")
-    y, _, none = warpgroup.conv2d(tuple(sources), planes, bias, up=True, moments=True, chosen=chosen)
+    y, _, none = warpgroup.conv2d(tuple(sources), planes, bias, transposed=True, moments=True, chosen=chosen)
     expected = conv_transpose2d_reference(sources[0], weight, bias, False, torch.float32)
     assert none is None
     assert isinstance(expected, torch.Tensor)
     assert float((y.float() - expected).norm() / expected.norm()) < 6e-4
-    codes, scales, _ = warpgroup.conv2d(tuple(sources), planes, bias, up=True, out_amax=amax, chosen=chosen)
+    codes, scales, _ = warpgroup.conv2d(tuple(sources), planes, bias, transposed=True, out_amax=amax, chosen=chosen)
     wanted = quantize_nvfp4(y, amax=amax)
     assert scales is not None
     assert torch.equal(codes, wanted.codes)

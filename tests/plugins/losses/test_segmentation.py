@@ -15,7 +15,7 @@ from fp4deploy.train import SegmentationLoss
 from fp4deploy.train.losses import segmentation as losses
 from tests.plugins.runtime.launch_variants import Recorder
 
-fits = segmentation.fits
+supports = segmentation.supports
 
 
 def sums(logits: Any, target: Any, weight: Any, smoothing: float, ignored: int) -> torch.Tensor:
@@ -40,7 +40,7 @@ def _kernels_in_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     library = torch.library.Library("fp4deploy", "IMPL")
     library.impl("segmentation_sums", sums, "CPU")
     library.impl("segmentation_gradient", gradient, "CPU")
-    monkeypatch.setattr(losses, "fits", lambda logits, *_: logits.dtype != torch.float64)
+    monkeypatch.setattr(losses, "supports", lambda logits, *_: logits.dtype != torch.float64)
     yield
     library._destroy()
 
@@ -105,16 +105,16 @@ def test_compilers_are_told_the_strides_of_the_gradient(name: str) -> None:
 def test_what_the_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segmentation, "available", lambda device: True)
     logits, target = torch.zeros(2, 4, 6, 6), torch.zeros(2, 6, 6, dtype=torch.int64)
-    assert fits(logits, target)
-    assert fits(logits.half(), target, torch.ones(4))
+    assert supports(logits, target)
+    assert supports(logits.half(), target, torch.ones(4))
     for shape in ((2, 3, 3), (2, 12, 12), (2, 1, 6, 6), (1, 6, 12), (2, 6)):
-        assert not fits(logits, torch.zeros(shape, dtype=torch.int64))
-    assert not fits(logits, target, torch.ones(3))
-    assert not fits(logits, target, torch.ones(4, 1))
-    assert not fits(logits.double(), target)
-    assert not fits(logits, target.int())
-    assert not fits(logits[:, :, :0], target[:, :0])
-    assert not fits(torch.zeros(1, 1025, 1, 1), target[:1, :1, :1])
+        assert not supports(logits, torch.zeros(shape, dtype=torch.int64))
+    assert not supports(logits, target, torch.ones(3))
+    assert not supports(logits, target, torch.ones(4, 1))
+    assert not supports(logits.double(), target)
+    assert not supports(logits, target.int())
+    assert not supports(logits[:, :, :0], target[:, :0])
+    assert not supports(torch.zeros(1, 1025, 1, 1), target[:1, :1, :1])
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 3), (2, 12, 12), (2, 1, 6, 6)])

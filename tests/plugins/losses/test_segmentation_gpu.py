@@ -52,7 +52,7 @@ def test_loss_and_gradient(shape: tuple[int, ...], dtype: torch.dtype, layout: t
     for smoothing in (0.0, 0.1):
         loss = SegmentationLoss(0.7, 1.3, weights, smoothing, balance)
         poison()
-        assert segmentation.fits(logits, target)
+        assert segmentation.supports(logits, target)
         got = loss(logits, target)
         logits.grad = None
         (got * 1024).backward()
@@ -74,7 +74,7 @@ def test_the_sums_are_those_of_the_reference_and_the_same_every_time(monkeypatch
             poison()
             assert torch.equal(class_sums(logits, target), found)
         monkeypatch.setenv("FP4DEPLOY_KERNELS", "off")
-        assert not segmentation.fits(logits, target)
+        assert not segmentation.supports(logits, target)
         expected = class_sums(logits.double(), target)
     assert torch.equal(found[26:].double(), expected[26:])  # counts
     assert torch.allclose(found.double(), expected, rtol=1e-5)

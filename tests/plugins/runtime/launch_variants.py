@@ -88,7 +88,7 @@ def launched() -> list[Variant]:
     """Every variant of `EXERCISES`, each compilation once."""
     recorder = Recorder()
     with (
-        substituted(recorder.kernel, processors=132),
+        substituted(recorder.kernel, num_sms=132),
         mock.patch.object(pdl, "launch", recorder.pdl),
         mock.patch.object(gemv, "tensor_map", return_value=bytes(128)),
     ):
@@ -239,12 +239,22 @@ def _copies(dtype: torch.dtype) -> None:
     plain.class_map(y)
 
 
-def _direct(channels: tuple[int, ...], outputs: int, packed: bool = False, up: bool = False) -> Callable[[], object]:
+def _direct(
+    channels: tuple[int, ...], outputs: int, packed: bool = False, transposed: bool = False
+) -> Callable[[], object]:
     def exercise() -> None:
         sources = tuple(quantize_nvfp4(torch.zeros(1, 4, 4, each)) for each in channels)
-        weight = quantize_nvfp4(torch.zeros(outputs, 2 if up else 3, 2 if up else 3, sum(channels)))
-        decoded = decode_weight(weight, channels, up)
-        direct.conv2d(sources, decoded, None, (1, 1), out_amax=_amax() if packed else None, moments=not packed, up=up)
+        weight = quantize_nvfp4(torch.zeros(outputs, 2 if transposed else 3, 2 if transposed else 3, sum(channels)))
+        decoded = decode_weight(weight, channels, transposed)
+        direct.conv2d(
+            sources,
+            decoded,
+            None,
+            (1, 1),
+            out_amax=_amax() if packed else None,
+            moments=not packed,
+            transposed=transposed,
+        )
 
     return exercise
 
@@ -257,16 +267,24 @@ def _small_k(
 
 
 def _warpgroup(
-    joint: bool, height: int, chunks: int = 1, size: int = 3, splits: int = 1, packed: bool = False, up: bool = False
+    joint: bool,
+    height: int,
+    chunks: int = 1,
+    size: int = 3,
+    splits: int = 1,
+    packed: bool = False,
+    transposed: bool = False,
 ) -> Callable[[], object]:
     def exercise() -> None:
-        channels, outputs, taps = 64 * chunks, 128 if joint else 64, 2 if up else size
+        channels, outputs, taps = 64 * chunks, 128 if joint else 64, 2 if transposed else size
         sources = (quantize_nvfp4(torch.zeros(1, 4, 4, channels)),)
-        weight = decode_weight(quantize_nvfp4(torch.zeros(outputs, taps, taps, channels)), (channels,), up)
-        place, amax = (0, 0) if up else (size // 2, size // 2), _amax() if packed else None
-        shape = warpgroup.shape_of(sources, weight, place, 1, up, packed)
+        weight = decode_weight(quantize_nvfp4(torch.zeros(outputs, taps, taps, channels)), (channels,), transposed)
+        place, amax = (0, 0) if transposed else (size // 2, size // 2), _amax() if packed else None
+        shape = warpgroup.shape_of(sources, weight, place, 1, transposed, packed)
         chosen = warpgroup.fitted(shape, joint, height, splits, 132)
-        warpgroup.conv2d(sources, weight, None, place, out_amax=amax, moments=not packed, up=up, chosen=chosen)
+        warpgroup.conv2d(
+            sources, weight, None, place, out_amax=amax, moments=not packed, transposed=transposed, chosen=chosen
+        )
 
     return exercise
 
@@ -314,7 +332,7 @@ EXERCISES: list[Callable[[], object]] = [
     _unfolded(FLOAT),
     _direct((16,), 16),
     _direct((32, 32), 32),
-    _direct((32,), 16, packed=True, up=True),
+    _direct((32,), 16, packed=True, transposed=True),
     _small_k((1, 4, 4, 3), (64, 3, 3), 1, 1, FLOAT, moments=True),
     _small_k((1, 9, 9, 3), (64, 7, 7), 2, 3),
     _small_k((1, 4, 4, 16), (21, 3, 3), 1, 1, moments=True),
@@ -324,7 +342,7 @@ EXERCISES: list[Callable[[], object]] = [
     _warpgroup(False, 24),
     _warpgroup(True, 20, 2, size=1, packed=True),
     _warpgroup(False, 16, splits=2, chunks=4),
-    _warpgroup(True, 24, 2, up=True, packed=True),
+    _warpgroup(True, 24, 2, transposed=True, packed=True),
     _gemv(1, 8192, HALF, *H200),
     _gemv(8, 4096, BFLOAT, *H200),
     _gemv(9, 40, HALF, *H200),

@@ -238,9 +238,9 @@ def test_other_threads_launch_while_one_records(pycuda: Pycuda, source: Path) ->
         return None
 
     def work(at: int) -> None:
-        found[at] = kernel(source, "add", "P", None, 0), cuda_launch.assumed_processors()
+        found[at] = kernel(source, "add", "P", None, 0), cuda_launch.num_sms(torch.device("meta"))
 
-    with cuda_launch.substituted(record, processors=132):
+    with cuda_launch.substituted(record, num_sms=132):
         together(2, work)
         assert not recorded
         assert [processors for _, processors in found.values()] == [1, 1]
@@ -252,4 +252,4 @@ def test_other_threads_launch_while_one_records(pycuda: Pycuda, source: Path) ->
         work(2)
     assert recorded == [(source, "add", "P", None)] * 2
     assert kernel(source, "add", "P", None, 0) is found[0][0]
-    assert cuda_launch.assumed_processors() == 1
+    assert cuda_launch.num_sms(torch.device("meta")) == 1

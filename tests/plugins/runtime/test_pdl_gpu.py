@@ -68,7 +68,7 @@ def weight_of(seed: int, frozen: bool = True) -> Nvfp4Tensor:
 
 
 def gemv_of(x: torch.Tensor, weight: Nvfp4Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    assert gemv.takes(x, weight)
+    assert gemv.supports(x, weight)
     found = dispatch.matmul(x, weight, bias)
     assert isinstance(found, torch.Tensor)
     return found

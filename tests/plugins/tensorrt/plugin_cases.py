@@ -37,11 +37,11 @@ class Case:
     padding: int = 1
     dilation: int = 1
     relu: bool = False
-    up: bool = False
+    transposed: bool = False
 
     def attributes(self) -> dict[str, list[int]]:
         """As the ONNX node has them."""
-        taps = 2 if self.up else self.kernel
+        taps = 2 if self.transposed else self.kernel
         return {
             "kernel": [taps, taps],
             "channels": list(self.channels),
@@ -67,8 +67,8 @@ CASES = {
     "no padding": Case((1, 7, 8), (32,), 24, padding=0),
     "two sources": Case((2, 11, 9), (64, 64), 64, relu=True),
     "two sources, uneven": Case((2, 5, 7), (32, 20), 17),
-    "up": Case((2, 7, 9), (64,), 32, up=True),
-    "up, odd channels": Case((1, 3, 5), (40,), 21, up=True, relu=True),
+    "up": Case((2, 7, 9), (64,), 32, transposed=True),
+    "up, odd channels": Case((1, 3, 5), (40,), 21, transposed=True, relu=True),
 }
 IMAGES = {  # N, C, H, W
     "one pixel": (1, 16, 1, 1),
@@ -83,10 +83,10 @@ def check(case: Case, run: Run, device: str = "cpu", tactic: int = 1) -> dict[st
     """Relative error of the FP16 output, and bytes of the packed one that are not those of quantising it."""
     torch.manual_seed(0)
     images = tuple(_quantized((*case.size, count), 3.0**i) for i, count in enumerate(case.channels))
-    taps = 2 if case.up else case.kernel
+    taps = 2 if case.transposed else case.kernel
     weight = _quantized((case.outputs, taps, taps, sum(case.channels)), 1.0, FourOverSix())
     bias = torch.randn(case.outputs)
-    if case.up:
+    if case.transposed:
         expected = conv_transpose2d_reference(images[0], weight, bias, case.relu, **EXACT)
     else:
         numbers = (case.stride, case.padding, case.dilation, case.relu)
@@ -94,7 +94,7 @@ def check(case: Case, run: Run, device: str = "cpu", tactic: int = 1) -> dict[st
     assert isinstance(expected, torch.Tensor)
     inputs = [part for image in (*images, weight) for part in _parts(image)]
     inputs = [each.to(device) for each in (*inputs, bias)]
-    plain = convolution_plugin(len(images), False, case.up)
+    plain = convolution_plugin(len(images), False, case.transposed)
     (found,) = run(plain, inputs, case.attributes(), tactic)
     amax = expected.abs().max().float().reshape(1) * 0.75  # some saturate
     packed = run(packed_variant(plain), [*inputs, amax.to(device)], case.attributes(), tactic)
@@ -104,7 +104,7 @@ def check(case: Case, run: Run, device: str = "cpu", tactic: int = 1) -> dict[st
 
 def packed_variant(plugin: Plugin) -> Plugin:
     """The plugin of the same product with packed output."""
-    return convolution_plugin(plugin.sources, True, plugin.up)
+    return convolution_plugin(plugin.sources, True, plugin.transposed)
 
 
 def check_quantize(shape: tuple[int, int, int, int], run: Run, device: str = "cpu") -> dict[str, float]:
@@ -192,5 +192,7 @@ class Outputs:
 
 
 assert {
-    convolution_plugin(len(case.channels), packed, case.up) for case in CASES.values() for packed in (False, True)
+    convolution_plugin(len(case.channels), packed, case.transposed)
+    for case in CASES.values()
+    for packed in (False, True)
 } == {plugin for plugin in PLUGINS.values() if plugin is not QUANTIZE}

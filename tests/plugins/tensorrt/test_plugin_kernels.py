@@ -19,7 +19,7 @@ from fp4deploy.plugins.runtime import cubin
 from fp4deploy.plugins.runtime.nvcc import KernelError
 from fp4deploy.plugins.tensorrt import QUANTIZE, Plugin
 from fp4deploy.plugins.tensorrt.kernels import (
-    MOST_SHARED,
+    MAX_SHARED,
     compile_plugin,
     node_kernels,
     plugin_launch,
@@ -91,7 +91,7 @@ def check(node: Node, arch: str) -> None:
     last = max(int(number) for number in re.findall(rf"\b{name}_param_(\d+)\b", kernel.ptx))
     assert last == len(types) - 1
     assert cubin.target(kernel.ptx).rstrip("a") == arch
-    assert kernel.shared <= MOST_SHARED
+    assert kernel.shared <= MAX_SHARED
     assert kernel.threads in (128, 256)
     if plugin is not QUANTIZE:
         result = aot_compile.compile_launch(launch, arch)
@@ -160,6 +160,6 @@ def test_scratch_pointers_are_taken_out() -> None:
 def test_too_much_shared_memory_is_refused(compiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
     launch = first_launch(UNEVEN, "sm_90")
     needed = compile_plugin(launch, "sm_90").shared
-    monkeypatch.setattr("fp4deploy.plugins.tensorrt.kernels.MOST_SHARED", needed - 1)
+    monkeypatch.setattr("fp4deploy.plugins.tensorrt.kernels.MAX_SHARED", needed - 1)
     with pytest.raises(KernelError, match=f"needs {needed} bytes of shared memory, and a plugin can have {needed - 1}"):
         compile_plugin(launch, "sm_90")

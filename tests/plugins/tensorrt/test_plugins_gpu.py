@@ -78,7 +78,7 @@ def random_bytes(name: str, shape: tuple[int, ...]) -> torch.Tensor:
 @pytest.mark.parametrize("name", CASES)
 def test_convolutions(ask: Ask, name: str) -> None:
     case, run = CASES[name], Runner(ask)
-    plain = convolution_plugin(len(case.channels), False, case.up)
+    plain = convolution_plugin(len(case.channels), False, case.transposed)
     for tactic in tactic_numbers(packed_variant(plain)):
         found = check(case, run, "cuda", tactic)
         assert found["error"] < LIMIT

@@ -44,8 +44,8 @@ def no_compiler(launch: Launch, arch: str) -> PluginKernel:
 
 def shapes_of(case: Case, packed: bool) -> tuple[Plugin, list[tuple[int, ...]]]:
     """A node's plugin and the shapes of its inputs."""
-    plugin = convolution_plugin(len(case.channels), packed, case.up)
-    taps = 2 if case.up else case.kernel
+    plugin = convolution_plugin(len(case.channels), packed, case.transposed)
+    taps = 2 if case.transposed else case.kernel
     shapes: list[tuple[int, ...]] = []
     blocks = [-(-count // 16) for count in case.channels]
     for count in blocks:
@@ -96,17 +96,17 @@ def test_convolutions_are_launched_as_the_products_are(name: str, arch: str) -> 
 def expected_call(case: Case, batch: int, packed: bool, capability: int, tile: Any) -> Any:
     size = (batch, *case.size[1:])
     images = tuple(quantize_nvfp4(torch.zeros(*size, count)) for count in case.channels)
-    taps = 2 if case.up else case.kernel
+    taps = 2 if case.transposed else case.kernel
     weight = quantize_nvfp4(torch.zeros(case.outputs, taps, taps, sum(case.channels)))
     reach = case.dilation * (case.kernel - 1) + 1
     pixels = tuple((extent + 2 * case.padding - reach) // case.stride + 1 for extent in size[1:])
-    walked = size if case.up else (batch, *pixels)
-    shape = (batch, 2 * size[1], 2 * size[2]) if case.up else walked
+    walked = size if case.transposed else (batch, *pixels)
+    shape = (batch, 2 * size[1], 2 * size[2]) if case.transposed else walked
     blocks = -(-case.outputs // 16)
     out = torch.empty((*shape, 8 * blocks if packed else case.outputs), dtype=torch.uint8 if packed else torch.float16)
     scales = torch.empty((*shape, blocks), dtype=torch.uint8) if packed else None
-    numbers: dict[str, Any] = {"taps": (1, 1), "up": True}
-    if not case.up:
+    numbers: dict[str, Any] = {"taps": (1, 1), "transposed": True}
+    if not case.transposed:
         numbers = {"taps": (taps, taps), "stride": case.stride, "padding": case.padding, "dilation": case.dilation}
     amax = torch.ones(()) if packed else None
     arguments = (images, weight, torch.zeros(case.outputs), size, walked, out, scales, amax, torch.float16, capability)

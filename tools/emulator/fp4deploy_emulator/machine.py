@@ -34,7 +34,7 @@ WARP = 32
 SHARED_BASE = 1024  # of a block's window: addresses below are reserved for the system, and null is no address
 WINDOW = 1 << 24  # distance of the windows of a cluster's blocks in shared::cluster addresses
 GENERIC_SHARED, GENERIC_PARAMETER = 0x7F << 56, 0x7E << 56
-MOST_THREADS = 8192  # of a batch
+MAX_THREADS = 8192  # of a batch
 EXTRA_AGENTS = 24  # mbarriers on which bulk copies complete
 EARLY = "registers of tcgen05.ld are read before tcgen05.wait::ld"
 REGISTER_TYPES = {"pred": np.bool_, "16": np.uint16, "32": np.uint32, "64": np.uint64, "8": np.uint8}
@@ -127,7 +127,7 @@ def execute(entry: Entry, launch: Launch, memory: GlobalMemory) -> Statistics:
         raise Hazard("barrier", f"a grid of {launch.grid[0]} blocks does not consist of clusters of {cluster}")
     memory.begin()
     padded = -(-launch.block[0] * launch.block[1] * launch.block[2] // WARP) * WARP
-    size = max(cluster, MOST_THREADS // padded // cluster * cluster)
+    size = max(cluster, MAX_THREADS // padded // cluster * cluster)
     for first in range(0, blocks, size):
         machine = Machine(entry, steps, launch, memory, first, min(size, blocks - first), cluster)
         machine.run()

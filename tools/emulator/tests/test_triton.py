@@ -240,7 +240,11 @@ def test_every_instruction_of_every_kernel_is_implemented(arch: str) -> None:
         compiled(parse(code.ptx, code.name))
     for plugin in PLUGINS.values() if arch in ("sm_100", "sm_120") else ():
         attributes: Attributes = {key: [1] for key in ("stride", "padding", "dilation", "relu")}
-        attributes |= {"kernel": [3 - plugin.up] * 2, "channels": [64, 32][: plugin.sources], "out_channels": [40]}
+        attributes |= {
+            "kernel": [3 - plugin.transposed] * 2,
+            "channels": [64, 32][: plugin.sources],
+            "out_channels": [40],
+        }
         for tile in tactics(plugin, arch)[1:]:  # the first is a case
             kernel = compile_plugin(plugin_launch(plugin, attributes, tile, arch), arch)
             compiled(parse(kernel.ptx, kernel.name))

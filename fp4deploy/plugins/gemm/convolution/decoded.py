@@ -32,21 +32,25 @@ from pydantic import Field
 from fp4deploy.architecture import Architecture
 from fp4deploy.errors import UnavailableError
 from fp4deploy.formats import E2M1_MAX, NVFP4_BLOCK, Nvfp4Tensor
+from fp4deploy.graph.sizes import output_size
 from fp4deploy.plugins.aot import load as aot
 from fp4deploy.plugins.aot.compile import triton_version
 from fp4deploy.plugins.aot.spec import Call, Launch
 from fp4deploy.plugins.gemm.arguments import TYPES, require_offsets, run
 from fp4deploy.plugins.gemm.convolution import direct, warpgroup
 from fp4deploy.plugins.gemm.convolution.decoded_weight import DecodedWeight
-from fp4deploy.plugins.gemm.reference import output_size
 from fp4deploy.plugins.gemm.triton.tiles import NATIVE_FROM, Tile
 from fp4deploy.plugins.quantize.statistics import Moments
+from fp4deploy.plugins.runtime.launch import num_sms
 from fp4deploy.plugins.runtime.pdl import secondary_kernels
 from fp4deploy.system.schema import Int, read_json, validated
 
 LARGE, SMALL = Tile(256, 128, 64, 8, 3), Tile(128, 64, 32, 4, 4)
-BUSY = 0.63  # share of the multiprocessors' waves from which on large tiles are faster
-MOST_SPLITS, FEWEST_STEPS = 8, 5
+# Measured fact: H200, 2026-11-23, `python benchmarks/conv_plans.py` (its file in benchmarks/results): `plan` takes the
+# fastest of the timed plans for half of the 85 shapes of our UNet, for nine in ten one that is at most 11 % slower, and
+# 35 % at worst. The three numbers below were fitted; of each alone no source is recorded.
+BUSY = 0.63  # share of the waves of multiprocessors from which on large tiles are faster
+MAX_SPLITS, FEWEST_STEPS = 8, 5
 SUM_TILE = Tile(32, 64, 0, 4, 1)
 POINTERS = (
     *("x", "x_scales", "x_amax", "x2", "x2_scales", "x2_amax", "w", "w_amax", "bias", "out", "out_scales"),
@@ -74,23 +78,27 @@ def available(device: torch.device) -> bool:
     return Architecture.of_device(device.index).number < NATIVE_FROM
 
 
-def chosen_plan(rows: int, columns: int, depths: tuple[int, ...], taps: int, up: bool, device: torch.device) -> Plan:
+def chosen_plan(
+    rows: int, columns: int, depths: tuple[int, ...], taps: int, transposed: bool, device: torch.device
+) -> Plan:
     """`plan_for` the GPU that is present."""
-    return plan_for(*_device(device.index), rows, columns, depths, taps, up)
+    return plan_for(*_device(device.index), rows, columns, depths, taps, transposed)
 
 
-def plan_for(name: str, processors: int, rows: int, columns: int, depths: tuple[int, ...], taps: int, up: bool) -> Plan:
+def plan_for(
+    name: str, num_sms: int, rows: int, columns: int, depths: tuple[int, ...], taps: int, transposed: bool
+) -> Plan:
     """The plan of a shape that was measured on a GPU of this name, else what `plan` says for its multiprocessors."""
     table = measured_plans(os.environ.get("FP4DEPLOY_PLANS", "")).get(name, {})
-    found = table.get(key(rows, columns, depths, taps, up))
+    found = table.get(key(rows, columns, depths, taps, transposed))
     if found is not None:
         return Plan(Tile(*found[:5]), found[5])
-    return plan(rows, columns, depths, taps, up, processors)
+    return plan(rows, columns, depths, taps, transposed, num_sms)
 
 
-def key(rows: int, columns: int, depths: tuple[int, ...], taps: int, up: bool) -> str:
+def key(rows: int, columns: int, depths: tuple[int, ...], taps: int, transposed: bool) -> str:
     """The name of a shape in a table of plans."""
-    return f"{rows} x {columns}, {' + '.join(map(str, depths))} bytes, {taps} taps{', up' if up else ''}"
+    return f"{rows} x {columns}, {' + '.join(map(str, depths))} bytes, {taps} taps{', up' if transposed else ''}"
 
 
 @lru_cache
@@ -105,7 +113,7 @@ def measured_plans(path: str = "") -> dict[str, dict[str, list[int]]]:
     return validated(dict[str, dict[str, Row]], read_json(where, advice), where, advice)
 
 
-def plan(rows: int, columns: int, depths: tuple[int, ...], taps: int, up: bool, processors: int) -> Plan:
+def plan(rows: int, columns: int, depths: tuple[int, ...], taps: int, transposed: bool, num_sms: int) -> Plan:
     """The tile and the number of splits of one convolution, by what was measured (`benchmarks/conv_plans.py`).
 
     Large tiles read and decode least for each multiply-accumulate, where they keep the multiprocessors busy, if need be
@@ -115,19 +123,19 @@ def plan(rows: int, columns: int, depths: tuple[int, ...], taps: int, up: bool, 
     """
     if columns <= 32:
         return Plan(Tile(128, 32 if columns > 16 else 16, 32, 4, 3))
-    positions = 4 if up else 1
+    positions = 4 if transposed else 1
     if columns > 64 and all(depth % 64 == 0 for depth in depths):
-        splits = 1 if up else _splits(rows, columns, LARGE, depths, taps, processors)
+        splits = 1 if transposed else _splits(rows, columns, LARGE, depths, taps, num_sms)
         programs = _programs(rows, columns, LARGE) * splits * positions
-        if programs / (-(-programs // processors) * processors) >= BUSY:
+        if programs / (-(-programs // num_sms) * num_sms) >= BUSY:
             return Plan(LARGE, splits)
-    return Plan(SMALL, 1 if up else _splits(rows, columns, SMALL, depths, taps, processors))
+    return Plan(SMALL, 1 if transposed else _splits(rows, columns, SMALL, depths, taps, num_sms))
 
 
-def _splits(rows: int, columns: int, tile: Tile, depths: tuple[int, ...], taps: int, processors: int) -> int:
+def _splits(rows: int, columns: int, tile: Tile, depths: tuple[int, ...], taps: int, num_sms: int) -> int:
     """As many as there are idle multiprocessors for, each of some steps at least."""
     steps = sum(-(-taps * depth // tile.bk) for depth in depths)
-    return max(1, min(MOST_SPLITS, processors // _programs(rows, columns, tile), steps // FEWEST_STEPS))
+    return max(1, min(MAX_SPLITS, num_sms // _programs(rows, columns, tile), steps // FEWEST_STEPS))
 
 
 def _programs(rows: int, columns: int, tile: Tile) -> int:
@@ -145,13 +153,13 @@ def conv2d(
     dtype: torch.dtype = torch.float16,
     out_amax: torch.Tensor | None = None,
     moments: bool = False,
-    up: bool = False,
+    transposed: bool = False,
     chosen: Plan | None = None,
     launch: Callable[[Call], object] | None = None,
     asm: bool = True,
     tensor_maps: bool = True,
 ) -> tuple[torch.Tensor | Nvfp4Tensor, Moments | None]:
-    """`dispatch.conv2d` (with `up`, `dispatch.conv_transpose2d`) on a GPU, and the moments of its output if asked for.
+    """`dispatch.conv2d` (with `transposed`, `dispatch.conv_transpose2d`) on a GPU, and its output's moments.
 
     Operands are those of a network that was checked.
 
@@ -162,46 +170,52 @@ def conv2d(
         tensor_maps: whether kernels may be used whose arguments a launch plan cannot record (`fp4deploy.native`).
 
     Returns:
-        [N, OH, OW, O] or packed; None instead of moments with `up`, and where a tile would span more than two batch
-        items.
+        [N, OH, OW, O] or packed; None instead of moments with `transposed`, and where a tile would span more than two
+        batch items.
 
     Raises:
         InputError: sizes beyond the kernel's 32-bit counters and offsets.
     """
     n, h, w = sources[0].shape[:3]
     outputs, kh, kw, _ = weight.shape
-    taps = (1, 1) if up else (kh, kw)
+    taps = (1, 1) if transposed else (kh, kw)
     geometry = (stride, padding, dilation)
-    oh, ow = (h, w) if up else (output_size(h, kh, *geometry), output_size(w, kw, *geometry))
+    oh, ow = (h, w) if transposed else (output_size(h, kh, *geometry), output_size(w, kw, *geometry))
     rows, device = n * oh * ow, sources[0].codes.device
     depths = tuple(x.codes.shape[-1] for x in sources)
-    factor = 2 if up else 1
+    factor = 2 if transposed else 1
     shape = (n, factor * oh, factor * ow, outputs)
     require_offsets(depths, (n, h, w), (n, oh, ow), shape, taps, stride, padding, dilation)
-    if chosen is None and directly(weight, (n, oh, ow), stride, dilation, up, device) and direct.runs(device):
+    if (
+        chosen is None
+        and directly(weight, (n, oh, ow), stride, dilation, transposed, device)
+        and direct.is_available(device)
+    ):
         try:
-            return direct.conv2d(sources, weight, bias, (padding, padding), relu, dtype, out_amax, moments, up)
+            return direct.conv2d(sources, weight, bias, (padding, padding), relu, dtype, out_amax, moments, transposed)
         except UnavailableError as error:
             direct.fallback.refuse(device, error)
-    if chosen is None and tensor_maps and warpgroup.runs(device):
+    if chosen is None and tensor_maps and warpgroup.is_available(device):
         try:
-            done = _by_warpgroups(sources, weight, bias, stride, padding, dilation, relu, dtype, out_amax, moments, up)
+            done = _by_warpgroups(
+                sources, weight, bias, stride, padding, dilation, relu, dtype, out_amax, moments, transposed
+            )
         except UnavailableError as error:
             warpgroup.fallback.refuse(device, error)
         else:
             if done is not None:
                 return done
-    chosen = chosen or chosen_plan(rows, outputs, depths, taps[0] * taps[1], up, device)
+    chosen = chosen or chosen_plan(rows, outputs, depths, taps[0] * taps[1], transposed, device)
     out, scales = _output(shape, dtype, out_amax, device)
     tall = chosen.tile.bm if chosen.splits == 1 else SUM_TILE.bm
-    found, items = _moments_of_rows((n, oh, ow), outputs, tall, device) if moments and not up else (None, 0)
+    found, items = _moments_of_rows((n, oh, ow), outputs, tall, device) if moments and not transposed else (None, 0)
     target = out
     if chosen.splits > 1:
         target = torch.empty(chosen.splits, math.prod(shape), dtype=torch.float32, device=device)
     secondary = launch is None and secondary_kernels(device.index)
     call = conv_call(
         sources, weight, bias, (n, h, w), (n, oh, ow), target, scales, out_amax, found, items, dtype, taps, geometry,
-        relu, up, chosen, asm, secondary,
+        relu, transposed, chosen, asm, secondary,
     )  # fmt: skip
     execute = launch or partial(run, device=device)
     execute(call)
@@ -223,19 +237,19 @@ def _by_warpgroups(
     dtype: torch.dtype,
     out_amax: torch.Tensor | None,
     moments: bool,
-    up: bool,
+    transposed: bool,
 ) -> tuple[torch.Tensor | Nvfp4Tensor, Moments | None] | None:
     """By `warpgroup`; None where it does not take the convolution."""
     outputs, kh, kw, _ = weight.shape
-    if not warpgroup.takes(weight.channels, outputs, (kh, kw), stride, dilation, up):
+    if not warpgroup.supports(weight.channels, outputs, (kh, kw), stride, dilation, transposed):
         return None
     device, place = sources[0].codes.device, (padding, padding)
-    shape = warpgroup.shape_of(sources, weight, place, dilation, up, out_amax is not None)
-    chosen = warpgroup.variant(shape, direct.processors(device))
+    shape = warpgroup.shape_of(sources, weight, place, dilation, transposed, out_amax is not None)
+    chosen = warpgroup.variant(shape, num_sms(device))
     if chosen is None:
         return None
     out, scales, found = warpgroup.conv2d(
-        sources, weight, bias, place, dilation, relu, dtype, out_amax, moments, up, chosen
+        sources, weight, bias, place, dilation, relu, dtype, out_amax, moments, transposed, chosen
     )
     if chosen.splits > 1:
         parts, size = out, tuple(out.shape[1:])
@@ -248,15 +262,17 @@ def _by_warpgroups(
     return Nvfp4Tensor(out, scales.view(torch.float8_e4m3fn), out_amax, torch.Size(size)), found
 
 
-def directly(weight: DecodedWeight, pixels: Size3, stride: int, dilation: int, up: bool, device: torch.device) -> bool:
+def directly(
+    weight: DecodedWeight, pixels: Size3, stride: int, dilation: int, transposed: bool, device: torch.device
+) -> bool:
     """Whether a convolution goes to `direct`.
 
     pixels: N, height and width of the output; of a transposed convolution of the input.
     """
     outputs, kh, kw, _ = weight.shape
-    if not direct.takes(weight.channels, outputs, (kh, kw), stride, dilation, up):
+    if not direct.supports(weight.channels, outputs, (kh, kw), stride, dilation, transposed):
         return False
-    return direct.fills(direct.variant(weight.channels, outputs, (kh, kw), up), pixels, device)
+    return direct.fills_gpu(direct.variant(weight.channels, outputs, (kh, kw), transposed), pixels, device)
 
 
 def leaves_out_rows(tile: Tile, taps: tuple[int, int], width: int, dilation: int) -> bool:
@@ -298,7 +314,7 @@ def conv_call(
     taps: tuple[int, int],
     geometry: Size3,
     relu: bool,
-    up: bool,
+    transposed: bool,
     chosen: Plan,
     asm: bool = True,
     secondary: bool = False,
@@ -312,14 +328,14 @@ def conv_call(
         "KH": taps[0],
         "KW": taps[1],
         "TWO": two,
-        "UP": up,
+        "UP": transposed,
         "TAPS": 1 if cb % tile.bk == 0 else tile.bk // cb,
         "BIAS": bias is not None and not split,
         "RELU": relu and not split,
         "QUANTIZE": scales is not None and not split,
         "MOMENTS": 0 if split else items,
         "SPLIT": split,
-        "ROWS": not up and cb % tile.bk == 0 and leaves_out_rows(tile, taps, pixels[2], geometry[2]),
+        "ROWS": not transposed and cb % tile.bk == 0 and leaves_out_rows(tile, taps, pixels[2], geometry[2]),
         "FULL": outputs % tile.bn == 0,
         "BF16": dtype == torch.bfloat16,
         "BM": tile.bm,
@@ -360,7 +376,7 @@ def conv_call(
         ),
         *(E2M1_MAX * value.e4m3_max for value in (x, second, weight)),
     )
-    grid = -(-m // tile.bm) * -(-outputs // tile.bn) * (4 if up else 1) * chosen.splits
+    grid = -(-m // tile.bm) * -(-outputs // tile.bn) * (4 if transposed else 1) * chosen.splits
     return Call(launch, values, (grid, 1, 1))
 
 

@@ -39,20 +39,20 @@ class DecodedWeight:
         return self.planes.nbytes
 
 
-def fits(channels: tuple[int, ...], taps: int) -> bool:
+def supports(channels: tuple[int, ...], taps: int) -> bool:
     """Whether `decoded` takes sources of these channels: whole steps of a tap, or a tap or several a step."""
     depths = [_bytes(c) for c in channels]
     return all(depth % 32 == 0 for depth in depths) or (len({*depths}) == 1 and depths[0] in (8, 16) and taps <= 9)
 
 
-def decode_weight(weight: Nvfp4Tensor, channels: tuple[int, ...], up: bool = False) -> DecodedWeight:
+def decode_weight(weight: Nvfp4Tensor, channels: tuple[int, ...], transposed: bool = False) -> DecodedWeight:
     """Decode a packed [O, KH, KW, C] for sources of these channels.
 
-    up: a transposed convolution of kernel 2 x 2.
+    transposed: a transposed convolution of kernel 2 x 2.
     """
     outputs, kh, kw, _ = weight.shape
     values = _elements(weight)  # [O, KH, KW, C padded]
-    rows = values.flatten(0, 2).unsqueeze(1) if up else values.flatten(1, 2)  # [rows, taps, C]
+    rows = values.flatten(0, 2).unsqueeze(1) if transposed else values.flatten(1, 2)  # [rows, taps, C]
     parts, first = [], 0
     for count in channels:
         width = 2 * _bytes(count)
@@ -65,10 +65,10 @@ def decode_weight(weight: Nvfp4Tensor, channels: tuple[int, ...], up: bool = Fal
     return DecodedWeight(pairs.contiguous(), weight.amax, (outputs, kh, kw, sum(channels)), channels, weight.e4m3_max)
 
 
-def planes_shape(shape: Sequence[int], channels: tuple[int, ...], up: bool = False) -> tuple[int, int, int]:
+def planes_shape(shape: Sequence[int], channels: tuple[int, ...], transposed: bool = False) -> tuple[int, int, int]:
     """The shape [2, rows, K] of the planes that `decode_weight` makes of a packed [O, KH, KW, C]."""
     outputs, kh, kw, _ = shape
-    rows, taps = (outputs * kh * kw, 1) if up else (outputs, kh * kw)
+    rows, taps = (outputs * kh * kw, 1) if transposed else (outputs, kh * kw)
     return 2, rows, sum(-(-taps * _bytes(count) // PAD) * PAD for count in channels)
 
 

@@ -7,16 +7,15 @@ channels, that takes several times as long as memory or tensor cores would. `cud
 input once into shared memory and multiplies all taps from there. The order of the sum is its own, so that results
 differ from those of `decoded` in the last bits.
 
-`takes` says for which convolutions: stride and dilation 1, at most 3 x 3 taps, sources of equal channels. With fewer
+`supports` says for which convolutions: stride and dilation 1, at most 3 x 3 taps, sources of equal channels. With fewer
 tiles than programs that a GPU runs at a time, decoding and multiplying do not overlap, and `decoded` was as fast or
-faster: `fills` says so.
+faster: `fills_gpu` says so.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
@@ -25,7 +24,7 @@ from fp4deploy.plugins.gemm.convolution.decoded_weight import DecodedWeight
 from fp4deploy.plugins.quantize.statistics import Moments
 from fp4deploy.plugins.runtime.availability import available
 from fp4deploy.plugins.runtime.fallback import Fallback
-from fp4deploy.plugins.runtime.launch import assumed_processors, kernel
+from fp4deploy.plugins.runtime.launch import kernel, num_sms
 from fp4deploy.plugins.runtime.pdl import launch_secondary
 from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES
 
@@ -54,7 +53,7 @@ class Variant:
     taps: Pair
     columns: int
     rows: int
-    up: bool
+    transposed: bool
 
     @property
     def tile(self) -> Pair:
@@ -76,42 +75,42 @@ class Variant:
     def macros(self, dtype: torch.dtype, moments: bool) -> dict[str, str | int]:
         """Of `direct_conv.cu`."""
         numbers = {"C": self.channels, "SOURCES": self.sources, "KH": self.taps[0], "KW": self.taps[1]}
-        numbers |= {"OUTPUTS": self.columns, "ROWS": self.rows, "UP": int(self.up), "MOMENTS": int(moments)}
+        numbers |= {"OUTPUTS": self.columns, "ROWS": self.rows, "UP": int(self.transposed), "MOMENTS": int(moments)}
         return {"DTYPE": CUDA_TYPES[dtype], **numbers}
 
 
-def takes(
-    channels: tuple[int, ...], outputs: int, taps: Pair, stride: int = 1, dilation: int = 1, up: bool = False
+def supports(
+    channels: tuple[int, ...], outputs: int, taps: Pair, stride: int = 1, dilation: int = 1, transposed: bool = False
 ) -> bool:
     """Whether the kernel computes a convolution.
 
-    channels: of each source; taps: height and width of the filter; up: a transposed convolution of kernel and stride 2.
+    channels: of each source; taps: height and width of the filter; transposed: of kernel and stride 2.
     """
     same = len({*channels}) == 1 and channels[0] in CHANNELS
-    small = up or (max(taps) <= 3 and stride == dilation == 1)
+    small = transposed or (max(taps) <= 3 and stride == dilation == 1)
     return same and len(channels) <= 2 and small and outputs % 16 == 0
 
 
-def fills(chosen: Variant, pixels: tuple[int, int, int], device: torch.device) -> bool:
+def fills_gpu(chosen: Variant, pixels: tuple[int, int, int], device: torch.device) -> bool:
     """Whether there are as many tiles as programs that run at a time.
 
     pixels: N, height and width of the output; of a transposed convolution of the input.
     """
     n, oh, ow = pixels
-    return n * math.prod(chosen.tiles(oh, ow)) >= RESIDENT * processors(device)
+    return n * math.prod(chosen.tiles(oh, ow)) >= RESIDENT * num_sms(device)
 
 
-def runs(device: torch.device) -> bool:
+def is_available(device: torch.device) -> bool:
     """Whether it was not refused on a device, and CUDA kernels run there."""
     return device.type != "cuda" or (not fallback.refused(device) and available(device))
 
 
-def variant(channels: tuple[int, ...], outputs: int, taps: Pair, up: bool) -> Variant:
-    """The variant for a convolution that the kernel `takes`."""
-    total = 4 * outputs if up else outputs
+def variant(channels: tuple[int, ...], outputs: int, taps: Pair, transposed: bool) -> Variant:
+    """The variant for a convolution that the kernel `supports`."""
+    total = 4 * outputs if transposed else outputs
     columns = next(each for each in COLUMNS if total % each == 0)
     rows = 2 if channels[0] * columns <= 16 * 16 else 1  # as many as accumulators have registers for
-    return Variant(channels[0], len(channels), (1, 1) if up else taps, columns, rows, up)
+    return Variant(channels[0], len(channels), (1, 1) if transposed else taps, columns, rows, transposed)
 
 
 def conv2d(
@@ -123,7 +122,7 @@ def conv2d(
     dtype: torch.dtype = torch.float16,
     out_amax: torch.Tensor | None = None,
     moments: bool = False,
-    up: bool = False,
+    transposed: bool = False,
     chosen: Variant | None = None,
 ) -> Result:
     """relu(conv2d(concatenation of the sources, weight) + bias) on a GPU, and the moments of the output if asked for.
@@ -133,7 +132,7 @@ def conv2d(
         weight: decoded for these sources.
         bias: float32 [O].
         out_amax: float32 [], the global amax of a packed output; None gives `dtype`.
-        moments: of the rounded output, for a GroupNorm; not with `up`.
+        moments: of the rounded output, for a GroupNorm; not with `transposed`.
         chosen: instead of what `variant` chooses.
 
     Returns:
@@ -145,10 +144,10 @@ def conv2d(
     x, second = sources[0], sources[-1]
     n, h, w = x.shape[:3]
     outputs, kh, kw, _ = weight.shape
-    chosen = chosen or variant(tuple(16 * source.scales.shape[-1] for source in sources), outputs, (kh, kw), up)
-    oh, ow = (h, w) if up else (h + 2 * padding[0] - kh + 1, w + 2 * padding[1] - kw + 1)
+    chosen = chosen or variant(tuple(16 * source.scales.shape[-1] for source in sources), outputs, (kh, kw), transposed)
+    oh, ow = (h, w) if transposed else (h + 2 * padding[0] - kh + 1, w + 2 * padding[1] - kw + 1)
     device, (tiles_y, tiles_x) = x.codes.device, chosen.tiles(oh, ow)
-    factor = 2 if up else 1
+    factor = 2 if transposed else 1
     shape = (n, factor * oh, factor * ow, outputs)
     scales, found = None, None
     if out_amax is None:
@@ -156,12 +155,12 @@ def conv2d(
     else:
         out = torch.empty((*shape[:-1], outputs // 2), dtype=torch.uint8, device=device)
         scales = torch.empty((*shape[:-1], outputs // 16), dtype=torch.uint8, device=device)
-    if moments and not up:
+    if moments and not transposed:
         parts = torch.empty(n * tiles_y * tiles_x, 2, 2, outputs, dtype=torch.float32, device=device)
         found = Moments(parts, math.prod(chosen.tile), tiles_y * tiles_x, chosen.tile)
-    slices = (4 * outputs if up else outputs) // chosen.columns
+    slices = (4 * outputs if transposed else outputs) // chosen.columns
     tiles = n * tiles_y * tiles_x
-    programs = min(tiles, max(1, RESIDENT * processors(device) // slices))
+    programs = min(tiles, max(1, RESIDENT * num_sms(device) // slices))
     run = kernel("direct_conv.cu", "direct_conv", SIGNATURE, chosen.macros(dtype, found is not None), device)
     launch_secondary(
         run,
@@ -176,16 +175,6 @@ def conv2d(
     if scales is None or out_amax is None:
         return out, found
     return Nvfp4Tensor(out, scales.view(torch.float8_e4m3fn), out_amax, torch.Size(shape)), found
-
-
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU, or of the one that launches are recorded for."""
-    return _processors(device.index) if device.type == "cuda" else assumed_processors()
-
-
-@lru_cache
-def _processors(index: int | None) -> int:
-    return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
 def _bytes(x: Nvfp4Tensor) -> torch.Tensor:

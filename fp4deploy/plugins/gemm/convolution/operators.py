@@ -2,27 +2,40 @@
 
     y = torch.ops.fp4deploy.convolution(x, weight, bias, stride, padding, dilation, output_padding, groups, False, relu)
 
-On a GPU `small_k` computes what it takes, cuDNN the rest, always in channels_last. A compiler may give an axis of one
-element any stride, by which torch then does not see that a feature map is in channels_last, and copies it to NCHW (66
-of 914 us of a SegFormer, one image, one H200, torch 2.11, 2026-11-28): strides are put right before the call.
+Feature maps are [N, *S, C] contiguous, as kernels read them: a compiler may copy a view in channels_last of what it
+has written in another shape. On a GPU `small_k` computes what it supports, cuDNN the rest.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 
 from fp4deploy.errors import UnavailableError
+from fp4deploy.graph.sizes import output_size, transposed_size
 from fp4deploy.plugins.gemm.convolution import small_k
-from fp4deploy.plugins.runtime.torch_library import LIBRARY
+from fp4deploy.plugins.runtime.torch_library import operator
 
-LIBRARY.define(
+
+def _fake_convolution(x, weight, bias, stride, padding, dilation, output_padding, groups, transposed, relu):  # type: ignore[no-untyped-def]
+    outputs, axes = weight.shape[0], zip(x.shape[1:-1], weight.shape[2:], stride, padding, dilation, strict=True)
+    if transposed:
+        outputs = weight.shape[1] * groups
+        sizes = [transposed_size(*axis, more) for axis, more in zip(axes, output_padding, strict=True)]
+    else:
+        sizes = [output_size(*axis) for axis in axes]
+    return torch.empty((x.shape[0], *sizes, outputs), dtype=x.dtype, device=x.device)
+
+
+@operator(
     "convolution(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation, "
     "int[] output_padding, int groups, bool transposed, bool relu) -> Tensor",
-    tags=(torch.Tag.needs_fixed_stride_order,),
+    _fake_convolution,
+    "CompositeExplicitAutograd",
+    fixed_strides=True,
 )
-FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-
-
 def convolution(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -35,21 +48,29 @@ def convolution(
     transposed: bool,
     relu: bool,
 ) -> torch.Tensor:
-    """relu(convolution + bias) over one to three axes; weight with torch's axes, bias float32 [O].
+    """relu(convolution + bias) over one to three axes.
+
+    Args:
+        x: [N, *S, C] of any strides; contiguous it is not copied.
+        weight: with torch's axes, [O, C / groups, *K], or [C, O / groups, *K] transposed.
+        bias: float32 [O].
 
     Returns:
-        like `x`, of four or five axes in channels_last.
+        [N, *S', O] contiguous, of the dtype of `x`.
     """
     if x.is_cuda and x.ndim == 4 and not transposed:
         y = _small_k(x, weight, bias, (stride, padding, dilation), groups, relu)
         if y is not None:
             return y
-    x, weight = _channels_last(x), _channels_last(weight)
+    # An axis of one element may have any stride, by which torch does not see channels_last and copies to NCHW (66 of
+    # 914 us of a SegFormer, one image, one H200, torch 2.11, 2026-11-28).
+    x = x.contiguous()
+    x = x.as_strided(x.shape, [math.prod(x.shape[axis + 1 :]) for axis in range(x.ndim)]).movedim(-1, 1)
     added = None if bias is None else bias.to(x.dtype)
     # With cuDNN's choice by measurement, for this call alone: torch.backends.cudnn is of the whole process.
     flags = {"benchmark": True, "deterministic": False, "cudnn_enabled": True, "allow_tf32": False}
     y = torch._convolution(x, weight, added, stride, padding, dilation, transposed, output_padding, groups, **flags)
-    return _channels_last(y.relu_() if relu else y)
+    return (y.relu_() if relu else y).movedim(1, -1).contiguous()
 
 
 def _small_k(
@@ -61,58 +82,30 @@ def _small_k(
     relu: bool,
 ) -> torch.Tensor | None:
     """By the kernel for sums of few elements, where it takes the layer and runs."""
-    if weight.dtype != torch.float16 or not small_k.runs(x.device):
-        return None
-    outputs, channels, kh, kw = weight.shape
     stride, padding, dilation = ((a, b) for a, b in places)
-    pixels, filters = x.permute(0, 2, 3, 1), weight.permute(0, 2, 3, 1)
-    if not small_k.takes(channels, outputs, (kh, kw), stride, padding, dilation, groups):
+    filters = weight.permute(0, 2, 3, 1)
+    if not has_small_kernel(x.device, weight, stride, padding, dilation, groups):
         return None
-    if not small_k.fits(pixels, filters, stride, padding):
+    if not small_k.is_aligned(x, filters, stride, padding):
         return None
     try:
-        return small_k.conv2d(pixels, filters, bias, stride, padding, relu)[0].permute(0, 3, 1, 2)
+        return small_k.conv2d(x, filters, bias, stride, padding, relu)[0]
     except UnavailableError as error:
         small_k.fallback.refuse(x.device, error)
         return None
 
 
-def _channels_last(x: torch.Tensor) -> torch.Tensor:
-    """`x` in channels_last, with that format's strides along axes of one element too."""
-    layout = FORMATS.get(x.ndim)
-    if layout is None:
-        return x.contiguous()
-    x = x.contiguous(memory_format=layout)
-    wanted = _strides(x.shape)
-    return x if x.stride() == wanted else x.as_strided(x.shape, wanted)
-
-
-def _strides(shape: torch.Size) -> tuple[int, ...]:
-    """Of a tensor [N, C, *S] in channels_last."""
-    found, step = [0] * len(shape), 1
-    for axis in (1, *range(len(shape) - 1, 1, -1), 0):
-        found[axis], step = step, step * shape[axis]
-    return tuple(found)
-
-
-@torch.library.register_fake("fp4deploy::convolution", lib=LIBRARY)
-def _(x, weight, bias, stride, padding, dilation, output_padding, groups, transposed, relu):  # type: ignore[no-untyped-def]
-    if transposed:
-        outputs = weight.shape[1] * groups
-        sizes = [
-            (size - 1) * s - 2 * p + d * (k - 1) + o + 1
-            for size, k, s, p, d, o in zip(
-                x.shape[2:], weight.shape[2:], stride, padding, dilation, output_padding, strict=True
-            )
-        ]
-    else:
-        outputs = weight.shape[0]
-        sizes = [
-            (size + 2 * p - d * (k - 1) - 1) // s + 1
-            for size, k, s, p, d in zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
-        ]
-    layout = FORMATS.get(x.ndim, torch.contiguous_format)
-    return torch.empty((x.shape[0], outputs, *sizes), dtype=x.dtype, device=x.device, memory_format=layout)
-
-
-LIBRARY.impl("convolution", convolution, "CompositeExplicitAutograd")
+def has_small_kernel(
+    device: torch.device,
+    weight: torch.Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> bool:
+    """Whether `small_k` computes a convolution with this weight, which bias and ReLU then are part of."""
+    if weight.dtype != torch.float16 or weight.ndim != 4 or not small_k.is_available(device):
+        return False
+    outputs, channels, kh, kw = weight.shape
+    pairs = [(each[0], each[1]) for each in (stride, padding, dilation)]
+    return small_k.supports(channels, outputs, (kh, kw), *pairs, groups)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from fp4deploy.plugins.gemm.reference import output_size
+from fp4deploy.graph.sizes import output_size
 from fp4deploy.plugins.runtime.launch import kernel
 
 Pair = tuple[int, int]

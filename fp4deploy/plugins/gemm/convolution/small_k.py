@@ -7,8 +7,8 @@ cuDNN's kernels, made for long sums, take several times as long as memory would.
 writes the output once; bias, ReLU and the moments for a GroupNorm need no pass of their own, and neither does an image
 in NCHW, FP16 or FP32: x has any strides.
 
-`takes` says for which convolutions: one group, dilation 1, stride 1 or 2, up to `DEEPEST` elements of K and
-`MOST_OUTPUTS` outputs. The order of the sum is the kernel's own (`conv2d_reference` computes in float64): results
+`supports` says for which convolutions: one group, dilation 1, stride 1 or 2, up to `DEEPEST` elements of K and
+`MAX_OUTPUTS` outputs. The order of the sum is the kernel's own (`conv2d_reference` computes in float64): results
 differ in the last bits from those of cuDNN, and from those of `plain`, which adds element by element.
 """
 
@@ -20,19 +20,18 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from fp4deploy.plugins.gemm.convolution.direct import processors
-from fp4deploy.plugins.gemm.reference import output_size
+from fp4deploy.graph.sizes import output_size
 from fp4deploy.plugins.quantize.statistics import Moments
 from fp4deploy.plugins.runtime.availability import available
 from fp4deploy.plugins.runtime.fallback import Fallback
-from fp4deploy.plugins.runtime.launch import kernel
+from fp4deploy.plugins.runtime.launch import kernel, num_sms
 from fp4deploy.plugins.runtime.pdl import launch_secondary
 from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES
 
 Pair = tuple[int, int]
 
 DEEPEST = 208  # elements of K, channels padded: 7 x 7 taps of 3 channels
-MOST_OUTPUTS = 128
+MAX_OUTPUTS = 128
 WARPS, WIDTH, STRIP = 8, 32, 16  # of a block; pixels across its tile; pixels of an mma
 HELD = 16  # mma of a strip whose weights fit registers
 SHARED = 96 * 1024  # bytes of a block, which every GPU from SM80 on allows
@@ -102,7 +101,7 @@ def padded_channels(channels: int) -> int:
     return -(-channels // 4) * 4
 
 
-def takes(
+def supports(
     channels: int,
     outputs: int,
     taps: Pair,
@@ -112,7 +111,7 @@ def takes(
     groups: int = 1,
 ) -> bool:
     """Whether the kernel computes a convolution."""
-    if groups != 1 or dilation != (1, 1) or stride not in ((1, 1), (2, 2)) or not 0 < outputs <= MOST_OUTPUTS:
+    if groups != 1 or dilation != (1, 1) or stride not in ((1, 1), (2, 2)) or not 0 < outputs <= MAX_OUTPUTS:
         return False
     if min(*taps, channels) < 1 or math.prod(taps) * padded_channels(channels) > DEEPEST:
         return False
@@ -121,7 +120,7 @@ def takes(
 
 
 def variant(channels: int, outputs: int, taps: Pair, stride: int = 1, padding: Pair = (0, 0)) -> Variant:
-    """The variant for a convolution that the kernel `takes`."""
+    """The variant for a convolution that the kernel `supports`."""
     point = taps == (1, 1) and stride == 1 and padding == (0, 0) and channels % 16 == 0
     columns = 16 if outputs <= 16 else 32 if outputs <= 32 else 64
     rows = (4 if columns == 64 else 2) // stride
@@ -135,7 +134,7 @@ def variant(channels: int, outputs: int, taps: Pair, stride: int = 1, padding: P
     return three if columns == 16 and three.shared_bytes <= SHARED * 2 // 3 else replace(three, resident=2)
 
 
-def fits(x: torch.Tensor, weight: torch.Tensor, stride: Pair = (1, 1), padding: Pair = (0, 0)) -> bool:
+def is_aligned(x: torch.Tensor, weight: torch.Tensor, stride: Pair = (1, 1), padding: Pair = (0, 0)) -> bool:
     """Whether sizes are within the kernel's counters, and there is an output at all.
 
     x: [N, H, W, C] of any strides; weight: [O, KH, KW, C].
@@ -150,7 +149,7 @@ def fits(x: torch.Tensor, weight: torch.Tensor, stride: Pair = (1, 1), padding: 
     return largest < COUNTED
 
 
-def runs(device: torch.device) -> bool:
+def is_available(device: torch.device) -> bool:
     """Whether the kernel runs on a device, and was not refused there."""
     return device.type == "cuda" and not fallback.refused(device) and available(device)
 
@@ -167,7 +166,7 @@ def conv2d(
 ) -> tuple[torch.Tensor, Moments | None]:
     """relu(conv2d(x, weight) + bias) on a GPU, and the moments of the output if asked for.
 
-    Operands are those that the kernel `takes` and `fits`.
+    Operands are those that the kernel `supports` and `is_aligned`.
 
     Args:
         x: float16 or float32 [N, H, W, C] of any strides, such as an image [N, C, H, W] permuted; float32 is rounded to
@@ -200,7 +199,7 @@ def conv2d(
         parts = torch.empty(tiles, 2, 2, outputs, dtype=torch.float32, device=x.device)
         found = Moments(parts, math.prod(chosen.tile), down * across, (0, 0) if chosen.point else chosen.tile)
     slices = -(-outputs // chosen.columns)
-    programs = min(tiles, max(1, chosen.resident * processors(x.device) // slices))
+    programs = min(tiles, max(1, chosen.resident * num_sms(x.device) // slices))
     item, row, column, plane = x.stride()
     run = kernel("small_k_conv.cu", "small_k_conv", SIGNATURE, chosen.macros(x.dtype, moments), x.device)
     launch_secondary(

@@ -6,7 +6,7 @@
 memory, while the next chunk of channels is decoded. The order of the sum is its own, so that results differ from those
 of `decoded` in the last bits; it depends on the number of splits and on nothing else of a variant.
 
-`takes` says for which convolutions: stride 1, sources of whole chunks of 64 channels, a multiple of 64 outputs.
+`supports` says for which convolutions: stride 1, sources of whole chunks of 64 channels, a multiple of 64 outputs.
 `variant` chooses tile and splits by an estimate of the cycles that a program takes (`cycles`).
 """
 
@@ -22,12 +22,11 @@ import torch
 from fp4deploy.architecture import Architecture
 from fp4deploy.formats import E2M1_MAX, Nvfp4Tensor
 from fp4deploy.plugins.gemm.convolution.decoded_weight import PAD, DecodedWeight
-from fp4deploy.plugins.gemm.convolution.direct import processors
 from fp4deploy.plugins.quantize.statistics import Moments
 from fp4deploy.plugins.runtime.availability import available
 from fp4deploy.plugins.runtime.context import library
 from fp4deploy.plugins.runtime.fallback import Fallback
-from fp4deploy.plugins.runtime.launch import kernel
+from fp4deploy.plugins.runtime.launch import kernel, num_sms
 from fp4deploy.plugins.runtime.pdl import launch_secondary
 from fp4deploy.plugins.runtime.tma import kernel_tensor_map
 from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES
@@ -43,9 +42,9 @@ HEIGHTS = (4, 8, 12, 16, 20, 24)  # of a tile
 THREADS, DECODERS, CONSUMERS = 512, 192, 2  # of a block; threads that decode; warpgroups that multiply
 SHARED = 232_448  # bytes that a thread block can have
 SCRATCH = 8 * 1024  # bytes
-MOST_STAGES, FEWEST_STAGES = 20, 3
-MOST_SPLITS = 8
-MOST_TAPS = 7  # in each direction
+MAX_STAGES, FEWEST_STAGES = 20, 3
+MAX_SPLITS = 8
+MAX_TAPS = 7  # in each direction
 INDEX = 1 << 31  # pixels are counted in 32 bits
 fallback = Fallback("Convolutions by wgmma", "implicit GEMM")
 SIGNATURE = "128sPPPPPPPPPPPPiiiiiiiiiiiiiiifff"
@@ -56,8 +55,7 @@ class Shape:
     """A convolution.
 
     pixels: N, height and width of the output, of a transposed convolution of the input; chunks: of 64 channels, of each
-    source; taps: height and width of the filter; up: a transposed convolution of kernel and stride 2; packed: whether
-    the output is.
+    source; taps: height and width of the filter; transposed: of kernel and stride 2; packed: whether the output is.
     """
 
     pixels: Size3
@@ -65,7 +63,7 @@ class Shape:
     outputs: int
     taps: Pair
     dilation: int = 1
-    up: bool = False
+    transposed: bool = False
     packed: bool = False
 
     @property
@@ -85,7 +83,7 @@ class Variant:
 
     taps: Pair
     dilation: int
-    up: bool
+    transposed: bool
     joint: bool
     height: int
     splits: int
@@ -126,7 +124,7 @@ class Variant:
 
     def columns(self, outputs: int) -> int:
         """Units of work that have the same pixels: blocks of outputs, places, splits."""
-        return outputs // self.outputs * (4 if self.up else 1) * self.splits
+        return outputs // self.outputs * (4 if self.transposed else 1) * self.splits
 
     def works(self, shape: Shape) -> int:
         """Units of work."""
@@ -134,30 +132,30 @@ class Variant:
         down, across = self.tiles(oh, ow)
         return n * down * (across if self.joint else -(-across // CONSUMERS)) * self.columns(shape.outputs)
 
-    def programs(self, shape: Shape, multiprocessors: int) -> int:
+    def programs(self, shape: Shape, num_sms: int) -> int:
         """Thread blocks: one for each multiprocessor. With resident weights a program keeps its block of outputs."""
         works, columns = self.works(shape), self.columns(shape.outputs)
-        programs = min(works, multiprocessors)
+        programs = min(works, num_sms)
         return programs // columns * columns if self.resident else programs
 
     def macros(self, dtype: torch.dtype, moments: bool, packed: bool = False) -> dict[str, str | int]:
         """Of `warpgroup_conv.cu`."""
-        flags = {"JOINT": self.joint, "RESIDENT": self.resident, "UP": self.up, "SPLIT": self.splits > 1}
+        flags = {"JOINT": self.joint, "RESIDENT": self.resident, "UP": self.transposed, "SPLIT": self.splits > 1}
         flags["PACKED"] = packed and self.splits == 1
         numbers = {"HEIGHT": self.height, "KH": self.taps[0], "KW": self.taps[1], "DILATION": self.dilation}
         numbers |= {"STAGES": self.stages, "BUFFERS": self.buffers, "MOMENTS": int(moments and self.splits == 1)}
         return {"DTYPE": CUDA_TYPES[dtype], **numbers, **{name: int(flag) for name, flag in flags.items()}}
 
 
-def takes(
-    channels: tuple[int, ...], outputs: int, taps: Pair, stride: int = 1, dilation: int = 1, up: bool = False
+def supports(
+    channels: tuple[int, ...], outputs: int, taps: Pair, stride: int = 1, dilation: int = 1, transposed: bool = False
 ) -> bool:
     """Whether the kernel computes a convolution; arguments as of `direct.takes`."""
     whole = all(count and count % CHUNK == 0 for count in channels) and outputs % CHUNK == 0 and outputs > 0
-    return whole and len(channels) <= 2 and (up or (max(taps) <= MOST_TAPS and stride == 1 and dilation >= 1))
+    return whole and len(channels) <= 2 and (transposed or (max(taps) <= MAX_TAPS and stride == 1 and dilation >= 1))
 
 
-def runs(device: torch.device) -> bool:
+def is_available(device: torch.device) -> bool:
     """Whether a device has wgmma and a driver that encodes tensor maps, and did not refuse the kernel."""
     if device.type != "cuda" or fallback.refused(device):
         return False
@@ -170,64 +168,73 @@ def _is_sm90(index: int | None) -> bool:
 
 
 def shape_of(
-    sources: tuple[Nvfp4Tensor, ...], weight: DecodedWeight, padding: Pair, dilation: int, up: bool, packed: bool
+    sources: tuple[Nvfp4Tensor, ...],
+    weight: DecodedWeight,
+    padding: Pair,
+    dilation: int,
+    transposed: bool,
+    packed: bool,
 ) -> Shape:
     """The convolution of these operands."""
     n, h, w = sources[0].shape[:3]
     outputs, kh, kw, _ = weight.shape
-    taps = (1, 1) if up else (kh, kw)
+    taps = (1, 1) if transposed else (kh, kw)
     oh, ow = (
-        size if up else size + 2 * pad - (each - 1) * dilation
+        size if transposed else size + 2 * pad - (each - 1) * dilation
         for size, pad, each in zip((h, w), padding, taps, strict=True)
     )
     chunks = tuple(source.scales.shape[-1] // 4 for source in sources)
-    return Shape((n, oh, ow), chunks, outputs, taps, dilation, up, packed)
+    return Shape((n, oh, ow), chunks, outputs, taps, dilation, transposed, packed)
 
 
 @lru_cache(4096)
-def variant(shape: Shape, multiprocessors: int) -> Variant | None:
+def variant(shape: Shape, num_sms: int) -> Variant | None:
     """The variant with the fewest `cycles`; None where no tile fits into shared memory."""
-    return min(variants(shape, multiprocessors), key=lambda each: cycles(each, shape, multiprocessors), default=None)
+    return min(variants(shape, num_sms), key=lambda each: cycles(each, shape, num_sms), default=None)
 
 
-def variants(shape: Shape, multiprocessors: int) -> Iterator[Variant]:
+def variants(shape: Shape, num_sms: int) -> Iterator[Variant]:
     """All that a convolution can be computed with."""
     chunks = sum(shape.chunks)
-    most = 1 if shape.up else min(MOST_SPLITS, chunks)
+    most = 1 if shape.transposed else min(MAX_SPLITS, chunks)
     for joint in (True, False) if shape.outputs % 128 == 0 else (False,):
         for height in HEIGHTS:
             for splits in range(1, most + 1):
-                each = fitted(shape, joint, height, splits, multiprocessors)
+                each = fitted(shape, joint, height, splits, num_sms)
                 if each is not None:
                     yield each
 
 
-def fitted(shape: Shape, joint: bool, height: int, splits: int, multiprocessors: int) -> Variant | None:
+def fitted(shape: Shape, joint: bool, height: int, splits: int, num_sms: int) -> Variant | None:
     """The variant of a tile with as many stages as shared memory has room for; None if those are too few."""
     taps = math.prod(shape.taps)
     buffers = 4 if taps == 1 else 2
-    empty = Variant(shape.taps, shape.dilation, shape.up, joint, height, splits, 0, buffers, False)
+    empty = Variant(shape.taps, shape.dilation, shape.transposed, joint, height, splits, 0, buffers, False)
     room = (SHARED - empty.shared_bytes) // (empty.stage_bytes + 16 * empty.rings)
     columns = empty.columns(shape.outputs)
-    resident = splits == 1 and shape.steps <= min(room, MOST_STAGES) and columns <= multiprocessors
+    resident = splits == 1 and shape.steps <= min(room, MAX_STAGES) and columns <= num_sms
     if resident and empty.works(shape) >= columns:
         stages = shape.steps
     else:
-        resident, stages = False, min(room, MOST_STAGES)
+        resident, stages = False, min(room, MAX_STAGES)
         if stages < FEWEST_STAGES:
             return None
-    return Variant(shape.taps, shape.dilation, shape.up, joint, height, splits, stages, buffers, resident)
+    return Variant(shape.taps, shape.dilation, shape.transposed, joint, height, splits, stages, buffers, resident)
 
 
-def cycles(each: Variant, shape: Shape, multiprocessors: int) -> float:
-    """An estimate of the time in cycles, fitted to what was measured on an H100 (`benchmarks/warpgroup_conv.py`).
+def cycles(each: Variant, shape: Shape, num_sms: int) -> float:
+    """An estimate of the time in cycles.
+
+    Measured fact: H200, 2026-11-28, `python benchmarks/warpgroup_conv.py` (its file in benchmarks/results):
+    at 1.485 cycles a nanosecond nine in ten of the 75 layers are estimated to +-8 %, all to -13 and +19 %. The numbers
+    were fitted together, on an H100, by `--variants`; of each alone no source is recorded.
 
     A step multiplies one tap of one chunk: at the rate of tensor cores, of reading its weights from L2, or of its
     barriers. A chunk takes no less than decoding it. A unit of work adds an epilogue, which costs more in a tall tile
     where outputs are not packed; joint consumers with several taps are out of phase (LAG in the kernel), so that one
     multiplies while the other writes.
     """
-    works, programs = each.works(shape), each.programs(shape, multiprocessors)
+    works, programs = each.works(shape), each.programs(shape, num_sms)
     rounds, taps = -(-works // programs), math.prod(each.taps)
     step = max(4 * WIDTH * each.height / 1.03, 407)
     if not (each.resident and rounds > 1):
@@ -241,7 +248,7 @@ def cycles(each: Variant, shape: Shape, multiprocessors: int) -> float:
     total = 11500 + rounds * (chunks * chunk + written + 1150)
     if each.splits > 1:
         n, oh, ow = shape.pixels
-        total += 14600 + 3.25e-3 * each.splits * n * oh * ow * shape.outputs * 132 / multiprocessors
+        total += 14600 + 3.25e-3 * each.splits * n * oh * ow * shape.outputs * 132 / num_sms
     return total
 
 
@@ -255,7 +262,7 @@ def conv2d(
     dtype: torch.dtype = torch.float16,
     out_amax: torch.Tensor | None = None,
     moments: bool = False,
-    up: bool = False,
+    transposed: bool = False,
     chosen: Variant | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, Moments | None]:
     """relu(conv2d(concatenation of the sources, weight) + bias) on a GPU, and the moments of the output if asked for.
@@ -265,7 +272,7 @@ def conv2d(
         weight: decoded for these sources.
         bias: float32 [O].
         out_amax: float32 [], the global amax of a packed output; None gives `dtype`.
-        moments: of the rounded output, for a GroupNorm; not with `up`.
+        moments: of the rounded output, for a GroupNorm; not with `transposed`.
         chosen: instead of what `variant` chooses.
 
     Returns:
@@ -277,13 +284,13 @@ def conv2d(
         UnavailableError: the kernel does not compile or launch here.
     """
     x, second, device = sources[0], sources[-1], sources[0].codes.device
-    shape = shape_of(sources, weight, padding, dilation, up, out_amax is not None)
-    multiprocessors = processors(device)
-    chosen = chosen or variant(shape, multiprocessors)
+    shape = shape_of(sources, weight, padding, dilation, transposed, out_amax is not None)
+    sms = num_sms(device)
+    chosen = chosen or variant(shape, sms)
     assert chosen is not None, "`variant` was asked before"
     (n, oh, ow), (h, w), outputs = shape.pixels, x.shape[1:3], shape.outputs
     tiles = chosen.tiles(oh, ow)
-    factor = 2 if up else 1
+    factor = 2 if transposed else 1
     size = (n, factor * oh, factor * ow, outputs)
     scales, found = None, None
     if chosen.splits > 1:
@@ -294,7 +301,7 @@ def conv2d(
     else:
         out = torch.empty((*size[:-1], outputs // 2), dtype=torch.uint8, device=device)
         scales = torch.empty((*size[:-1], outputs // 16), dtype=torch.uint8, device=device)
-    if moments and not up and chosen.splits == 1:
+    if moments and not transposed and chosen.splits == 1:
         parts = torch.empty(n * math.prod(tiles), 2, 2, outputs, dtype=torch.float32, device=device)
         found = Moments(parts, chosen.height * WIDTH, math.prod(tiles), (chosen.height, WIDTH))
     run = kernel(
@@ -304,7 +311,7 @@ def conv2d(
     first_width = -(-math.prod(shape.taps) * CHUNK // 2 * shape.chunks[0] // PAD) * PAD
     launch_secondary(
         run,
-        chosen.programs(shape, multiprocessors),
+        chosen.programs(shape, sms),
         THREADS,
         kernel_tensor_map(run, *weight_boxes(weight, chosen)),
         *(x.codes.contiguous(), _bytes(x), x.amax, second.codes.contiguous(), _bytes(second), second.amax),
@@ -322,7 +329,7 @@ def weight_boxes(
 ) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
     """Arguments of `kernel_tensor_map`: bytes [outputs of both planes, places, a row], the innermost axis first."""
     rows, k = weight.planes.shape[1:]
-    places = 4 if chosen.up else 1
+    places = 4 if chosen.transposed else 1
     sizes, strides = (2 * k, places, 2 * rows // places), (2 * k, 2 * k * places)
     return weight.planes, sizes, strides, (CHUNK, 1, CHUNK), CHUNK
 

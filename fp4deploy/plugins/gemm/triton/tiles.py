@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 NATIVE_FROM = 100
-MOST_TAPS = 9  # of a filter for several taps a step; with more, the masks of the loads spill registers
+MAX_TAPS = 9  # of a filter for several taps a step; with more, the masks of the loads spill registers
 FILL = 132  # programs of a full wave on a large GPU
 
 
@@ -47,7 +47,7 @@ def gemm_tile(
     columns: int,
     capability: int,
     quantize: bool = False,
-    up: bool = False,
+    transposed: bool = False,
     two: bool = False,
     taps: int = 9,
     depth: int = 32,
@@ -59,7 +59,7 @@ def gemm_tile(
     greatest common divisor of both.
     """
     if capability >= NATIVE_FROM:
-        return NATIVE_NARROW if columns <= 64 or quantize or up else NATIVE_WIDE
+        return NATIVE_NARROW if columns <= 64 or quantize or transposed else NATIVE_WIDE
     if rows <= 64 or (quantize and capability < 90):
         return SMALL
     if quantize or capability < 90:
@@ -69,7 +69,7 @@ def gemm_tile(
         return tall if -(-rows // 256) >= FILL else NARROW
     if -(-rows // 256) * -(-columns // 128) < FILL:
         return MIDDLE
-    if up or depth % 64:
+    if transposed or depth % 64:
         return WIDE
     return SQUARE if taps == 1 and columns > 128 and not two else DEEP
 
@@ -80,7 +80,7 @@ def k_step_constants(tile: Tile, taps: int, depths: tuple[int, ...]) -> dict[str
     taps: of the filter; depths: bytes of a tap in each source. EVEN: a tap is whole steps in each source. TAPS: taps of
     a step, more than one where all sources have the same few channels and the filter has at most nine taps.
     """
-    few = 1 < taps <= MOST_TAPS and tile.bk % depths[0] == 0 and len({*depths}) == 1
+    few = 1 < taps <= MAX_TAPS and tile.bk % depths[0] == 0 and len({*depths}) == 1
     return {"EVEN": all(depth % tile.bk == 0 for depth in depths), "TAPS": tile.bk // depths[0] if few else 1}
 
 
@@ -90,8 +90,8 @@ def weight_only_tile(rows: int, capability: int) -> Tile:
     return small if rows <= 64 else TALL
 
 
-def tiles(capability: int, quantize: bool, up: bool, two: bool, taps: int, depth: int) -> tuple[Tile, ...]:
+def tiles(capability: int, quantize: bool, transposed: bool, two: bool, taps: int, depth: int) -> tuple[Tile, ...]:
     """Every tile that `gemm_tile` can choose for these."""
     sizes = [(rows, columns) for rows in (1, 100, 1 << 20) for columns in (1, 17, 33, 65, 129)]
-    chosen = {gemm_tile(*size, capability, quantize, up, two, taps, depth) for size in sizes}
+    chosen = {gemm_tile(*size, capability, quantize, transposed, two, taps, depth) for size in sizes}
     return tuple(sorted(chosen, key=lambda tile: (tile.bm, tile.bn)))

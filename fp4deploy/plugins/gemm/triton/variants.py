@@ -46,14 +46,14 @@ def _gemms(capability: int) -> list[Launch]:
             shapes.append(((x, x), _filter(2 * channels, size), False))
         if size == 1:
             shapes.append(((x,), _filter(channels, 2), True))
-        for sources, filters, up in shapes:
+        for sources, filters, transposed in shapes:
             out = torch.empty(0, dtype=torch.uint8 if packed else dtype)
             scales, amax = (out, x.amax) if packed else (None, None)
-            taps = (1, 1) if up else (size, size)
-            for tile in tiles(capability, packed, up, len(sources) == 2, taps[0] * taps[1], x.codes.shape[-1]):
+            taps = (1, 1) if transposed else (size, size)
+            for tile in tiles(capability, packed, transposed, len(sources) == 2, taps[0] * taps[1], x.codes.shape[-1]):
                 call = gemm_call(
                     *(sources, filters, torch.zeros(16) if bias else None, SIZE, SIZE, out, scales, amax, dtype),
-                    *(capability, taps, 1, 0, 1, relu, up, tile),
+                    *(capability, taps, 1, 0, 1, relu, transposed, tile),
                 )
                 launches.append(call.launch)
     return launches

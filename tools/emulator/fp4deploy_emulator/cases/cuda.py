@@ -239,7 +239,7 @@ def all_weights(setting: Setting, outcome: Outcome) -> None:
 
 
 def gemv_case(
-    rows: int, k: int, outputs: int, dtype: torch.dtype, processors: int = 1
+    rows: int, k: int, outputs: int, dtype: torch.dtype, num_sms: int = 1
 ) -> Callable[[Setting, Outcome], None]:
     """The small-M GEMM with TMA, mbarriers and, on architectures with multicast, clusters of two blocks."""
 
@@ -248,7 +248,7 @@ def gemv_case(
         weight, bias = packed(setting, outputs, k, seed=1, weight=True), multiples(setting, outputs, seed=7)
         out = torch.empty(rows, outputs, dtype=dtype)
         shared = SMALL_SHARED if setting.capability >= 120 else LARGE_SHARED
-        chosen = gemv.variant(rows, outputs, k, processors, shared, setting.capability)
+        chosen = gemv.variant(rows, outputs, k, num_sms, shared, setting.capability)
         maps = tuple(_encoded(*box) for box in gemv.boxes(weight, chosen))
         values = gemv.arguments(maps, x, weight, bias, out, True)
         macros: Macros = {"DTYPE": CUDA_TYPES[dtype], **chosen.macros}

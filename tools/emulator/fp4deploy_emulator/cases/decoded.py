@@ -29,7 +29,7 @@ NEAR = 2e-6
 
 @dataclass(frozen=True)
 class Convolution:
-    """A convolution with a decoded weight. amax: of a packed output; up: transposed, 2 x 2."""
+    """A convolution with a decoded weight. amax: of a packed output; transposed: of kernel 2 x 2."""
 
     channels: tuple[int, ...] = (64,)
     outputs: int = 40
@@ -40,7 +40,7 @@ class Convolution:
     splits: int = 1
     tile: Tile = SMALL
     dtype: torch.dtype = torch.float16
-    up: bool = False
+    transposed: bool = False
     amax: float | None = None
     moments: bool = False
 
@@ -50,11 +50,11 @@ class Convolution:
             packed(setting, *self.image, channels, power=8 + i, seed=2 + i, binary=True)
             for i, channels in enumerate(self.channels)
         )
-        taps = 2 if self.up else self.size
+        taps = 2 if self.transposed else self.size
         weight = packed(setting, self.outputs, taps, taps, sum(self.channels), seed=1, weight=True)
         bias = multiples(setting, self.outputs, seed=7)
         amax = None if self.amax is None else torch.tensor(self.amax)
-        padding = 0 if self.up else self.dilation * (self.size // 2)
+        padding = 0 if self.transposed else self.dilation * (self.size // 2)
 
         def launch(call: Call) -> None:
             outputs = _outputs(call)
@@ -63,7 +63,7 @@ class Convolution:
 
         y, moments = decoded.conv2d(
             sources,
-            decode_weight(weight, self.channels, self.up),
+            decode_weight(weight, self.channels, self.transposed),
             bias,
             self.stride,
             padding,
@@ -72,12 +72,12 @@ class Convolution:
             dtype=self.dtype,
             out_amax=amax,
             moments=self.moments,
-            up=self.up,
+            transposed=self.transposed,
             chosen=decoded.Plan(self.tile, self.splits),
             launch=launch,
         )
         common = (True, self.dtype, amax, torch.float64)
-        if self.up:
+        if self.transposed:
             expected = conv_transpose2d_reference(sources[0], weight, bias, *common)
         else:
             expected = conv2d_reference(sources, weight, bias, self.stride, padding, self.dilation, *common)
@@ -153,7 +153,7 @@ CASES = tuple(
             WEIGHTS,
             Convolution(channels=(64, 64), size=1, image=(2, 12, 16), moments=True),
         ),
-        ("decoded weights, transposed 2x2", WEIGHTS, Convolution(up=True, image=(1, 5, 7))),
+        ("decoded weights, transposed 2x2", WEIGHTS, Convolution(transposed=True, image=(1, 5, 7))),
         ("decoded weights, packed output", WEIGHTS, Convolution(outputs=48, amax=24.0)),
         ("split-K", SPLIT, Convolution(splits=3)),
         (

@@ -24,14 +24,14 @@ FAMILY = "direct convolution"
 
 @dataclass(frozen=True)
 class Convolution:
-    """A direct convolution. amax: of a packed output; up: transposed, 2 x 2."""
+    """A direct convolution. amax: of a packed output; transposed: of kernel 2 x 2."""
 
     channels: tuple[int, ...] = (16,)
     outputs: int = 16
     size: int = 3
     image: tuple[int, int, int] = (1, 18, 35)
     dtype: torch.dtype = torch.float16
-    up: bool = False
+    transposed: bool = False
     relu: bool = True
     bias: bool = True
     amax: float | None = None
@@ -43,18 +43,18 @@ class Convolution:
             packed(setting, *self.image, channels, power=8 + i, seed=2 + i, binary=True)
             for i, channels in enumerate(self.channels)
         )
-        taps = 2 if self.up else self.size
+        taps = 2 if self.transposed else self.size
         weight = packed(setting, self.outputs, taps, taps, sum(self.channels), seed=1, weight=True)
         bias = multiples(setting, self.outputs, seed=7) if self.bias else None
         amax = None if self.amax is None else torch.tensor(self.amax)
-        padding = 0 if self.up else self.size // 2
+        padding = 0 if self.transposed else self.size // 2
         with emulated(setting, outcome):
             y, moments = direct.conv2d(
-                *(sources, decode_weight(weight, self.channels, self.up), bias, (padding, padding), self.relu),
-                *(self.dtype, amax, self.moments, self.up),
+                *(sources, decode_weight(weight, self.channels, self.transposed), bias, (padding, padding), self.relu),
+                *(self.dtype, amax, self.moments, self.transposed),
             )
         common = (self.relu, self.dtype, amax, torch.float64)
-        if self.up:
+        if self.transposed:
             expected = conv_transpose2d_reference(sources[0], weight, bias, *common)
         else:
             expected = conv2d_reference(sources, weight, bias, 1, padding, 1, *common)
@@ -93,8 +93,11 @@ CASES = tuple(
         ("two sources of 16", Convolution(channels=(16, 16), outputs=32, image=(1, 5, 7), moments=True)),
         ("32 channels, 1x1, bfloat16", Convolution(channels=(32,), outputs=48, size=1, dtype=torch.bfloat16)),
         ("two sources of 32", Convolution(channels=(32, 32), outputs=32, image=(2, 9, 33), moments=True)),
-        ("transposed 2x2", Convolution(channels=(32,), up=True, image=(2, 9, 5))),
+        ("transposed 2x2", Convolution(channels=(32,), transposed=True, image=(2, 9, 5))),
         ("packed output", Convolution(channels=(16,), outputs=48, image=(1, 3, 34), amax=24.0)),
-        ("transposed, packed output", Convolution(channels=(16,), outputs=16, up=True, image=(1, 3, 5), amax=24.0)),
+        (
+            "transposed, packed output",
+            Convolution(channels=(16,), outputs=16, transposed=True, image=(1, 3, 5), amax=24.0),
+        ),
     )
 )

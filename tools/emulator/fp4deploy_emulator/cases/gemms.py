@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from fp4deploy.formats import Nvfp4Tensor
+from fp4deploy.graph.sizes import output_size
 from fp4deploy.plugins.aot.spec import Call
 from fp4deploy.plugins.gemm.arguments import gemm_call, weight_only_call
-from fp4deploy.plugins.gemm.reference import conv2d_reference, conv_transpose2d_reference, matmul_reference, output_size
+from fp4deploy.plugins.gemm.reference import conv2d_reference, conv_transpose2d_reference, matmul_reference
 from fp4deploy_emulator.cases.case import Case, Outcome, Setting, multiples, packed
 from fp4deploy_emulator.launch import emulate_triton
 
@@ -60,13 +61,13 @@ class Gemm:
     relu: bool = True
     bias: bool = True
     dtype: torch.dtype = HALF
-    up: bool = False
+    transposed: bool = False
     amax: float | None = None
 
     def __call__(self, setting: Setting, outcome: Outcome) -> None:
         """Launch, execute, compare."""
         sources = tuple(packed(setting, *self.image, c, power=8 + i, seed=2 + i) for i, c in enumerate(self.channels))
-        taps = (2, 2) if self.up else (self.size or 1,) * 2
+        taps = (2, 2) if self.transposed else (self.size or 1,) * 2
         weight = packed(setting, self.outputs, *taps, sum(self.channels), seed=1, weight=True)
         if not self.size:
             weight = packed(setting, self.outputs, *self.channels, seed=1, weight=True)
@@ -89,8 +90,8 @@ class Gemm:
         geometry: dict[str, Any] = {}
         if not self.size:
             extent = pixels = (1, 1, n * h * w)
-        elif self.up:
-            geometry = {"up": True}
+        elif self.transposed:
+            geometry = {"transposed": True}
         else:
             sizes = (output_size(each, self.size, self.stride, self.padding, self.dilation) for each in (h, w))
             pixels = (n, *sizes)  # type: ignore[assignment]
@@ -120,7 +121,7 @@ class Gemm:
         }
         if not self.size:
             return matmul_reference(sources[0], weight, **common)
-        if self.up:
+        if self.transposed:
             return conv_transpose2d_reference(sources[0], weight, **common)
         geometry: dict[str, Any] = {"stride": self.stride, "padding": self.padding, "dilation": self.dilation}
         return conv2d_reference(sources, weight, **geometry, **common)
@@ -167,11 +168,13 @@ CASES = (
     Case("conv 3x3, 32 channels, 128 pixels", "several taps", Gemm(channels=(32,), image=(1, 10, 13))),
     Case("conv 3x3, two sources", "two sources", Gemm(channels=(64, 64))),
     Case("conv 3x3, two sources of different depth", "two sources", Gemm(channels=(32, 80))),
-    Case("transposed 2x2", "transposed", Gemm(up=True, image=(1, 5, 7))),
-    Case("transposed 2x2, 24 outputs", "transposed", Gemm(up=True, image=(1, 3, 4), outputs=24, channels=(96,))),
+    Case("transposed 2x2", "transposed", Gemm(transposed=True, image=(1, 5, 7))),
+    Case(
+        "transposed 2x2, 24 outputs", "transposed", Gemm(transposed=True, image=(1, 3, 4), outputs=24, channels=(96,))
+    ),
     Case("conv 3x3, packed output", "packed output", Gemm(amax=24.0)),
     Case("linear, packed output", "packed output", Gemm(size=0, image=(1, 1, 40), amax=30.0, channels=(64,))),
-    Case("transposed 2x2, packed output", "packed output", Gemm(up=True, image=(1, 4, 4), amax=9.0)),
+    Case("transposed 2x2, packed output", "packed output", Gemm(transposed=True, image=(1, 4, 4), amax=9.0)),
     Case("W4A16, 1 row", "W4A16", WeightOnly(1, 512)),
     Case("W4A16, 100 rows", "W4A16", WeightOnly(100, 96, dtype=BFLOAT)),
     Case("W4A16, K = 36", "W4A16", WeightOnly(3, 36)),

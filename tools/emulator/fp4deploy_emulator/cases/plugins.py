@@ -52,11 +52,11 @@ class Convolution(Gemm):
 
     def launch(self, setting: Setting, outcome: Outcome, of: Operands) -> None:
         """With global scales in the place of amax and range."""
-        plugin = convolution_plugin(len(of.sources), of.amax is not None, self.up)
+        plugin = convolution_plugin(len(of.sources), of.amax is not None, self.transposed)
         assert of.bias is not None
         tensors = [part for each in (*of.sources, of.weight) for part in _parts(each)]
         amax = [] if of.amax is None else [of.amax.reshape(1)]
-        taps = 2 if self.up else self.size
+        taps = 2 if self.transposed else self.size
         attributes = {
             "kernel": [taps, taps],
             "channels": list(self.channels),
@@ -91,7 +91,7 @@ CASES = (
     Case("plugin, 3x3, packed output", FAMILY, Convolution(amax=24.0)),
     Case("plugin, two sources", FAMILY, Convolution(channels=(64, 32), image=(1, 5, 7))),
     Case("plugin, two sources, packed output", FAMILY, Convolution(channels=(64, 64), image=(1, 5, 7), amax=24.0)),
-    Case("plugin, transposed 2x2", FAMILY, Convolution(up=True, image=(1, 5, 7))),
-    Case("plugin, transposed 2x2, packed output", FAMILY, Convolution(up=True, image=(1, 4, 4), amax=9.0)),
+    Case("plugin, transposed 2x2", FAMILY, Convolution(transposed=True, image=(1, 5, 7))),
+    Case("plugin, transposed 2x2, packed output", FAMILY, Convolution(transposed=True, image=(1, 4, 4), amax=9.0)),
     Case("plugin, quantiser", FAMILY, quantizer),
 )

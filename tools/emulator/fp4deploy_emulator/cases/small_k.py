@@ -41,8 +41,8 @@ class Convolution:
         bias = multiples(setting, self.filters[0], seed=7) if self.bias else None
         how = (x, weight, bias, (self.stride, self.stride), self.padding, self.relu)
         taps, strides = self.filters[1:], (self.stride, self.stride)
-        assert small_k.takes(channels, self.filters[0], taps, strides, self.padding)
-        assert small_k.fits(x, weight, strides, self.padding)
+        assert small_k.supports(channels, self.filters[0], taps, strides, self.padding)
+        assert small_k.is_aligned(x, weight, strides, self.padding)
         with emulated(setting, outcome):
             y, moments = small_k.conv2d(*how, moments=self.moments)
         outcome.compare(y, small_k.conv2d_reference(*how))

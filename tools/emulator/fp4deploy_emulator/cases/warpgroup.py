@@ -39,7 +39,7 @@ class Convolution:
     dilation: int = 1
     image: tuple[int, int, int] = (1, 5, 11)
     dtype: torch.dtype = torch.float16
-    up: bool = False
+    transposed: bool = False
     relu: bool = True
     bias: bool = True
     amax: float | None = None
@@ -51,14 +51,16 @@ class Convolution:
             packed(setting, *self.image, channels, power=8 + i, seed=2 + i, binary=True)
             for i, channels in enumerate(self.channels)
         )
-        taps = 2 if self.up else self.size
+        taps = 2 if self.transposed else self.size
         weight = packed(setting, self.outputs, taps, taps, sum(self.channels), seed=1, weight=True)
         bias = multiples(setting, self.outputs, seed=7) if self.bias else None
         amax = None if self.amax is None else torch.tensor(self.amax)
-        padding = 0 if self.up else self.size // 2 * self.dilation
-        decoded = decode_weight(weight, self.channels, self.up)
-        assert warpgroup.takes(self.channels, self.outputs, (taps, taps), 1, self.dilation, self.up)
-        shape = warpgroup.shape_of(sources, decoded, (padding, padding), self.dilation, self.up, amax is not None)
+        padding = 0 if self.transposed else self.size // 2 * self.dilation
+        decoded = decode_weight(weight, self.channels, self.transposed)
+        assert warpgroup.supports(self.channels, self.outputs, (taps, taps), 1, self.dilation, self.transposed)
+        shape = warpgroup.shape_of(
+            sources, decoded, (padding, padding), self.dilation, self.transposed, amax is not None
+        )
         chosen = warpgroup.fitted(shape, self.joint, self.height, self.splits, 1)
         assert chosen is not None
         if self.stages is not None:
@@ -66,10 +68,10 @@ class Convolution:
         with emulated(setting, outcome, (decoded.planes,)):
             y, scales, moments = warpgroup.conv2d(
                 *(sources, decoded, bias, (padding, padding), self.dilation, self.relu, self.dtype, amax),
-                *(self.moments, self.up, chosen),
+                *(self.moments, self.transposed, chosen),
             )
         common = (self.relu, self.dtype, amax, torch.float64)
-        if self.up:
+        if self.transposed:
             expected = conv_transpose2d_reference(sources[0], weight, bias, *common)
         else:
             expected = conv2d_reference(sources, weight, bias, 1, padding, self.dilation, *common)
@@ -94,8 +96,8 @@ CASES = tuple(
         ("1x1, packed output", Convolution(True, 12, outputs=128, size=1, channels=(128,), amax=24.0)),
         ("1x1, two sources", Convolution(True, 20, outputs=128, size=1, channels=(192, 64), image=(1, 21, 9))),
         ("dilation 2, packed output", Convolution(False, 8, dilation=2, image=(1, 8, 17), amax=24.0)),
-        ("transposed 2x2", Convolution(False, 8, channels=(128,), up=True, image=(1, 5, 20))),
-        ("transposed, packed output", Convolution(True, 4, outputs=128, up=True, image=(2, 3, 5), amax=24.0)),
+        ("transposed 2x2", Convolution(False, 8, channels=(128,), transposed=True, image=(1, 5, 20))),
+        ("transposed, packed output", Convolution(True, 4, outputs=128, transposed=True, image=(2, 3, 5), amax=24.0)),
         ("height 24, moments", Convolution(True, 24, outputs=128, size=1, image=(1, 25, 9), moments=True)),
     )
 )  # fmt: skip

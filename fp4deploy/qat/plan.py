@@ -1,0 +1,278 @@
+"""Decide layer by layer what runs in FP4 or FP8, and say why.
+
+Kept in high precision by default: the layers that read the image (of which FP4 leaves 3 bits where
+`models.input_encoding` has not encoded it as 13 channels; of token ids an embedding reads, and the layers after it are
+not the first), those that give the outputs (their error goes straight into
+the logits, with no normalisation after it), both found by what the forward calls (`qat.ends`), layers of at most four
+input channels (as one that reads a second image), and everything that is not a GEMM (normalisation, pooling, activation
+functions). A subclass with a forward of its own is quantised where that is still one product (`computed`).
+A layer that no quantised class implements (another subclass, an embedding) says so.
+
+Of the layers that are quantised, those that `fp8` names are FP8; by default the recipe decides (`Recipe.fp8`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from fp4deploy.errors import InputError
+from fp4deploy.formats import MXFP4_BLOCK, NVFP4_BLOCK
+from fp4deploy.graph.own_linear import weight_axis
+from fp4deploy.qat.attention import OpenAttention, opened
+from fp4deploy.qat.computed import torch_class, why_not_plain
+from fp4deploy.qat.ends import Ends, Inputs, ends_of
+from fp4deploy.qat.experts import PRECISION as EXPERTS
+from fp4deploy.qat.experts import QuantExperts, described, expert_weights, why_not_experts
+from fp4deploy.qat.layers import QUANTIZED, QuantizedLayer
+from fp4deploy.qat.placement import is_single_gemm
+from fp4deploy.qat.recipes import Recipe, find_recipe
+from fp4deploy.qat.selection import Predicate, Selection, predicate_of, require_possible
+
+NORMS = (nn.GroupNorm, nn.LayerNorm, nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What one layer computes in, and why.
+
+    `precision` is "FP4", "FP8", "FP16", or of experts (`qat.experts`) "FP4 weights"; `kind` the torch class name.
+    """
+
+    name: str
+    kind: str
+    precision: str
+    reason: str
+
+
+def layer_plan(
+    model: nn.Module,
+    recipe: str | Recipe | None = "nvfp4_qat",
+    include: Selection = None,
+    exclude: Selection = None,
+    fp8: Selection = None,
+    example_inputs: Inputs | None = None,
+) -> list[LayerPlan]:
+    """Plan every layer with weights, in the model's order. A prepared model is described as it is.
+
+    What `prepare` would do to it is planned when `include`, `exclude` or `fp8` is given.
+
+    Args:
+        recipe: None plans a model that stays in FP16.
+        include: name, glob or keyword, several, or predicate(name, module) (`qat.selection`); given, exactly these
+            layers are quantised.
+        exclude: likewise; these stay in high precision.
+        fp8: likewise; of the quantised layers these are FP8. None leaves the choice to the recipe.
+        example_inputs: what the forward takes, for a network whose first and output layers are found neither by
+            tracing nor with an assumed input (`qat.ends`).
+
+    Raises:
+        InputError: unknown recipe, a pattern that matches no layer, or one that includes only what cannot be quantised.
+
+    >>> model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.Conv2d(16, 32, 3), nn.Conv2d(32, 4, 1))
+    >>> for layer in layer_plan(model):
+    ...     print(layer.name, layer.precision, layer.reason)
+    0 FP16 first layer: reads the image (3 input channels, a block has 16)
+    1 FP4 blocks of 16 along 16 input channels
+    2 FP16 output layer: its error goes straight into the logits
+    """
+    with opened(model, is_quantized):
+        return planned(model, recipe, include, exclude, fp8, example_inputs)
+
+
+def planned(
+    model: nn.Module,
+    recipe: str | Recipe | None,
+    include: Selection,
+    exclude: Selection,
+    fp8: Selection,
+    example_inputs: Inputs | None,
+) -> list[LayerPlan]:
+    """`layer_plan`, attention open (`qat.attention`)."""
+    layers = _layers_with_weights(model)
+    lazy = next((name for name, layer in layers if any(map(is_lazy, layer.parameters(recurse=False)))), None)
+    if lazy is not None:
+        raise InputError(
+            f"{lazy or type(model).__name__} is a lazy layer, without weights until it has seen an input. Run one "
+            "batch through the model first."
+        )
+    if recipe is None:
+        return [LayerPlan(name, _kind(layer), "FP16", "FP16 model") for name, layer in layers]
+    chosen = find_recipe(recipe)
+    included, excluded, eight = (predicate_of(each, dict(layers)) for each in (include, exclude, fp8))
+    # Once: it tries a subclass's forward.
+    impossible = {name: _reason_impossible(layer, chosen) for name, layer in layers}
+    ends = ends_of(model, is_gemm, example_inputs) if include is None else Ends((), ())  # it traces a copy
+    of_groups = {
+        name: crossed_groups(layer, recipe_of(chosen, name, layer, eight))
+        for name, layer in layers
+        if not impossible[name] and not expert_weights(layer)
+    }
+    require_possible(include, impossible | of_groups)
+    as_it_is = include is None and exclude is None and fp8 is None
+    prepared = as_it_is and any(isinstance(layer, QuantizedLayer | QuantExperts) for _, layer in layers)
+    plans = []
+    for name, layer in layers:
+        kept = impossible[name] or _reason_to_keep(name, layer, ends, included, excluded)
+        kept = kept or of_groups.get(name)
+        if prepared and isinstance(layer, QuantizedLayer | QuantExperts):
+            kept = None
+        elif prepared and kept is None:
+            kept = "excluded when the model was prepared"
+        if expert_weights(layer):
+            plans.append(LayerPlan(name, _kind(layer), "FP16" if kept else EXPERTS, kept or described(layer)))
+            continue
+        own = layer.recipe if prepared and isinstance(layer, QuantizedLayer) else recipe_of(chosen, name, layer, eight)
+        precision = "FP16" if kept else "FP8" if is_fp8(own) else "FP4"
+        plans.append(LayerPlan(name, _kind(layer), precision, kept or _quantized_reason(layer, own)))
+    return plans
+
+
+def is_fp8(recipe: Recipe) -> bool:
+    """Whether the layers of this recipe multiply in FP8."""
+    spec = recipe.weight or recipe.activation
+    return spec is not None and spec.format == "fp8"
+
+
+def recipe_of(recipe: Recipe, name: str, layer: nn.Module, fp8: Predicate | None = None) -> Recipe:
+    """What one quantised layer gets of a recipe: the recipe, or its FP8 form.
+
+    fp8: which layers are FP8; None leaves it to the recipe.
+
+    Raises:
+        InputError: it is to be FP8, and the recipe has no such form.
+    """
+    eight = fp8(name, layer) if fp8 else recipe.fp8 == "convolutions" and not is_single_gemm(layer)
+    return recipe.in_fp8() if eight and not is_fp8(recipe) else recipe
+
+
+def _layers_with_weights(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [
+        (name, layer)
+        for name, layer in model.named_modules()
+        if torch_class(layer) is not None
+        or (any(True for _ in layer.parameters(recurse=False)) and not isinstance(layer, OpenAttention))
+    ]
+
+
+def is_quantized(layer: nn.Module) -> bool:
+    """A layer, or experts, of a prepared model."""
+    return isinstance(layer, QuantizedLayer | QuantExperts)
+
+
+def is_gemm(layer: nn.Module) -> bool:
+    return torch_class(layer) is not None and _hooked(layer) is None and why_not_plain(layer) is None
+
+
+def _kind(layer: nn.Module) -> str:
+    return type(layer).__name__.removeprefix("Quant")
+
+
+def _reason_to_keep(
+    name: str, layer: nn.Module, ends: Ends, include: Predicate | None, exclude: Predicate | None
+) -> str | None:
+    if exclude is not None and exclude(name, layer):
+        return "excluded by name"
+    if include is not None:
+        return None if include(name, layer) else "not in the layers to include"
+    if expert_weights(layer):
+        return None
+    channels, groups = _input_channels(layer)
+    if channels == 1 and groups > 1:
+        return f"depthwise: {groups} groups of one input channel, nothing for a block of {NVFP4_BLOCK} to share"
+    if groups > 1 and channels % NVFP4_BLOCK:  # in FP8, too
+        return _crossed_inputs(channels, groups)
+    if not name:  # the model is this one layer, and whoever prepares it means it
+        return None
+    if name in ends.first:
+        return f"first layer: reads the image ({channels} input channels, a block has {NVFP4_BLOCK})"
+    if channels <= NVFP4_BLOCK // 4:
+        return f"{channels} input channels: three quarters of a block of {NVFP4_BLOCK}, or more, would be padding"
+    if name in ends.outputs:
+        return "output layer: its error goes straight into the logits"
+    return None
+
+
+def _crossed_inputs(channels: int, groups: int) -> str:
+    return f"{groups} groups of {channels} input channels: a block of {NVFP4_BLOCK} would cross groups"
+
+
+def crossed_groups(layer: nn.Module, recipe: Recipe) -> str | None:
+    """Why a file does not hold what a layer with groups is trained as; None where it does, or the recipe has no file.
+
+    Training quantises each group alone. An operator that decodes a file has one axis of all channels.
+    """
+    channels, groups = _input_channels(layer)
+    has_file = recipe.activation is not None and recipe.activation.scale == "static"
+    if groups == 1 or is_fp8(recipe) or not has_file:
+        return None
+    if channels % NVFP4_BLOCK:
+        return _crossed_inputs(channels, groups)
+    outputs = int(layer.out_channels) // groups  # type: ignore[arg-type]
+    blocks_2d = recipe.weight is not None and recipe.weight.block == "2d"
+    if blocks_2d and not isinstance(layer, nn.ConvTranspose2d) and outputs % NVFP4_BLOCK:
+        return f"{groups} groups of {outputs} output channels: a block of 16 x 16 would cross groups"
+    return None
+
+
+def _reason_impossible(layer: nn.Module, recipe: Recipe) -> str | None:
+    """Why a recipe cannot quantise this layer; None where it can."""
+    if expert_weights(layer):
+        return why_not_experts(layer, recipe)
+    parent = torch_class(layer)
+    if parent is not None and (hooked := _hooked(layer)):
+        return hooked
+    if parent is not None:
+        reason = why_not_plain(layer)
+        return reason and f"a subclass of {parent.__name__}: {reason}"
+    if isinstance(layer, NORMS) or "norm" in type(layer).__name__.lower():
+        return "normalisation: sums over many values and few parameters, kept in high precision"
+    if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+        return "embedding: rows are looked up, and nothing is multiplied"
+    if isinstance(layer, nn.MultiheadAttention):
+        return (
+            "a subclass of nn.MultiheadAttention multiplies its weights itself; write its projections as Linear layers"
+        )
+    return f"{type(layer).__name__} is none of {', '.join(kind.__name__ for kind in QUANTIZED)}"
+
+
+def _hooked(layer: nn.Module) -> str | None:
+    """A weight or bias that is no parameter but an attribute, which a hook sets before each forward."""
+    set_by_hook = [name for name in ("weight", "bias") if isinstance(vars(layer).get(name), torch.Tensor)]
+    if not set_by_hook:
+        return None
+    return (
+        f"a hook computes its {' and '.join(set_by_hook)} (weight_norm, spectral_norm or prune of torch.nn.utils); use "
+        "torch.nn.utils.parametrizations, or make it permanent with remove_weight_norm or prune.remove"
+    )
+
+
+def _block(recipe: Recipe) -> int:
+    """Elements in a block of the forward GEMM."""
+    spec = recipe.weight or recipe.activation
+    return MXFP4_BLOCK if spec is not None and spec.format == "mxfp4" else NVFP4_BLOCK
+
+
+def _quantized_reason(layer: nn.Module, recipe: Recipe) -> str:
+    if is_fp8(recipe):
+        return "FP8: one scale for the input, one for each output channel of the weight"
+    block = _block(recipe)
+    channels, groups = _input_channels(layer)
+    padding = -channels % block
+    tail = f", the last block padded with {padding} zeros" if padding else ""
+    each = f", {groups} groups" if groups > 1 else ""
+    return f"blocks of {block} along {channels} input channels{each}{tail}"
+
+
+def _input_channels(layer: nn.Module) -> tuple[int, int]:
+    """(input channels of one group, groups)."""
+    if isinstance(layer, nn.Linear):
+        return layer.in_features, 1
+    if (axis := weight_axis(layer)) is not None:
+        return cast(torch.Tensor, layer.weight).shape[axis], 1
+    assert isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose2d)
+    return layer.in_channels // layer.groups, layer.groups
