@@ -10,6 +10,7 @@ from .formats.mxfp4 import quantize_mxfp4
 from .formats.nvfp4 import quantize_nvfp4
 from .models.generation import generate, with_cache
 from .plugins.gemm.conv import fp4_conv2d
+from .plugins.gemm.grouped import fp4_grouped_linear
 from .plugins.gemm.linear import fp4_cached_linear, fp4_linear, fp4_matmul
 from .plugins.gemm.weight_cache import FP4WeightCache, fp4_quantize
 from .predict.predictor import load
@@ -40,6 +41,7 @@ __all__ = [
     "export_onnx",
     "fp4_cached_linear",
     "fp4_conv2d",
+    "fp4_grouped_linear",
     "fp4_linear",
     "fp4_matmul",
     "fp4_quantize",

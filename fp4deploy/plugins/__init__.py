@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fp4deploy.plugins.gemm.conv import fp4_conv2d
+    from fp4deploy.plugins.gemm.grouped import fp4_grouped_linear
     from fp4deploy.plugins.gemm.linear import fp4_cached_linear, fp4_linear, fp4_matmul
     from fp4deploy.plugins.gemm.weight_cache import FP4WeightCache, fp4_quantize
     from fp4deploy.plugins.runtime.availability import available, why_unavailable
@@ -25,6 +26,7 @@ __all__ = [
     "compile_cubin",
     "fp4_cached_linear",
     "fp4_conv2d",
+    "fp4_grouped_linear",
     "fp4_linear",
     "fp4_matmul",
     "fp4_quantize",
@@ -39,6 +41,7 @@ _HOMES = {
     "available": "runtime.availability",
     "compile_cubin": "runtime.nvcc",
     "fp4_cached_linear": "gemm.linear",
+    "fp4_grouped_linear": "gemm.grouped",
     "fp4_conv2d": "gemm.conv",
     "fp4_linear": "gemm.linear",
     "fp4_matmul": "gemm.linear",
