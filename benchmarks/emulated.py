@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peers import origin
 
 from fp4deploy.architecture import Architecture
 from fp4deploy.plugins.aot.compile import triton_version
@@ -125,7 +126,7 @@ def save(arguments: argparse.Namespace, rows: list[dict[str, Any]], start: float
     """Write what is there by now, after the cases of an older run that did not run again."""
     if not arguments.json:
         return
-    machine: dict[str, Any] = {"torch": torch.__version__, "triton": triton_version()}
+    machine: dict[str, Any] = {**origin(), "torch": torch.__version__, "triton": triton_version()}
     machine |= {"cores": len(os.sched_getaffinity(0)), "processes": arguments.jobs, "python": platform.python_version()}
     if arguments.gpu:
         machine["device"] = torch.cuda.get_device_name()

@@ -4,9 +4,8 @@
 
 Networks of random weights, calibrated on random images: latency and memory do not depend on the values (agreement of
 trained models: `packed_unet.py`). A case is MODEL:BATCHxHEIGHTxWIDTH, MODEL being the scale of our UNet, or a network
-of a library such as smp:Unet/resnet34. In one process, packed networks first, then form by form; with --gpus, each case
-in a process and on a GPU of its own, as many at a time; with --jobs too, so many processes compile everything before,
-untimed, since compiling takes minutes where timing takes seconds:
+of a library such as smp:Unet/resnet34. In one process, packed networks first, then form by form. With --gpus, each case
+is a process: --jobs of them compile at the same time, and then have a GPU one after another.
 
 * `fp16, FORM`: torch's FP16 model, in all forms of `peers`, with and without a CUDA graph;
 * `packed fp16`: the same FP16 weights in a packed file (`unet.fp16.fp4`): our executor and norm kernels, convolutions
@@ -17,8 +16,9 @@ untimed, since compiling takes minutes where timing takes seconds:
 * `packed nvfp4, node by node`: the same without the steps of several nodes (`fp4deploy/packed/producers.py`).
 
 `best` is the fastest FP16 form of torch, `ratio` the packed network's time over it, in its faster form, CUDA graphs on
-both sides: below 1 the packed network is faster. `--cases networks` measures networks of other libraries. On GPUs
-before Blackwell FP4 is decoded to FP16, in registers or by what computes an activation.
+both sides: below 1 the packed network is faster. `difference` is that of the outputs of both its forms, over the norm.
+`--cases networks` measures networks of other libraries. On GPUs before Blackwell FP4 is decoded to FP16, in registers
+or by what computes an activation.
 """
 
 from __future__ import annotations
@@ -26,21 +26,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import peers
 import torch
-from peers import FORMS, command, forward, machine, measured
+from peers import FORMS, Run, captured, command, forward, machine, measured
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from fp4deploy.errors import Fp4DeployError
 from fp4deploy.export.to_packed import pack_model
@@ -77,15 +75,27 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=list(CASES), metavar="MODEL:NxHxW")
     parser.add_argument("--packed", nargs="*", default=list(PACKED), choices=PACKED, help="packed networks, in order")
     parser.add_argument("--forms", nargs="*", default=list(reversed(FORMS)), choices=FORMS, help="of torch, in order")
-    parser.add_argument("--seconds", type=float, default=1e9, help="nothing is begun after so many")
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="nothing is begun after so many; with --gpus, of compiling"
+    )
     parser.add_argument("--gpus", nargs="*", default=[], metavar="GPU", help="numbers of the GPUs to use")
-    parser.add_argument("--jobs", type=int, default=0, metavar="N", help="with --gpus: compile in N processes before")
+    parser.add_argument("--jobs", type=int, default=0, metavar="N", help="with --gpus: N cases at once (default: all)")
+    parser.add_argument("--profiles", type=Path, help="with --gpus: folder for the kernels of every run, as JSON")
+    parser.add_argument("--gpu", help=argparse.SUPPRESS)
+    parser.add_argument("--turn", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.cases == ["networks"]:
         arguments.cases = list(NETWORKS)
+    torch.backends.cudnn.benchmark = True
+    if arguments.turn:
+        os.environ["CUDA_VISIBLE_DEVICES"] = arguments.gpu
+        in_turn(
+            arguments.cases[0], names_of(arguments), Path(arguments.turn[0]), int(arguments.turn[1]), arguments.profiles
+        )
+        return
     rows: dict[str, dict[str, Any]] = {case: {"case": case, "runs": {}} for case in arguments.cases}
-    found: dict[str, Any] = {"command": command("--seconds"), "machine": machine(), "recipe": RECIPE}
+    found: dict[str, Any] = {"command": command("--seconds", "--profiles"), "machine": machine(), "recipe": RECIPE}
     (on_gpus if arguments.gpus else here)(arguments, rows, partial(keep, arguments.json, found, rows))
     for case, row in rows.items():
         ratios = {precision: row.get(f"ratio_{precision}") for precision in ("nvfp4", "fp16")}
@@ -99,14 +109,23 @@ def keep(path: Path | None, found: dict[str, Any], rows: dict[str, dict[str, Any
         path.write_text(json.dumps({**found, "cases": list(rows.values())}, indent=1) + "\n")
 
 
+def names_of(arguments: argparse.Namespace) -> list[str]:
+    """The runs of a case, in order."""
+    return [*arguments.packed, *(f"fp16, {form}" for form in arguments.forms)]
+
+
+def applies(case: str, name: str) -> bool:
+    """Our UNet has no single operators of torch: nothing is left to a compiler, and no step is of several nodes."""
+    return not (name in (NODES, COMPILED) and case[0].isdecimal())
+
+
 def here(arguments: argparse.Namespace, rows: dict[str, dict[str, Any]], kept: Callable[[], None]) -> None:
     """Measure every case in this process."""
-    torch.backends.cudnn.benchmark = True
     began = time.perf_counter()
-    for name in (*arguments.packed, *(f"fp16, {form}" for form in arguments.forms)):
+    for name in names_of(arguments):
         for case, row in rows.items():
-            if name in (NODES, COMPILED) and case[0].isdecimal():
-                continue  # our UNet has no such steps, and nothing is left to a compiler
+            if not applies(case, name):
+                continue
             if time.perf_counter() - began > arguments.seconds:
                 continue
             row["runs"][name] = measure(case, name)
@@ -115,44 +134,58 @@ def here(arguments: argparse.Namespace, rows: dict[str, dict[str, Any]], kept: C
 
 
 def on_gpus(arguments: argparse.Namespace, rows: dict[str, dict[str, Any]], kept: Callable[[], None]) -> None:
-    """Measure each case in a process of its own, on the first GPU that is free; the compilers' caches are shared."""
-    packed, forms = arguments.packed, arguments.forms
-    whole = ["--seconds", str(arguments.seconds)]
-    with tempfile.TemporaryDirectory() as folder:
-        if arguments.jobs:
-            gpus = [arguments.gpus[number % len(arguments.gpus)] for number in range(arguments.jobs)]
-            one = [["--packed", name, "--forms"] for name in packed] + [["--packed", "--forms", form] for form in forms]
-            for _ in each_alone([["--cases", case, *names] for case in rows for names in one], gpus, folder):
-                pass
-        jobs = [["--cases", case, "--packed", *packed, "--forms", *forms, *whole] for case in rows]
-        for row in each_alone(jobs, arguments.gpus, folder):
-            rows[row["case"]] = row
+    """Measure each case in a process of its own (`peers.at_once`)."""
+    cases, jobs = list(rows), arguments.jobs or len(rows)
+    names = ["--packed", *arguments.packed, "--forms", *arguments.forms]
+    threads = str(max((os.cpu_count() or 1) // jobs, 1))
+    os.environ |= {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": threads}
+    for first in range(0, len(cases), jobs):
+        some = cases[first : first + jobs]
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            commands = []
+            for number, case in enumerate(some):
+                own = ["--gpu", arguments.gpus[number % len(arguments.gpus)], "--turn", name, str(number)]
+                profiles = ["--profiles", str(arguments.profiles)] if arguments.profiles else []
+                commands.append([sys.executable, __file__, "--cases", case, *names, *own, *profiles])
+            late = peers.at_once(commands, folder, arguments.seconds, 60.0 * len(some))
+            for number, case in enumerate(some):
+                path = folder / f"{number}.json"
+                if path.is_file():
+                    rows[case] = json.loads(path.read_text())
+                else:
+                    rows[case]["error"] = "not compiled in time" if number in late else "ended without a result"
             kept()
 
 
-def each_alone(jobs: Sequence[Sequence[str]], gpus: Sequence[str], folder: str) -> Iterator[dict[str, Any]]:
-    """Run this program with the options of each job, one at a time for each of `gpus`; their rows as they come."""
-    free: SimpleQueue[str] = SimpleQueue()
-    for gpu in gpus:
-        free.put(gpu)
-    threads = str(max((os.cpu_count() or 1) // len(gpus), 1))
-
-    def run(options: Sequence[str]) -> dict[str, Any]:
-        gpu = free.get()
-        try:
-            with tempfile.TemporaryDirectory() as own:
-                path = Path(own, "case.json")
-                environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu, "TMPDIR": folder}
-                environment |= {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": threads}
-                subprocess.run([sys.executable, __file__, *options, "--json", str(path)], env=environment, check=True)
-                row: dict[str, Any] = json.loads(path.read_text())["cases"][0]
-                return row
-        finally:
-            free.put(gpu)
-
-    with ThreadPoolExecutor(len(gpus)) as pool:
-        for done in as_completed([pool.submit(run, job) for job in jobs]):
-            yield done.result()
+def in_turn(case: str, names: Sequence[str], folder: Path, number: int, profiles: Path | None) -> None:
+    """A case of `on_gpus`: compiled while others are, timed alone; the row is a file of `folder`."""
+    row: dict[str, Any] = {"case": case, "runs": {}}
+    runs: dict[str, Run] = {}
+    with peers.tuning_alone(folder):
+        for name in filter(partial(applies, case), names):
+            began = time.perf_counter()
+            row["runs"][name] = {}
+            try:
+                run = prepared(case, name)
+                run()
+                torch.cuda.synchronize()
+                runs[name] = run
+            except Exception as error:  # a form that torch or the machine lacks: the row says so
+                row["runs"][name]["error"] = f"{type(error).__name__}: {error}"[:300]
+            row["runs"][name]["first_call_s"] = time.perf_counter() - began
+    with peers.turn(folder, number):
+        for name, run in runs.items():
+            row["runs"][name] |= {**measured(run), "first_call_s": row["runs"][name]["first_call_s"]}
+            if profiles:
+                profiles.mkdir(parents=True, exist_ok=True)
+                file = profiles / f"{case}, {name}.json".replace("/", "-").replace(":", "-")
+                file.write_text(json.dumps(peers.kernels_of(captured(run))))
+        if PACKED[0] in runs and COMPILED in runs:
+            y, expected = (tree_leaves(runs[name]())[0].float() for name in (COMPILED, PACKED[0]))
+            row["difference"] = float((y - expected).norm() / expected.norm())
+    compare(row)
+    (folder / f"{number}.json").write_text(json.dumps(row))
 
 
 @lru_cache
@@ -161,8 +194,8 @@ def model(name: str, precision: str, size: tuple[int, int]) -> nn.Module:
     made = peers.network(name, len(CLASSES)).eval()
     if precision == "nvfp4":
         prepare(made, RECIPE)
-        calibrate(made.cuda(), [torch.randn(1, 3, *size, device="cuda")])
-    round_to_deployed(made.cpu())
+        calibrate(made, [torch.randn(1, 3, *size)])
+    round_to_deployed(made)
     return made.eval()
 
 
@@ -187,26 +220,39 @@ def node_by_node(whole: PackedNetwork) -> PackedNetwork:
     return made
 
 
-@torch.inference_mode()
 def measure(case: str, name: str) -> dict[str, Any]:
     """One run of one case."""
-    spec, _, size = case.rpartition(":")
-    batch, height, width = (int(part) for part in size.split("x"))
-    x = torch.randn(batch, 3, height, width, device="cuda", dtype=torch.float16)
     began = time.perf_counter()
-    if name.startswith("packed "):
-        try:
-            made = network(spec, name.removeprefix("packed ").partition(",")[0], (height, width))
-            run: Callable[..., Any] = node_by_node(made) if name == NODES else made
-            found = measured(partial(compile_program(made.file, [x]) if name == COMPILED else run, x))
-        except Fp4DeployError as error:
-            found = {"error": str(error)}
-    else:
-        found = measured(forward(model(spec, "fp16", (height, width)), name.removeprefix("fp16, "), x))
+    try:
+        found = measured(prepared(case, name))
+    except Fp4DeployError as error:
+        found = {"error": str(error)}
     took = time.perf_counter() - began
     told = found.get("error") or "launched {launched_ms:8.3f} ms  graph {graph_ms:8.3f} ms".format(**found)
     print(f"{case:18s} {name:28s} {told}   ({took:.1f} s)", flush=True)
     return found
+
+
+def prepared(case: str, name: str) -> Run:
+    """The forward pass of a case in the form of this name, compiled at the latest by its first call.
+
+    Raises:
+        Fp4DeployError: it has no packed form, or that is not compiled here.
+    """
+    spec, _, size = case.rpartition(":")
+    batch, height, width = (int(part) for part in size.split("x"))
+    torch.manual_seed(1)
+    x = torch.randn(batch, 3, height, width, device="cuda", dtype=torch.float16)
+    if not name.startswith("packed "):
+        return no_gradients(forward(model(spec, "fp16", (height, width)), name.removeprefix("fp16, "), x))
+    made = network(spec, name.removeprefix("packed ").partition(",")[0], (height, width))
+    run: Callable[..., Any] = node_by_node(made) if name == NODES else made
+    return no_gradients(partial(compile_program(made.file, [x]) if name == COMPILED else run, x))
+
+
+def no_gradients(run: Run) -> Run:
+    """`run` under inference mode."""
+    return torch.inference_mode()(run)  # type: ignore[no-any-return]
 
 
 def compare(row: dict[str, Any]) -> None:

@@ -10,18 +10,22 @@ Each is timed twice: `launched` from Python, and `graph`, replayed from one CUDA
 way for all of them, so that no form has a wrapper that another lacks. The GPU is kept busy while launches queue up, so
 `launched` still is the time of the GPU where the queue is long enough, and that of the host where a network has more
 launches than the wait covers.
+
+Compiling takes minutes where timing takes seconds. So cases are processes that compile at the same time (`at_once`),
+and then one after another has the GPU for itself (`turn`).
 """
 
 from __future__ import annotations
 
 import copy
+import fcntl
 import os
 import platform
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
@@ -143,6 +147,79 @@ def measured(run: Run) -> dict[str, float]:
         found = {"error": f"{type(error).__name__}: {error}"[:300]}
     torch.cuda.empty_cache()
     return found
+
+
+def kernels_of(run: Run) -> list[tuple[str, float]]:
+    """Name and microseconds of each kernel of a run, in order."""
+    from torch.profiler import ProfilerActivity
+
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as found:
+        run()
+        torch.cuda.synchronize()
+    events = [each for each in found.events() if each.device_type == torch.autograd.DeviceType.CUDA]
+    return [(each.name, each.self_device_time_total) for each in events]
+
+
+def at_once(commands: Sequence[Sequence[str]], folder: Path, seconds: float, every: float) -> list[int]:
+    """Run commands that end in a `turn`, all at once until they are ready, then one after another.
+
+    Args:
+        folder: that their turns name; commands[number] is called `number` there.
+        seconds: until the first turn; what is not ready by then is ended. every: seconds of all turns together.
+
+    Returns:
+        The numbers of those that were not ready in time, or ended before.
+    """
+    start = time.monotonic()
+    children = [subprocess.Popen(each) for each in commands]
+    ready = [folder / f"{number}.ready" for number in range(len(children))]
+    while time.monotonic() < start + seconds:
+        if all(path.exists() or child.poll() is not None for path, child in zip(ready, children, strict=True)):
+            break
+        time.sleep(0.2)
+    late = [number for number, path in enumerate(ready) if not path.exists()]
+    for number in late:
+        children[number].kill()
+    (folder / "go").touch()
+    end = time.monotonic() + every
+    for child in children:
+        try:
+            child.wait(max(0.1, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.kill()
+    return late
+
+
+@contextmanager
+def turn(folder: Path, number: int) -> Iterator[None]:
+    """Inside, this process of `at_once` has the GPU; before, it waits until all are ready."""
+    (folder / f"{number}.ready").touch()
+    while not (folder / "go").exists():
+        time.sleep(0.1)
+    with _locked(folder / "lock"):
+        yield
+
+
+@contextmanager
+def tuning_alone(folder: Path) -> Iterator[None]:
+    """Inside, inductor times the tilings of a kernel while no other process of `at_once` does."""
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    timed = CachingAutotuner.benchmark_all_configs
+
+    def alone(*args: Any, **kwargs: Any) -> Any:
+        with _locked(folder / "tuning"):
+            return timed(*args, **kwargs)
+
+    with mock.patch.object(CachingAutotuner, "benchmark_all_configs", alone):
+        yield
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def origin() -> dict[str, str]:

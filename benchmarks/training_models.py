@@ -15,9 +15,7 @@ of one step.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -83,17 +81,14 @@ def build(network: str, recipe: str) -> nn.Module:
 
 def profile(step: Callable[[], None], path: Path) -> dict[str, float]:
     """Kernel times of one step into a text file; returns their sum in ms, and their number."""
-    from torch.profiler import ProfilerActivity
-
-    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as found:
-        step()
-        torch.cuda.synchronize()
-    events = [each for each in found.key_averages() if each.device_type == torch.autograd.DeviceType.CUDA]
-    events.sort(key=lambda each: -each.self_device_time_total)
-    lines = [f"{each.self_device_time_total / 1e3:9.3f} ms {each.count:5d}  {each.key[:200]}" for each in events[:80]]
+    kernels = peers.kernels_of(step)
+    times: dict[str, list[float]] = {}
+    for name, us in kernels:
+        times.setdefault(name, []).append(us)
+    largest = sorted(times.items(), key=lambda item: -sum(item[1]))[:80]
+    lines = [f"{sum(each) / 1e3:9.3f} ms {len(each):5d}  {name[:200]}" for name, each in largest]
     path.write_text("\n".join(lines) + "\n")
-    total = sum(each.self_device_time_total for each in events) / 1e3
-    return {"kernels_ms": float(total), "kernels": sum(each.count for each in events)}
+    return {"kernels_ms": sum(us for _, us in kernels) / 1e3, "kernels": len(kernels)}
 
 
 def measure(case: str, folder: Path, place: int) -> None:
@@ -101,12 +96,9 @@ def measure(case: str, folder: Path, place: int) -> None:
     network, recipe, way = case.split(",")
     row: dict[str, Any] = {"network": network, "recipe": recipe, "way": way}
     try:
-        step = _first_step(row)
-        (folder / f"{place}.ready").touch()
-        while not (folder / "go").exists():
-            time.sleep(0.2)
-        with (folder / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with peers.tuning_alone(folder):
+            step = _first_step(row)
+        with peers.turn(folder, place):
             torch.backends.cudnn.benchmark = True  # not before: the choice takes measurements
             for _ in range(5):
                 step()
@@ -145,32 +137,19 @@ def main() -> None:
     parser.add_argument("--profiles", type=Path, help="folder for a table of kernel times of each case")
     parser.add_argument("--cases", nargs="+", default=CASES, metavar="NETWORK,RECIPE,WAY")
     parser.add_argument("--compile-seconds", type=float, default=900, help="then time what is compiled")
-    parser.add_argument("--seconds", type=float, default=1800, help="end what is not done by then")
+    parser.add_argument("--seconds", type=float, default=900, help="of timing, for all cases together")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
         folder, place = arguments.one
         measure(arguments.cases[0], Path(folder), int(place))
         return
-    start = time.time()
     folder = arguments.profiles or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
     own = [sys.executable, __file__, "--cases"]
-    children = [
-        subprocess.Popen([*own, case, "--one", str(folder), str(place)]) for place, case in enumerate(arguments.cases)
-    ]
-    while time.time() < start + arguments.compile_seconds and len(list(folder.glob("*.ready"))) < len(children):
-        time.sleep(0.2)
-    for place, child in enumerate(children):
-        if not (folder / f"{place}.ready").exists():
-            child.kill()
-            print(f"{arguments.cases[place]}: not compiled in time", flush=True)
-    (folder / "go").touch()
-    for child in children:
-        try:
-            child.wait(max(0.1, start + arguments.seconds - time.time()))
-        except subprocess.TimeoutExpired:
-            child.kill()
+    commands = [[*own, case, "--one", str(folder), str(place)] for place, case in enumerate(arguments.cases)]
+    for place in peers.at_once(commands, folder, arguments.compile_seconds, arguments.seconds):
+        print(f"{arguments.cases[place]}: not compiled in time", flush=True)
     rows = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"), key=lambda path: int(path.stem))]
     for row in rows:
         print(json.dumps(row), flush=True)

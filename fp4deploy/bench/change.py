@@ -80,7 +80,7 @@ def compare(
     same = sum(int((before == after).sum()) for before, after in pairs)
     pixels = sum(before.size for before, _ in pairs)
     unit = "images" if task.whole_images else "pixels"
-    return Change(one.images, same / pixels if pixels else None, task.metric, *scores, unit)
+    return Change(one.images, same / pixels if pixels else None, task.metric, scores[0], scores[1], unit)
 
 
 class _Recorded:

@@ -13,7 +13,8 @@ into a copy it takes the time of the copy (43.0 us against 42.3 for [168960, 256
 **Few instructions.** The block amax, the limit of 6 and the binade of an element are found in the bits of its
 magnitude, where NaN is above Inf and that above every number: no comparison has to look for NaN. e and d8 are the
 contract's (`formats.scales`), bit for bit; a block with a NaN or an Inf gets the scale NaN. The sign of a zero is that
-of the element, where codes have none for what underflows: no sum sees it.
+of the element, where codes have none for what underflows: no sum sees it. 1 / (d8 / S) is read from a table of all d8:
+a compiler may write a float32 quotient that is not rounded to the nearest, and a float64 one costs more than the rest.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ ONE, SIX, INF = 0x3F800000, 0x40C00000, 0x7F800000
 ROUNDER = 1.5 * 2**22  # times the binade of u: leaves one mantissa bit
 E4M3_ROUNDER = 1.5 * 2**20  # leaves three
 SMALLEST_NORMAL = 2.0**-6  # of E4M3
+FIRST_SCALE, SCALES = 943, 144  # bits from 20 up of the float32 below the smallest E4M3 value, 2^-9; how many up to 448
 EXPONENTS = (-14, 4)  # of two: times an element and its block scale still exact in FP16
 
 
@@ -39,13 +41,14 @@ EXPONENTS = (-14, 4)  # of two: times an element and its block scale still exact
 class Scale:
     """What quantises with one amax A, float32 [] each on its device.
 
-    sixth: S fp32(1/6), times a block's amax the unrounded block scale; decode: 1 / S; amax: A.
+    sixth: S fp32(1/6), times a block's amax the unrounded block scale; amax: A.
+    encode: float32 [144], what elements are multiplied with, by the bits of their block's scale d8 (`_block_scale`).
     exponent: k, where one unit of E2M1 stands for 2^k times the block scale; None: for the block scale times A / 6E, as
         in the contract.
     """
 
     sixth: torch.Tensor
-    decode: torch.Tensor
+    encode: torch.Tensor
     amax: torch.Tensor
     exponent: int | None
 
@@ -54,22 +57,26 @@ def scale_of(amax: torch.Tensor, exponent: int | None = None) -> Scale:
     """The scale of an amax, float32 []."""
     encode = encoding_scale(amax)
     sixth = torch.where(amax > 0, encode * constant(1 / E2M1_MAX, amax), torch.zeros_like(amax))
-    return Scale(sixth, constant(1.0, amax) / encode, amax, exponent)
+    bits = torch.arange(FIRST_SCALE, FIRST_SCALE + SCALES, dtype=torch.int32, device=amax.device) << 20
+    decode = bits.view(torch.float32) * (constant(1.0, amax) / encode)
+    table = (constant(1.0, amax) / decode).clamp(max=FLT_MAX)
+    table[0] = 0.0
+    return Scale(sixth, table, amax, exponent)
 
 
 def values(y: torch.Tensor, scale: Scale, axis: int, dtype: torch.dtype) -> torch.Tensor:
     """`y` quantised in blocks of 16 along `axis`, decoded, in `dtype`; its shape, `axis` last in memory."""
     operator = torch.ops.fp4deploy.nvfp4_values
-    found: torch.Tensor = operator(y, scale.sixth, scale.decode, scale.amax, axis, scale.exponent, dtype)
+    found: torch.Tensor = operator(y, scale.sixth, scale.encode, scale.amax, axis, scale.exponent, dtype)
     return found
 
 
-def _fake_nvfp4_values(y, sixth, decode, amax, axis, exponent, dtype):  # type: ignore[no-untyped-def]
+def _fake_nvfp4_values(y, sixth, encode, amax, axis, exponent, dtype):  # type: ignore[no-untyped-def]
     return torch.empty(y.movedim(axis, -1).shape, dtype=dtype, device=y.device).movedim(-1, axis)
 
 
 @operator(
-    "nvfp4_values(Tensor y, Tensor sixth, Tensor decode, Tensor amax, int axis, int? exponent, ScalarType dtype)"
+    "nvfp4_values(Tensor y, Tensor sixth, Tensor encode, Tensor amax, int axis, int? exponent, ScalarType dtype)"
     " -> Tensor",
     _fake_nvfp4_values,
     "CompositeExplicitAutograd",
@@ -77,7 +84,7 @@ def _fake_nvfp4_values(y, sixth, decode, amax, axis, exponent, dtype):  # type: 
 def elementary_values(
     y: torch.Tensor,
     sixth: torch.Tensor,
-    decode: torch.Tensor,
+    encode: torch.Tensor,
     amax: torch.Tensor,
     axis: int,
     exponent: int | None,
@@ -91,8 +98,8 @@ def elementary_values(
     rows = (F.pad(last, (0, padding)) if padding else last).reshape(-1, (size + padding) // NVFP4_BLOCK, NVFP4_BLOCK)
     blocks = rows.to(torch.float32)
     largest = blocks.view(torch.int32).bitwise_and(MAGNITUDE).amax(-1, keepdim=True)
-    d8, encode = _block_scale(largest, sixth, decode)
-    scaled = blocks * encode
+    d8, factor = _block_scale(largest, sixth, encode)
+    scaled = blocks * factor
     magnitude = scaled.view(torch.int32).bitwise_and(MAGNITUDE).clamp(max=SIX)
     binade = magnitude.clamp(min=ONE).bitwise_and(EXPONENT).view(torch.float32)
     rounder = binade * ROUNDER
@@ -104,14 +111,13 @@ def elementary_values(
     return (decoded[..., :size].contiguous() if padding else decoded).movedim(-1, axis)
 
 
-def _block_scale(largest: torch.Tensor, sixth: torch.Tensor, decode: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _block_scale(largest: torch.Tensor, sixth: torch.Tensor, encode: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(d8, e) of blocks, from the bits of their largest magnitude; d8 is NaN where that is no number."""
     finite = largest < INF
     unrounded = (largest.clamp(max=INF - 1).view(torch.float32) * sixth).clamp(max=float(E4M3_MAX))
     rounder = unrounded.clamp(min=SMALLEST_NORMAL).view(torch.int32).bitwise_and(EXPONENT).view(torch.float32)
     rounder = rounder * E4M3_ROUNDER
     d8 = (unrounded + rounder) - rounder
-    # In double precision, because a compiler may write a float32 quotient that is not rounded to the nearest; rounding
-    # the quotient of two floats twice gives the same float (53 >= 2 x 24 + 2 bits).
-    encode = (1.0 / (d8 * decode).double()).float().clamp(max=FLT_MAX)
-    return torch.where(finite, d8, torch.nan), torch.where(d8 > 0, encode, 0.0)
+    # Of an E4M3 value at most three bits follow the leading one: what is above bit 20 of the float32 says which it is.
+    place = (d8.view(torch.int32) >> 20).clamp(min=FIRST_SCALE) - FIRST_SCALE
+    return torch.where(finite, d8, torch.nan), torch.ops.aten._unsafe_index.Tensor(encode, [place])

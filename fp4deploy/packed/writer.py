@@ -23,13 +23,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 
 from fp4deploy.formats import Nvfp4Tensor, global_scale
 from fp4deploy.formats.constants import NVFP4_BLOCK, nvfp4_range
+from fp4deploy.fusion.layer_norm import layer_norm_values
 from fp4deploy.fusion.resize import interpolate_linear, interpolate_nearest
 from fp4deploy.fusion.values import EXPONENTS, Scale, scale_of, values
 from fp4deploy.fusion.windows import MAX_POOL_TAPS, MAX_TAPS, depthwise_conv2d, max_pool2d
@@ -59,6 +60,7 @@ from fp4deploy.packed.graph import (
     weight_names,
 )
 from fp4deploy.packed.operators import Context, compute, positions_of
+from fp4deploy.packed.row_norms import row_norms
 from fp4deploy.packed.shapes import Shape, shapes_of, weight_order, weight_shape
 from fp4deploy.packed.wide import wide_activations
 from fp4deploy.plugins.gemm.convolution.operators import has_small_kernel
@@ -91,6 +93,7 @@ class Writer:
         self.graph, self.forms, self.dtype = file.graph, file.graph.forms(), dtype
         self.wide = wide_activations(self.graph, file.tensors, rest_of(dtype))
         self.narrow = dtype != torch.float32
+        self.rows = row_norms(file.graph, self.wide, dtype, device)
         layers = [node for node in file.graph.nodes if isinstance(node, Layer)]
         held = {name for node in layers for name in weight_names(node)} - constants_of(file.graph)
         self.vectors = {k: v.to(device, torch.float32) for k, v in file.tensors.items() if k not in held}
@@ -113,7 +116,7 @@ class Writer:
         """Everything that the operators read besides the inputs, by name."""
         named: Tensors = {("weight", name): weight.values for name, weight in self.weights.items()}
         for amax, scale in self.scales.items():
-            named |= {("sixth", amax): scale.sixth, ("decode", amax): scale.decode}
+            named |= {("sixth", amax): scale.sixth, ("encode", amax): scale.encode}
         named.update(self.vectors.items())
         return named
 
@@ -129,8 +132,20 @@ class Writer:
             if each.dtype != "int64":
                 x = encode_input(x).to(self.dtype) if self.graph.digits else x.to(self.dtype)
             live |= {form.name: self._form(x, form, tensors) for form in each.outputs}
+        sums: dict[str, Any] = {}  # the two parts of each that a LayerNorm adds up
         for number, node in enumerate(self.graph.nodes):
+            first = node.outputs[0].name
+            if first in self.rows.norms:
+                live |= self._row_norm(cast(Norm, node), sums.pop(node.inputs[0], live.get(node.inputs[0])), tensors)
+                for name in self.last_read[number]:
+                    live.pop(name)
+                continue
             read = [live[name] for name in node.inputs]
+            if first in self.rows.sums and read[0].shape == read[1].shape:
+                sums[first] = (read[0], read[1])
+                for name in self.last_read[number]:
+                    live.pop(name)
+                continue
             dtype = self.dtype
             if self.wide:
                 dtype = torch.float32 if any(form.name in self.wide for form in node.outputs) else dtype
@@ -161,12 +176,24 @@ class Writer:
             return self._quantized(x, form, tensors)
         return x.to(torch.float32 if form.name in self.wide else self.dtype)
 
+    def _row_norm(self, node: Norm, x: Any, tensors: Tensors) -> dict[str, torch.Tensor]:
+        """A LayerNorm of an activation, or of two that are to be added up: its outputs, and the sum."""
+        first, second = x if isinstance(x, tuple) else (x, None)
+        second = None if second is None else second.contiguous()
+        form = next(form for form in node.outputs if form.amax and form.axis == "last" and not form.pooled)
+        weight, bias = (None if node.layer is None else tensors[f"{node.layer}.{part}"] for part in ("weight", "bias"))
+        plain = len(node.outputs) > 1
+        scale = self._scale(str(form.amax), tensors)
+        total, y, q = layer_norm_values(first.contiguous(), second, weight, bias, scale, node.eps, plain)
+        written = {each.name: q if each is form else self._form(y, each, tensors) for each in node.outputs}
+        return written if second is None else written | {node.inputs[0]: total}
+
     def _quantized(self, x: torch.Tensor, form: Form, tensors: Tensors) -> torch.Tensor:
-        name = str(form.amax)
-        held = replace(
-            self.scales[name], sixth=tensors["sixth", name], decode=tensors["decode", name], amax=tensors[name]
-        )
-        return values(x, held, 1 if form.axis == "channels" else -1, self.dtype)
+        return values(x, self._scale(str(form.amax), tensors), 1 if form.axis == "channels" else -1, self.dtype)
+
+    def _scale(self, name: str, tensors: Tensors) -> Scale:
+        sixth, encode = tensors["sixth", name], tensors["encode", name]
+        return replace(self.scales[name], sixth=sixth, encode=encode, amax=tensors[name])
 
     def _layer(self, node: Layer, inputs: list[torch.Tensor], tensors: Tensors) -> torch.Tensor:
         weight, scale = tensors["weight", node.layer], self.units[node.outputs[0].name]

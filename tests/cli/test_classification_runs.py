@@ -43,11 +43,16 @@ COLOURS = {"apple": (200, 20, 20), "leaf": (20, 180, 30), "sky": (60, 90, 220)}
 COUNTS = {"train": 8, "val": 4}
 
 
+def forget() -> None:
+    """A new process knows no names."""
+    spec._named.clear()
+    spec._expected.clear()
+
+
 @pytest.fixture(autouse=True)
 def _nothing_named() -> Iterator[None]:
     yield
-    spec._named.clear()
-    spec._expected.clear()
+    forget()
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +75,10 @@ def home(app: Any, tmp_path_factory: pytest.TempPathFactory, folders: Path) -> P
     (home / "net.py").write_text(NET)
     given = ("--data", str(folders), "--out", "runs/one", *MODEL, *TINY)
     files = [("export", "--format", form, "--images", "4", "--model", "net.py:Net") for form in ("onnx", "packed")]
-    return run_in(home, app, ("train", *given), *files, ("report", "--model", "net.py:Net"))
+    try:
+        return run_in(home, app, ("train", *given), *files, ("report", "--model", "net.py:Net"))
+    finally:
+        forget()
 
 
 def test_a_run_says_what_was_trained(home: Path) -> None:
@@ -166,8 +174,7 @@ def test_what_does_not_go_together_says_so(invoke: Invoke, folders: Path, tmp_pa
         ): "logits of images",
         ("--data", folders, *MODEL, "--set", "augment.mosaic=0.5"): "one class an image",
     }.items():
-        spec._named.clear()
-        spec._expected.clear()
+        forget()
         result = invoke("train", *given, "--out", tmp_path / "run")
         assert result.exit_code == 2, (given, result.stderr)
         assert message in result.stderr, (given, result.stderr)

@@ -206,7 +206,7 @@ def test_operators_of_the_list(function: Function, tmp_path: Path) -> None:
     assert any(isinstance(node, Aten) for node in file.graph.nodes)
     expected = PackedNetwork(file)(x)
     assert isinstance(expected, torch.Tensor)
-    module, tensors = trace(Writer(file, torch.device("cpu"), torch.float32), [x])
+    module, tensors, _ = trace(Writer(file, torch.device("cpu"), torch.float32), [x])
     torch.testing.assert_close(module(*tensors, x)[0], expected, rtol=1e-5, atol=1e-6)
 
 

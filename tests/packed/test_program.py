@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.models import build_unet
 from fp4deploy.packed import PackedNetwork, program
 from fp4deploy.packed.producers import plan
-from fp4deploy.packed.program import CHOICES, choice_key, compile_mode, compile_program, left_to_torch
+from fp4deploy.packed.program import CHOICES, choice_key, compile_mode, compile_program, left_to_torch, trace
+from fp4deploy.packed.program_cache import keep_program, program_key, read_program
+from fp4deploy.packed.writer import Writer
 from tests.export.packable_networks import NETWORKS
-from tests.packed.test_writer import network, packed
+from tests.packed.test_writer import CPU, network, packed
 
 
 def test_what_the_variable_may_say(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,12 +100,44 @@ def test_what_the_compiler_cannot_do_is_unavailable(monkeypatch: pytest.MonkeyPa
         compile_program(file, [x])
 
 
+def test_a_program_is_kept_with_the_tensors_that_were_computed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The entry of one file is not read for another, nor once it is damaged."""
+    monkeypatch.setenv("FP4DEPLOY_CACHE", str(tmp_path))
+
+    class Compiled:
+        def save(self, path: str, format: str) -> None:
+            Path(path).write_bytes(b"code")
+
+    file, x = network("FPN")
+    writer = Writer(file, CPU, torch.float32)
+    _, tensors, keys = trace(writer, [x])
+    assert None in keys
+    assert len(set(keys)) > 2
+    name = program_key(file, [x], torch.float32)
+    assert name != program_key(network("ASPP")[0], [x], torch.float32)
+    assert name != program_key(file, [x[:1]], torch.float32)
+    keep_program(name, Compiled(), keys, tensors)
+    kind = importlib.import_module("torch._inductor.standalone_compile").CompiledArtifact
+    monkeypatch.setattr(kind, "load", lambda *, path, format: Path(path).read_bytes())
+    code, taken = read_program(name, writer.tensors(), CPU) or (b"", [])
+    assert code == b"code"
+    assert all(torch.equal(*pair) for pair in zip(taken, tensors, strict=True))
+    entry = tmp_path / "programs" / f"{name}.tensors"
+    entry.write_bytes(entry.read_bytes()[:-1])
+    assert read_program(name, writer.tensors(), CPU) is None
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["FPN", "SegFormer block"])
 def test_compiled_on_a_cpu(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    """And once more, from what was kept: nothing is traced."""
+    monkeypatch.setenv("FP4DEPLOY_CACHE", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     file, x = network(name)
     compiled = compile_program(file, [x])
     assert compiled.weights_bytes > 0
-    for y, expected in zip(compiled(x), tree_leaves(PackedNetwork(file)(x)), strict=True):
+    outputs = compiled(x)
+    for y, expected in zip(outputs, tree_leaves(PackedNetwork(file)(x)), strict=True):
         assert (y - expected).norm() <= 1e-6 * expected.norm()
+    monkeypatch.setattr(program, "trace", None)
+    assert all(torch.equal(*pair) for pair in zip(compile_program(file, [x])(x), outputs, strict=True))

@@ -98,8 +98,10 @@ def test_numbers_that_are_held() -> None:
 @pytest.mark.parametrize("weights", ["decoded", "packed"])
 @pytest.mark.parametrize(("recipe", "digits"), [(None, False), ("nvfp4_qat", False), ("nvfp4_qat", True)])
 def test_every_step_on_a_gpu(
-    recipe: str | None, digits: bool, weights: Literal["decoded", "packed"], rest: str
+    recipe: str | None, digits: bool, weights: Literal["decoded", "packed"], rest: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for library in (torch.backends.cudnn, torch.backends.cuda.matmul):
+        monkeypatch.setattr(library, "allow_tf32", False)  # as `PackedNetwork` does around all of its nodes
     file = packed(recipe, 0.25, digits, digits, rest)[1]
     network, reference = PackedNetwork(file, "cuda", weights), PackedNetwork(file, dtype=rest_of(rest).dtype)
     assert network.dtype == rest_of(rest).dtype
@@ -114,7 +116,8 @@ def test_every_step_on_a_gpu(
             if isinstance(one, Nvfp4Tensor):
                 assert float((difference != 0).float().mean()) < 5e-3, node
             else:
-                assert float(difference.norm() / values(other).norm()) < (1e-5 if rest == "fp32" else 2e-3), node
+                # A bias is added to a sum that is rounded already: twice half of BF16's step.
+                assert float(difference.norm() / values(other).norm()) < (1e-5 if rest == "fp32" else 4e-3), node
         live.update(zip([form.name for form in node.outputs], got, strict=True))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 import fp4deploy as fd
 from fp4deploy.export.to_packed import pack_model
 from fp4deploy.formats import Nvfp4Tensor, global_scale
-from fp4deploy.packed import PackedFile, PackedNetwork, packed_file
+from fp4deploy.packed import PackedFile, PackedNetwork, packed_file, row_norms
 from fp4deploy.packed.graph import Graph, Layer, Resize, Take
 from fp4deploy.packed.program import trace
 from fp4deploy.packed.writer import Writer, is_channels_last, only_moves
@@ -51,6 +52,27 @@ def test_networks_compute_what_they_compute_node_by_node(name: str) -> None:
         assert (y - expected).norm() <= 2e-7 * expected.norm()
 
 
+def test_a_norm_takes_in_the_sum_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, but by the operator's reference: the numbers stay."""
+    file, x = network("SegFormer block")
+    expected = written(file, x, torch.float16)
+    monkeypatch.setattr(row_norms, "layer_norm", SimpleNamespace(supports=lambda width, *_: width % 16 == 0))
+    writer = Writer(file, CPU, torch.float16)
+    assert len(writer.rows.norms) >= 2
+    assert writer.rows.sums
+    with torch.no_grad():
+        found = writer.outputs(writer.tensors(), [x])
+    module, tensors, _ = trace(writer, [x.half()])
+    names = [str(node.target) for node in module.graph.nodes]
+    assert names.count("fp4deploy.layer_norm_values.default") == len(writer.rows.norms)
+    assert not any("aten.layer_norm" in name for name in names)
+    with torch.no_grad():
+        traced = module(*tensors, x.half())
+    for y, wanted, again in zip(found, expected, traced, strict=True):
+        assert (y.float() - wanted.float()).norm() <= 0.02 * wanted.float().norm()
+        assert torch.equal(y, again)
+
+
 @pytest.mark.parametrize(
     ("name", "mode", "dtype"),
     sample(NETWORKS, [torch.no_grad, torch.inference_mode], [torch.float32, torch.float16], every=2),
@@ -61,7 +83,7 @@ def test_what_is_traced_computes_the_same_bits_from_fewer_tensors(name: str, mod
     writer = Writer(file, CPU, dtype)
     with mode():
         expected = writer.outputs(writer.tensors(), [x])
-        module, tensors = trace(writer, [x])
+        module, tensors, _ = trace(writer, [x])
         assert all(torch.equal(*pair) for pair in zip(module(*tensors, x), expected, strict=True))
     computed = [node for node in module.graph.nodes if node.op == "call_function" and not node.all_input_nodes]
     assert not computed  # no positions, no constants: they are among the tensors

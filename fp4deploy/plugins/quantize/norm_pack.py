@@ -105,7 +105,7 @@ def coefficients(
     "norm_coefficients(Tensor x, Tensor? bias, Tensor weight, Tensor beta, int groups, float eps) -> Tensor",
     lambda x, *_: torch.empty((x.shape[0], 2, x.shape[-1]), dtype=torch.float32, device=x.device),
     "CompositeExplicitAutograd",
-    fixed_strides=True,
+    torch.Tag.needs_fixed_stride_order,
 )
 def _coefficients(
     x: torch.Tensor, bias: torch.Tensor | None, weight: torch.Tensor, beta: torch.Tensor, groups: int, eps: float

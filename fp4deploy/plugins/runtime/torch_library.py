@@ -25,16 +25,16 @@ def scalar(x: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
 
 
 def operator(
-    schema: str, fake: Callable[..., Any], dispatch: str = "CUDA", fixed_strides: bool = False
+    schema: str, fake: Callable[..., Any], dispatch: str = "CUDA", tag: torch.Tag | None = None
 ) -> Callable[[Function], Function]:
     """Register a function as the operator `torch.ops.fp4deploy.NAME`, with what it gives of tensors without data.
 
-    fixed_strides: a compiler hands it arguments with the strides that it was traced with.
+    tag: what a compiler is told, such as `needs_fixed_stride_order` (of its arguments).
     """
     name = schema.partition("(")[0]
 
     def register(function: Function) -> Function:
-        LIBRARY.define(schema, tags=(torch.Tag.needs_fixed_stride_order,) if fixed_strides else ())
+        LIBRARY.define(schema, tags=() if tag is None else (tag,))
         LIBRARY.impl(name, function, dispatch)
         torch.library.register_fake(f"fp4deploy::{name}", fake, lib=LIBRARY)
         return function

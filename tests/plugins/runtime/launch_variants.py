@@ -23,6 +23,7 @@ from fp4deploy.plugins.gemm.convolution.decoded_weight import decode_weight
 from fp4deploy.plugins.losses import segmentation
 from fp4deploy.plugins.quantize import (
     channels_last,
+    layer_norm,
     learned,
     norm_pack,
     operators,
@@ -181,6 +182,12 @@ def _packed_norms() -> None:
     statistics.combine(statistics.chunk_moments(x), x.shape, None, torch.ones(32), torch.zeros(32), 8, 1e-5)
 
 
+def _row_norms() -> None:
+    for width, dtype in ((48, HALF), (384, BFLOAT), (layer_norm.MAX_WIDTH, HALF)):
+        x, weight = torch.zeros(5, width, dtype=dtype), torch.zeros(width)
+        layer_norm.layer_norm(x, x, weight, weight, _amax(), 1e-5, 0.0, True)
+
+
 def _elementwise_layers() -> None:
     x, ab, form = torch.zeros(2, 4, 4, 32, dtype=HALF), torch.zeros(1, 2, 32), norm_pack.OutputForm
     for activation in pointwise_pack.ACTIVATIONS:
@@ -325,6 +332,7 @@ EXERCISES: list[Callable[[], object]] = [
     _segmentation(81, BFLOAT, torch.channels_last),
     _segmentation(300, HALF, torch.contiguous_format),
     _packed_norms,
+    _row_norms,
     _elementwise_layers,
     _windows,
     _unfolded(HALF, None, "stochastic", hadamard=True),

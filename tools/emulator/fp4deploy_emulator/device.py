@@ -23,7 +23,7 @@ from fp4deploy.architecture import Architecture
 from fp4deploy.plugins.runtime.launch import Kernel, load_cubin
 from fp4deploy.plugins.runtime.pdl import launch_in_order
 from fp4deploy.plugins.runtime.tma import encode
-from fp4deploy_emulator.instructions.bulk import MAGIC, decode
+from fp4deploy_emulator.instructions.tensor_maps import MAGIC, decode
 from fp4deploy_emulator.machine import Launch
 from fp4deploy_emulator.memory import GlobalMemory, Range
 from fp4deploy_emulator.ptx import Entry

@@ -32,10 +32,11 @@ from fp4deploy_emulator.shared import SharedMemory
 Array = NDArray[Any]
 WARP = 32
 SHARED_BASE = 1024  # of a block's window: addresses below are reserved for the system, and null is no address
-WINDOW = 1 << 24  # distance of the windows of a cluster's blocks in shared::cluster addresses
+WINDOW = 1 << 24  # an address in shared memory is rank in the cluster * WINDOW + offset
 GENERIC_SHARED, GENERIC_PARAMETER = 0x7F << 56, 0x7E << 56
 MAX_THREADS = 8192  # of a batch
-EXTRA_AGENTS = 24  # mbarriers on which bulk copies complete
+EXTRA_AGENTS, MAX_AGENTS = 24, 96  # mbarriers on which bulk copies complete; of a kernel that initialises many
+MAX_CLOCKS = 1 << 28  # of the accesses to shared memory, in a batch
 EARLY = "registers of tcgen05.ld are read before tcgen05.wait::ld"
 REGISTER_TYPES = {"pred": np.bool_, "16": np.uint16, "32": np.uint32, "64": np.uint64, "8": np.uint8}
 
@@ -82,8 +83,11 @@ class Launch:
     """How a kernel is launched.
 
     grid, block: blocks and threads; cluster: blocks of a cluster along x; shared: bytes of dynamic shared memory;
-    parameters: the parameter buffer; model: see `accumulate`; capability: of the architecture, such as 120; unwritten:
-    whether shared memory may be read before it was written (every byte is 0xFF then, of floats a NaN).
+    parameters: the parameter buffer; model: see `accumulate`; capability: of the architecture, such as 120;
+    unwritten: whether shared memory may be read before it was written (every byte is 0xFF then, of floats a NaN);
+    unallocated: whether tensor memory may be used that nobody has allocated, which is a remark then; prompt: whether
+    bulk copies from shared memory read it at once, not as late as they may; resident: the most blocks that run at the
+    same time, 0 for as many as the emulator can hold.
     """
 
     grid: tuple[int, int, int]
@@ -94,6 +98,9 @@ class Launch:
     capability: int = 120
     cluster: int = 1
     unwritten: bool = False
+    unallocated: bool = False
+    prompt: bool = False
+    resident: int = 0
 
 
 @dataclass
@@ -126,10 +133,11 @@ def execute(entry: Entry, launch: Launch, memory: GlobalMemory) -> Statistics:
     if launch.grid[0] % cluster:
         raise Hazard("barrier", f"a grid of {launch.grid[0]} blocks does not consist of clusters of {cluster}")
     memory.begin()
-    padded = -(-launch.block[0] * launch.block[1] * launch.block[2] // WARP) * WARP
-    size = max(cluster, MAX_THREADS // padded // cluster * cluster)
-    for first in range(0, blocks, size):
-        machine = Machine(entry, steps, launch, memory, first, min(size, blocks - first), cluster)
+    queue, size = Queue(blocks), _batch(entry, launch, cluster)
+    while queue.first < blocks:
+        first, count = queue.first, min(size, blocks - queue.first)
+        queue.first += count
+        machine = Machine(entry, steps, launch, memory, first, count, cluster, queue)
         machine.run()
         total.instructions += machine.statistics.instructions
         total.warps += machine.statistics.warps
@@ -137,6 +145,38 @@ def execute(entry: Entry, launch: Launch, memory: GlobalMemory) -> Statistics:
         lines |= machine.visited
     total.lines = int(lines.sum())
     return total
+
+
+@dataclass
+class Queue:
+    """Blocks of the grid that were not launched yet: from `first` on."""
+
+    blocks: int
+    first: int = 0
+
+    def take(self, cluster: int) -> int | None:
+        """The first block of the next cluster, which is then not launched; None where nothing is left."""
+        found = self.first
+        self.first += cluster
+        return found if found < self.blocks else None
+
+
+def _batch(entry: Entry, launch: Launch, cluster: int) -> int:
+    """Blocks that run at the same time: whole clusters, as many as there is memory for their clocks."""
+    warps = -(-launch.block[0] * launch.block[1] * launch.block[2] // WARP)
+    cells = layout(entry.variables, launch.shared)[1] * agents(entry, cluster, warps)[2]
+    fits = min(MAX_THREADS // (warps * WARP), MAX_CLOCKS // max(cells, 1), launch.resident or MAX_THREADS)
+    return max(cluster, fits // cluster * cluster)
+
+
+def agents(entry: Entry, cluster: int, warps: int) -> tuple[int, int, int]:
+    """Of a cluster: where the units of wgmma begin, where the tensor cores do, and how many agents there are."""
+    families = {instruction.parts[0] for instruction in entry.instructions}
+    bulk = any({"bulk", "try_cancel"} & {*instruction.parts} for instruction in entry.instructions)
+    barriers = sum(instruction.parts[:2] == ("mbarrier", "init") for instruction in entry.instructions)
+    units = cluster * warps + min(max(EXTRA_AGENTS, barriers), MAX_AGENTS) * bulk
+    tensor = units + cluster * warps * ("wgmma" in families)
+    return units, tensor, tensor + cluster * ("tcgen05" in families)
 
 
 def compiled(entry: Entry) -> list[Step]:
@@ -192,19 +232,17 @@ class Machine:
         first: int,
         blocks: int,
         cluster: int,
+        queue: Queue,
     ) -> None:
         self.entry, self.steps, self.launch, self.memory = entry, steps, launch, memory
-        self.blocks, self.cluster = blocks, cluster
+        self.blocks, self.cluster, self.queue = blocks, cluster, queue
         threads = launch.block[0] * launch.block[1] * launch.block[2]
         self.warps = -(-threads // WARP)
         self.padded = self.warps * WARP
         self.count = blocks * self.padded
         self.symbols, size = layout(entry.variables, launch.shared)
         families = {instruction.parts[0] for instruction in entry.instructions}
-        bulk = any(instruction.opcode.startswith("cp.async.bulk") for instruction in entry.instructions)
-        self.units_from = cluster * self.warps + EXTRA_AGENTS * bulk
-        self.tensor_from = self.units_from + cluster * self.warps * ("wgmma" in families)
-        self.agents = self.tensor_from + cluster * ("tcgen05" in families)
+        self.units_from, self.tensor_from, self.agents = agents(entry, cluster, self.warps)
         self.order = Order(blocks // cluster, self.agents)
         self.shared = SharedMemory(self.order, blocks, max(size, 16), launch.unwritten)
         thread = np.tile(np.arange(self.padded), blocks)
@@ -213,12 +251,14 @@ class Machine:
         self.row = domain * self.agents + rank * self.warps + thread // WARP
         self.exited = thread >= threads
         self.started = ~self.exited
+        self.window = rank.astype(np.int64) * WINDOW
         self.special = self._special(thread, self.block + first, rank)
         self.registers: dict[str, Array] = {}
         self.partial: dict[str, Array] = {}
         self.flying: dict[str, tuple[Array, Array]] = {}  # registers that an asynchronous instruction writes
         self.frozen: dict[str, tuple[Array, Array]] = {}  # and those that it reads
         self.loading: dict[str, Array] = {}  # registers that tcgen05.ld has loaded and nobody has waited for
+        self.early: Callable[[str, Array], None] = lambda name, threads: None  # one of them is read
         self.fresh: dict[str, Array] | None = {} if "wgmma" in families else None  # written since wgmma.fence
         self.ready: dict[int, Array] = {0: self.started.copy()}
         self.parked: dict[int, Array] = {}  # at an mbarrier
@@ -226,6 +266,7 @@ class Machine:
         self.waiting: dict[tuple[int, int], Any] = {}
         self.asynchronous: list[Callable[[], None]] = []
         self.units: dict[str, Any] = {}  # state of the instruction families
+        self.final: list[Callable[[], None]] = []  # checks when every thread has ended
         self.statistics = Statistics()
         self.visited = np.zeros(len(steps), bool)
         self.pc = 0
@@ -235,6 +276,8 @@ class Machine:
         try:
             while self._round():
                 pass
+            for check in self.final:
+                check()
         except Fault as error:
             instruction = self.entry.instructions[min(self.pc, len(self.steps) - 1)]
             error.args = (f"{error.args[0]}\n  line {instruction.line}: {instruction.text}",)
@@ -295,10 +338,7 @@ class Machine:
 
     def get(self, name: str, active: Active) -> Array:
         """The bits of a register, of all threads."""
-        if name in self.flying and (self.flying[name][0] & active.mask).any():
-            raise Hazard("unwaited copy", f"the register {name} is read before wgmma was waited for")
-        if name in self.loading and (self.loading[name] & active.mask).any():
-            self.statistics.remarks.add(EARLY)
+        self._waited(name, active)
         value = self.registers.get(name)
         if value is None:
             value = self.special.get(name)
@@ -310,12 +350,25 @@ class Machine:
             raise Hazard("uninitialised", f"the register {name} is read before it was written")
         return value
 
+    def _waited(self, name: str, active: Active) -> None:
+        """What an asynchronous instruction writes must have been waited for.
+
+        Raises:
+            Hazard: it was not; of tcgen05.ld that is a remark.
+        """
+        if name in self.flying and (self.flying[name][0] & active.mask).any():
+            raise Hazard("unwaited copy", f"the register {name} is read before wgmma was waited for")
+        if name in self.loading and (self.loading[name] & active.mask).any():
+            self.statistics.remarks.add(EARLY)
+            self.early(name, active.mask)
+
     def get_filled(self, name: str, active: Active) -> Array:
         """As `get`, with all bits set where nothing was written.
 
         For a half that is packed with another one: compilers leave halves unwritten that are dropped later. What comes
         out must not depend on them.
         """
+        self._waited(name, active)
         value, known = self.registers.get(name), self.partial.get(name)
         if value is None and name not in self.special:
             return np.full(self.count, 0xFFFFFFFF)
@@ -361,6 +414,10 @@ class Machine:
             raise Hazard("barrier", f"{what} is executed by a part of a warp")
         return np.flatnonzero(some)
 
+    def writer(self, threads: Any) -> Any:
+        """The number by which global memory knows the blocks of threads."""
+        return self.special["%ctaid.x"][threads] + self.special["%ctaid.y"][threads] * np.uint32(1 << 16)
+
     def tensor_row(self, block: int) -> int:
         """The agent that is the tensor core of a block."""
         return block // self.cluster * self.agents + self.tensor_from + block % self.cluster
@@ -373,14 +430,14 @@ class Machine:
         """
         addresses = addresses.astype(np.int64)
         window, offset = addresses // WINDOW, addresses % WINDOW - SHARED_BASE
-        if (offset < 0).any() or (offset + size > self.shared.size).any() or (window > self.cluster).any():
-            bad = np.flatnonzero((offset < 0) | (offset + size > self.shared.size) | (window > self.cluster))[0]
+        if (offset < 0).any() or (offset + size > self.shared.size).any() or (window >= self.cluster).any():
+            bad = np.flatnonzero((offset < 0) | (offset + size > self.shared.size) | (window >= self.cluster))[0]
             raise Hazard("out of bounds", f"{size} bytes of shared memory at {int(offset[bad])} of {self.shared.size}")
         if size in (1, 2, 4, 8, 16) and (offset % size).any():
             raise Hazard(
                 "misaligned", f"{size} bytes of shared memory at {int(offset[np.flatnonzero(offset % size)[0]])}"
             )
-        there = np.where(window == 0, block, block // self.cluster * self.cluster + window - 1)
+        there = block // self.cluster * self.cluster + window
         return (there * self.shared.size + offset)[:, None] + np.arange(size)
 
     def _special(self, thread: Array, block: Array, rank: Array) -> dict[str, Array]:
@@ -404,6 +461,9 @@ class Machine:
             "%cluster_ctarank": rank,
             "%cluster_nctarank": self.cluster,
             "%cluster_ctaid.x": rank,
+            "%cluster_nctaid.x": self.cluster,
+            "%cluster_nctaid.y": 1,
+            "%cluster_nctaid.z": 1,
         }
         return {name: np.broadcast_to(np.asarray(value, np.uint32), thread.shape) for name, value in values.items()}
 

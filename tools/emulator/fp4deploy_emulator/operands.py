@@ -39,12 +39,14 @@ KINDS: dict[str, Any] = {
     "b64": np.uint64,
     "f64": np.float64,
     "f32x2": np.uint64,
+    "b128": np.dtype("V16"),
     "e4m3x2": np.uint16,
     "e5m2x2": np.uint16,
     "e2m1x2": np.uint8,
 }
-_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-_SIZE = {"pred": np.bool_, "8": np.uint8, "16": np.uint16, "32": np.uint32, "64": np.uint64}
+_BITS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.dtype("V16")}
+_SIZE: dict[str, Any] = {"pred": np.bool_, "8": np.uint8, "16": np.uint16, "32": np.uint32, "64": np.uint64}
+_SIZE["128"] = np.dtype("V16")
 
 
 def storage(entry: Entry, name: str) -> Any:
@@ -104,7 +106,7 @@ def writer(entry: Entry, operand: Operand) -> Writer:
     if name == "_":
         return lambda m, active, value: None
     bits = np.dtype(storage(entry, name))
-    signed = None if bits == np.bool_ else np.dtype(f"i{bits.itemsize}")
+    signed = None if bits == np.bool_ or bits.kind == "V" else np.dtype(f"i{bits.itemsize}")
 
     def write(m: Machine, active: Active, value: Array) -> None:
         if value.dtype != bits:
@@ -143,7 +145,7 @@ def address(entry: Entry, operand: Operand) -> Reader:
     step = np.int64(offset)
 
     def read(m: Machine, active: Active) -> Array:
-        value = np.full(m.count, _symbol(m, name), np.int64) if base is None else base(m, active)
+        value = np.broadcast_to(_symbol(m, name), (m.count,)) if base is None else base(m, active)
         if value.ndim == 0:
             value = np.full(m.count, value)
         return (value.astype(np.int64) + step).view(np.uint64) if offset else value.astype(np.uint64)
@@ -151,9 +153,10 @@ def address(entry: Entry, operand: Operand) -> Reader:
     return read
 
 
-def _symbol(m: Machine, name: str) -> int:
+def _symbol(m: Machine, name: str) -> int | Array:
+    """The address of a variable: in shared memory it says the rank of the block, too (see `WINDOW`)."""
     if name in m.symbols:
-        return m.symbols[name]
+        return m.symbols[name] + m.window if m.cluster > 1 else m.symbols[name]
     for each in m.entry.parameters:
         if each.name == name:
             return GENERIC_PARAMETER | each.offset

@@ -18,7 +18,7 @@ from fp4deploy_emulator.faults import Hazard
 from fp4deploy_emulator.order import WHOLE, Accesses, Order
 
 Array = NDArray[Any]
-UNFENCED = "wgmma reads what cp.async has copied, without fence.proxy.async"
+UNFENCED = "{} reads what cp.async has copied, without fence.proxy.async"
 
 
 class SharedMemory:
@@ -44,10 +44,11 @@ class SharedMemory:
         lanes: Array | None = None,
         unit: bool = False,
         remarks: set[str] | None = None,
+        name: str = "wgmma",
     ) -> Array:
         """Bytes at positions `at` [n, size]; `unit`: by the asynchronous proxy.
 
-        remarks: takes UNFENCED, which is a hazard otherwise.
+        remarks: takes UNFENCED with `name`, which is a hazard otherwise.
         """
         self._usable(at)
         if not self.written[at].all():
@@ -62,7 +63,7 @@ class SharedMemory:
             )
         hidden = self.accesses.unfenced(at, row) if unit else late
         if remarks is not None and (hidden & self.copied[at]).any():
-            remarks.add(UNFENCED)
+            remarks.add(UNFENCED.format(name))
             hidden &= ~self.copied[at]
         if hidden.any():
             what = "shared memory is read by the asynchronous proxy without fence.proxy.async after the write"

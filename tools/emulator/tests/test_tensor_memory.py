@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fp4deploy_emulator.faults import Fault, Hazard, UnknownInstruction
-from fp4deploy_emulator.instructions.tensor_memory import _sizes
+from fp4deploy_emulator.instructions.tensor_core import _sizes
 from fp4deploy_emulator.launch import run
 from fp4deploy_emulator.ptx import parse
 

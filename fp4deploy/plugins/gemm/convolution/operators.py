@@ -34,7 +34,8 @@ def _fake_convolution(x, weight, bias, stride, padding, dilation, output_padding
     "int[] output_padding, int groups, bool transposed, bool relu) -> Tensor",
     _fake_convolution,
     "CompositeExplicitAutograd",
-    fixed_strides=True,
+    # It would copy an operand that has other strides than were traced, where it could have written these.
+    torch.Tag.flexible_layout,
 )
 def convolution(
     x: torch.Tensor,
@@ -107,5 +108,5 @@ def has_small_kernel(
     if weight.dtype != torch.float16 or weight.ndim != 4 or not small_k.is_available(device):
         return False
     outputs, channels, kh, kw = weight.shape
-    pairs = [(each[0], each[1]) for each in (stride, padding, dilation)]
-    return small_k.supports(channels, outputs, (kh, kw), *pairs, groups)
+    by, around, apart = ((each[0], each[1]) for each in (stride, padding, dilation))
+    return small_k.supports(channels, outputs, (kh, kw), by, around, apart, groups)

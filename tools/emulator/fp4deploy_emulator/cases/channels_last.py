@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 
 from fp4deploy import formats
-from fp4deploy.plugins.quantize import channels_last, learned, norm_pack, pointwise_pack, statistics, window
+from fp4deploy.plugins.quantize import (
+    channels_last,
+    layer_norm,
+    learned,
+    norm_pack,
+    pointwise_pack,
+    statistics,
+    window,
+)
 from fp4deploy_emulator.cases.case import Case, Outcome, Setting, normal
 from fp4deploy_emulator.cases.cuda import AMAX, HALF, emulated
 from fp4deploy_emulator.faults import Fault
@@ -286,6 +295,31 @@ def norm_packing(setting: Setting, outcome: Outcome) -> None:
         _compare_forms(got, norm_pack.apply_reference(x, ab, forms), outcome)
 
 
+def layer_norms(setting: Setting, outcome: Outcome) -> None:
+    """LayerNorm of rows: sums are those of torch, the norm is near float64, and the values are those of the norm."""
+    amax = torch.tensor(AMAX)
+    for number, (width, dtype) in enumerate(((16, HALF), (96, HALF), (384, torch.bfloat16))):
+        x, other = (normal(setting, 11, width, seed=seed).to(dtype) * 2 for seed in (number, number + 5))
+        weight, bias = normal(setting, width, seed=8), normal(setting, width, seed=9)
+        x[3, 2], x[4, width - 1] = float("nan"), float("inf")
+        with emulated(setting, outcome):
+            total, y, values = layer_norm.layer_norm(x, other, weight, bias, amax, 1e-5, 0.0, True)
+            _, _, scaled = layer_norm.layer_norm(total, None, weight, bias, amax, 1e-5, 2.0**-12, False)
+        outcome.compare(_numbers(total), _numbers(x + other))
+        exact = F.layer_norm(total.double(), (width,), weight.double(), bias.double(), 1e-5)
+        near = torch.isclose(y.double(), exact, rtol=2.0 * torch.finfo(dtype).eps, atol=1e-3, equal_nan=True)
+        outcome.compare(near.byte(), torch.ones_like(near, dtype=torch.uint8))
+        packed = formats.quantize_nvfp4(y, amax=amax)
+        outcome.compare(_numbers(values), _numbers(packed.dequantize(dtype)))
+        exponent = torch.tensor(2688.0 * 2.0**-12)
+        outcome.compare(_numbers(scaled), _numbers(replace(packed, amax=exponent).dequantize(dtype)))
+
+
+def _numbers(x: torch.Tensor) -> torch.Tensor:
+    """One NaN and one zero: a NaN has any payload, and a decoded zero here the sign of its element."""
+    return torch.where(x.isnan(), float("nan"), x) + 0.0
+
+
 def _compare_forms(got: list[norm_pack.FeatureMap], wanted: list[norm_pack.FeatureMap], outcome: Outcome) -> None:
     for mine, expected in zip(got, wanted, strict=True):
         if isinstance(mine, formats.Nvfp4Tensor) and isinstance(expected, formats.Nvfp4Tensor):
@@ -358,6 +392,7 @@ CASES = (
     Case("running amax", MAPS, tracking),
     Case("gradient of a learned amax", MAPS, learned_amax),
     Case("GroupNorm and pack", "norm and pack", norm_packing),
+    Case("LayerNorm and values", "norm and pack", layer_norms),
     Case("elementwise layers and pack", "norm and pack", elementwise_layers),
     Case("elementwise layers, pool and pack", "norm and pack", pooled_layers),
     Case("maximum over windows", "norm and pack", windows),

@@ -23,7 +23,7 @@ from fp4deploy.plugins.runtime.nvcc import Macros, compile_ptx
 from fp4deploy.plugins.runtime.tma import tiling
 from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES
 from fp4deploy_emulator.cases.case import Case, Outcome, Setting, multiples, normal, packed
-from fp4deploy_emulator.instructions.bulk import encode
+from fp4deploy_emulator.instructions.tensor_maps import encode
 from fp4deploy_emulator.launch import parsed, run
 
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32

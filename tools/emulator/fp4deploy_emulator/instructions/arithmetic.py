@@ -87,9 +87,11 @@ def lanes(kind: str, function: Callable[..., Array]) -> Callable[..., Array]:
 
 
 def _minimum(pick: Callable[..., Array], nan: bool) -> Callable[..., Array]:
-    """min and max: a NaN loses against a number, unless `nan`; -0 is below +0."""
+    """min and max of two or three: a NaN loses against a number, unless `nan`; -0 is below +0."""
 
-    def function(a: Array, b: Array) -> Array:
+    def function(a: Array, b: Array, *third: Array) -> Array:
+        if third:
+            return function(function(a, b), *third)
         ordered = pick(a, b)
         zero = (a == 0) & (b == 0)
         signs = (np.signbit(a) | np.signbit(b)) if pick is np.minimum else (np.signbit(a) & np.signbit(b))

@@ -1,25 +1,20 @@
-"""mbarriers, and copies by the Tensor Memory Accelerator (TMA) that complete on them.
+"""mbarriers, and bulk copies that complete on them.
 
 | instructions | PTX ISA |
 |---|---|
 | mbarrier.init, inval, arrive, expect_tx, try_wait, test_wait | Asynchronous Barriers: mbarrier |
 | cp.async.bulk (to shared memory) | Bulk Copy: cp.async.bulk |
-| cp.async.bulk.tensor (to shared memory) | Tensor Copy: cp.async.bulk.tensor |
 
 An mbarrier has phases. A phase is complete when as many arrivals came as `init` said and the bytes that were announced
 (`expect_tx`) have arrived. A thread that waits is put aside until a phase completes; waiting for a parity succeeds if
 the phase of that parity is over.
 
-A tensor map is a structure that only the driver can encode. Here its 128 bytes are an encoding of the emulator's own
-(`encode`) of the same sizes, strides, box and swizzle that the host gives to the driver. The swizzle permutes 16-byte
-words: bits 4 to 6 of an address in shared memory are XORed with bits 7 to 9 (rows of 128 bytes), or bit 4 with bit 7
-(rows of 32 bytes). Elements outside of the tensor are zeros, and count as arrived.
+`mbarrier.arrive` returns a state: here the number of the phase, for which `mbarrier.test_wait` can wait instead of a
+parity.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,14 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4deploy_emulator.faults import Hazard, UnknownInstruction
-from fp4deploy_emulator.instructions.data import parameter_bytes
-from fp4deploy_emulator.machine import GENERIC_PARAMETER, WARP, WINDOW, Active, Continue, Machine, Step, implements
+from fp4deploy_emulator.machine import WARP, WINDOW, Active, Continue, Machine, Step, implements
 from fp4deploy_emulator.operands import address, reader, writer
-from fp4deploy_emulator.ptx import Address, Entry, Instruction
+from fp4deploy_emulator.ptx import Entry, Instruction
 
 Array = NDArray[Any]
-MAGIC = b"fp4deploy tensor"
-SWIZZLE_BITS = {0: 0, 32: 1, 64: 2, 128: 3}
 LIMIT = (1 << 20) - 1  # of pending arrivals
 
 
@@ -60,10 +52,10 @@ class Barrier:
 
 @dataclass
 class Barriers:
-    """All mbarriers of a batch, by position in shared memory."""
+    """All mbarriers of a batch, by position in shared memory; agents by cluster and asynchronous work."""
 
     known: dict[int, Barrier]
-    slots: dict[int, int]
+    slots: dict[tuple[int, int], int]
 
 
 def barriers(m: Machine) -> Barriers:
@@ -101,14 +93,18 @@ def advance(m: Machine, barrier: Barrier) -> None:
 
 def unit_row(m: Machine, position: int) -> int:
     """The agent that stands for the asynchronous work which completes on an mbarrier."""
+    return agent_of(m, position // (m.shared.size * m.cluster), position)
+
+
+def agent_of(m: Machine, cluster: int, work: int) -> int:
+    """The agent of a cluster for a kind of asynchronous work, the same one for the same number."""
     slots = barriers(m).slots
-    if position not in slots:
-        cluster = position // (m.shared.size * m.cluster)
-        used = sum(1 for other in slots if other // (m.shared.size * m.cluster) == cluster)
+    if (cluster, work) not in slots:
+        used = sum(1 for other, _ in slots if other == cluster)
         if m.cluster * m.warps + used >= m.units_from:
             raise UnknownInstruction("more mbarriers with asynchronous work than the emulator keeps apart")
-        slots[position] = cluster * m.agents + m.cluster * m.warps + used
-    return slots[position]
+        slots[cluster, work] = cluster * m.agents + m.cluster * m.warps + used
+    return slots[cluster, work]
 
 
 def _each(m: Machine, active: Active, addresses: Array) -> list[tuple[int, int]]:
@@ -157,11 +153,12 @@ def invalidate(entry: Entry, instruction: Instruction) -> Step:
 
 @implements("mbarrier.arrive", "mbarrier.expect_tx")
 def arrive(entry: Entry, instruction: Instruction) -> Step:
-    """One arrival, and bytes to wait for; the state it returns is not implemented."""
+    """One arrival, and bytes to wait for; the state it returns is the phase."""
     parts = instruction.parts
     sink, target = instruction.operands[0], instruction.operands[1] if "arrive" in parts else instruction.operands[0]
-    if "arrive" in parts and getattr(sink, "name", "") != "_":
-        raise UnknownInstruction("the state that mbarrier.arrive returns is not implemented")
+    state = writer(entry, sink) if "arrive" in parts and getattr(sink, "name", "") != "_" else None
+    if state is not None and "shared::cluster" in parts:
+        raise UnknownInstruction("an mbarrier of another block returns no state")
     expects, arrives = "expect_tx" in parts, "arrive" in parts
     where = address(entry, target)
     more = instruction.operands[2 if arrives else 1 :]
@@ -169,9 +166,11 @@ def arrive(entry: Entry, instruction: Instruction) -> Step:
 
     def run(m: Machine, active: Active) -> None:
         amounts = np.broadcast_to(amount(m, active), (m.count,)) if amount else np.ones(m.count, np.uint32)
+        phases = np.zeros(m.count, np.uint64)
         for thread, position in _each(m, active, where(m, active)):
             barrier = barrier_at(m, position)
             row = int(m.row[thread])
+            phases[thread] = barrier.phase
             np.maximum(barrier.clock, m.order.clocks[row], out=barrier.clock)
             if expects:
                 barrier.transaction += int(amounts[thread])
@@ -179,24 +178,29 @@ def arrive(entry: Entry, instruction: Instruction) -> Step:
                 barrier.pending -= 1 if expects else int(amounts[thread])
             advance(m, barrier)
         m.order.advance(np.unique(m.row[active.index]))
+        if state is not None:
+            state(m, active, phases)
 
     return run
 
 
 @implements("mbarrier.try_wait", "mbarrier.test_wait", control=True)
 def wait(entry: Entry, instruction: Instruction) -> Step:
-    """Whether the phase of a parity is over. A thread that tries for the second time waits until a phase completes."""
-    if instruction.guard or "parity" not in instruction.parts:
+    """Whether the phase of a parity or state is over. A thread that tries again waits until a phase completes."""
+    if instruction.guard:
         raise UnknownInstruction("this form of waiting for an mbarrier is not implemented")
+    by_parity = "parity" in instruction.parts
     result = writer(entry, instruction.operands[0])
-    where, parity = address(entry, instruction.operands[1]), reader(entry, instruction.operands[2], "u32")
+    where, phase = address(entry, instruction.operands[1]), instruction.operands[2]
+    parity = reader(entry, phase, "u32" if by_parity else "u64")
 
     def run(m: Machine, active: Active) -> Continue:
         parities = np.broadcast_to(parity(m, active), (m.count,))
         over = np.zeros(m.count, bool)
         for thread, position in _each(m, active, where(m, active)):
             barrier = barrier_at(m, position)
-            if barrier.phase % 2 != int(parities[thread]) & 1:
+            asked = int(parities[thread])
+            if barrier.phase % 2 != asked & 1 if by_parity else barrier.phase > asked:
                 over[thread] = True
                 m.order.join(int(m.row[thread]), barrier.clock)
                 m.order.epoch[m.row[thread]] += 1
@@ -211,86 +215,6 @@ def wait(entry: Entry, instruction: Instruction) -> Step:
         if back.any():
             result(m, Active(back), done)
         return [(m.pc + 1, back)]
-
-    return run
-
-
-@dataclass(frozen=True)
-class TensorMap:
-    """What a tensor map says: address, sizes and box from the innermost axis on, strides in bytes of the outer axes."""
-
-    address: int
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    box: tuple[int, ...]
-    swizzle: int
-
-
-def encode(start: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: int) -> bytes:
-    """128 bytes in the place of the driver's; of a tensor of bytes with up to three axes. swizzle: 32 or 128 bytes."""
-    rank = len(sizes)
-    numbers = [*sizes, *[1] * (3 - rank), *strides, *[0] * (3 - rank), *box, *[1] * (3 - rank)]
-    return (MAGIC + struct.pack("<QHH8Q", start, rank, swizzle, *numbers)).ljust(128, b"\0")
-
-
-def decode(content: bytes) -> TensorMap:
-    """The tensor map that `encode` wrote.
-
-    Raises:
-        Hazard: the bytes are something else.
-    """
-    if content[: len(MAGIC)] != MAGIC:
-        raise Hazard("barrier", "a tensor copy with an address at which there is no tensor map")
-    start, rank, swizzle, *numbers = struct.unpack_from("<QHH8Q", content, len(MAGIC))
-    return TensorMap(start, tuple(numbers[:rank]), tuple(numbers[3 : 2 + rank]), tuple(numbers[5 : 5 + rank]), swizzle)
-
-
-def _box(m: Machine, tensor: TensorMap, first: list[int]) -> Array:
-    """Bytes of a box, the innermost axis first; zeros outside of the tensor."""
-    axes = [start + np.arange(size) for start, size in zip(first, tensor.box, strict=True)]
-    inside = [(axis >= 0) & (axis < size) for axis, size in zip(axes, tensor.sizes, strict=True)]
-    strides = (1, *tensor.strides)
-    offsets, valid = np.zeros((1,), np.int64), np.ones((1,), bool)
-    for axis, good, stride in zip(axes, inside, strides, strict=True):
-        offsets = (axis[:, None] * stride + offsets).reshape(-1)
-        valid = (good[:, None] & valid).reshape(-1)
-    out = np.zeros(offsets.size, np.uint8)
-    where = (np.uint64(tensor.address) + offsets[valid].astype(np.uint64)).astype(np.uint64)
-    out[valid] = m.memory.read(where, 1)[:, 0]
-    return out
-
-
-def _swizzled(start: int, count: int, swizzle: int) -> Array:
-    """Addresses of `count` bytes from `start` on, in the order in which a swizzled box is stored."""
-    linear = start + np.arange(count)
-    bits = SWIZZLE_BITS[swizzle]
-    return linear ^ ((linear >> 7 & ((1 << bits) - 1)) << 4)
-
-
-@implements("cp.async.bulk.tensor")
-def copy_tensor(entry: Entry, instruction: Instruction) -> Step:
-    """A box of a tensor to shared memory."""
-    if "mbarrier::complete_tx::bytes" not in instruction.parts or "multicast::cluster" in instruction.parts:
-        raise UnknownInstruction("this tensor copy is not implemented")
-    target, source, done = instruction.operands[:3]
-    assert isinstance(source, Address)
-    to, tensor_map, signal = address(entry, target), address(entry, source), address(entry, done)
-    coordinates = [reader(entry, each, "s32") for each in source.coordinates]
-
-    def run(m: Machine, active: Active) -> None:
-        starts, maps, signals = to(m, active), tensor_map(m, active), signal(m, active)
-        first = [np.broadcast_to(each(m, active), (m.count,)) for each in coordinates]
-        for thread in active.index.tolist():
-            offset = maps[thread : thread + 1] & np.uint64((1 << 56) - 1)
-            if int(maps[thread]) >> 56 != GENERIC_PARAMETER >> 56:
-                raise Hazard("out of bounds", "a tensor map that is not a parameter")
-            tensor = decode(parameter_bytes(m, offset, 128).tobytes())
-            start = int(starts[thread])
-            if start % 128:
-                raise Hazard("misaligned", "a tensor copy to shared memory that is not aligned to 128 bytes")
-            values = _box(m, tensor, [int(each[thread]) for each in first])
-            addresses = _swizzled(start, values.size, tensor.swizzle)
-            _begin(m, thread, addresses, values, int(signals[thread]), [int(m.block[thread])])
 
     return run
 
@@ -315,26 +239,49 @@ def copy_bytes(entry: Entry, instruction: Instruction) -> Step:
                 raise Hazard("misaligned", f"a bulk copy of {count} bytes; size and addresses are multiples of 16")
             words = sources[thread] + np.arange(0, count, 16, dtype=np.uint64)
             values = m.memory.read(words, 16).reshape(-1)
-            block = int(m.block[thread])
-            blocks = [block]
-            if masks is not None:
-                first = block // m.cluster * m.cluster
-                blocks = [first + rank for rank in range(16) if int(masks[thread]) >> rank & 1]
-                if any(each >= first + m.cluster for each in blocks):
-                    raise Hazard("out of bounds", "a multicast to more blocks than the cluster has")
-            _begin(m, thread, start + np.arange(count), values, int(signals[thread]), blocks)
+            mask = None if masks is None else int(masks[thread])
+            begin(m, thread, start + np.arange(count), values, targets(m, thread, start, int(signals[thread]), mask))
 
     return run
 
 
-def _begin(m: Machine, thread: int, addresses: Array, values: Array, signal: int, blocks: list[int]) -> None:
-    """A copy to the same addresses in each of `blocks`; it arrives when nobody else can run."""
+def targets(
+    m: Machine, thread: int, start: int, signal: int, mask: int | None = None, pair: bool = False
+) -> list[tuple[int, int]]:
+    """The blocks that a copy goes to, each with the position of the mbarrier that it is signalled to.
+
+    Args:
+        start, signal: addresses of the destination and of the mbarrier. mask: ranks in the cluster, of a multicast;
+        it signals the same offset in each. pair: .cta_group::2: the mbarrier may lie in either block of a pair. That
+        of a multicast is in the even blocks of
+            the pairs, or in the odd ones, as `signal` is.
+
+    Raises:
+        Hazard: a block outside of the cluster; an mbarrier of another block than the destination's.
+    """
+    first = int(m.block[thread]) // m.cluster * m.cluster
+    if mask is not None and mask >> m.cluster:
+        raise Hazard("out of bounds", "a multicast to more blocks than the cluster has")
+    ranks = [start // WINDOW] if mask is None else [rank for rank in range(m.cluster) if mask >> rank & 1]
+    found, of_signal = [], signal // WINDOW
+    for rank in ranks:
+        signalled = rank if not pair else rank & ~1 | of_signal & 1
+        if mask is None and of_signal != signalled:
+            raise Hazard("barrier", "a copy is signalled to an mbarrier of another block than its destination's")
+        found.append((first + rank, place(m, signal % WINDOW + signalled * WINDOW, first)))
+    return found
+
+
+def begin(m: Machine, thread: int, addresses: Array, values: Array, to: list[tuple[int, int]]) -> None:
+    """A copy to the same offsets in each block of `to`, signalled to the mbarrier at a position.
+
+    It arrives when nobody else can run.
+    """
     issuer = int(m.row[thread])
-    for block in blocks:
-        local = np.full(addresses.size, block)
-        at = m.position(addresses % WINDOW if len(blocks) > 1 else addresses, 1, local)
+    for block, position in to:
+        there = addresses % WINDOW + block % m.cluster * WINDOW
+        at = m.position(there, 1, np.full(addresses.size, block))
         m.shared.expect(at, np.full(len(at), issuer), np.full(len(at), thread % WARP))
-        position = place(m, signal % WINDOW if len(blocks) > 1 else signal, block)
         barrier_at(m, position)
         m.asynchronous.append(partial(_arrived, m, at, values, position))
 

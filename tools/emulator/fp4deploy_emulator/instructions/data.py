@@ -75,7 +75,7 @@ def store_bytes(m: Machine, active: Active, space: str, addresses: Array, values
     elif not space and (where >> np.uint64(56) == GENERIC_SHARED >> 56).all():
         store_bytes(m, active, "shared", addresses & np.uint64((1 << 56) - 1), values)
     else:
-        m.memory.write(where, values, m.special["%ctaid.x"][index] + m.special["%ctaid.y"][index] * np.uint32(1 << 16))
+        m.memory.write(where, values, m.writer(index))
 
 
 def parameter_bytes(m: Machine, offsets: Array, size: int) -> Array:
@@ -199,7 +199,7 @@ def convert_address(entry: Entry, instruction: Instruction) -> Step:
 
 @implements("mapa")
 def map_address(entry: Entry, instruction: Instruction) -> Step:
-    """The address of the same variable in another block of the cluster."""
+    """The address of the same variable in another block of the cluster; of a rank beyond it, an address of nothing."""
     if "shared::cluster" not in instruction.parts:
         raise UnknownInstruction("mapa of a generic address is not implemented")
     result = writer(entry, instruction.operands[0])
@@ -207,12 +207,10 @@ def map_address(entry: Entry, instruction: Instruction) -> Step:
 
     def run(m: Machine, active: Active) -> None:
         there = np.broadcast_to(rank(m, active), (m.count,))
-        if (there[active.mask] >= m.cluster).any():
-            raise Hazard("out of bounds", f"block {int(there[active.mask].max())} of a cluster of {m.cluster}")
         result(
             m,
             active,
-            (source(m, active) % np.uint32(WINDOW) + (there + np.uint32(1)) * np.uint32(WINDOW)).astype(np.uint32),
+            (source(m, active) % np.uint32(WINDOW) + there * np.uint32(WINDOW)).astype(np.uint32),
         )
 
     return run

@@ -24,15 +24,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4deploy_emulator.accumulate import BLOCKS, DEPTH, block_scaled, half_precision, plain
-from fp4deploy_emulator.faults import UnknownInstruction
-from fp4deploy_emulator.instructions.control import constant
+from fp4deploy_emulator.faults import Hazard, UnknownInstruction
 from fp4deploy_emulator.instructions.data import spread
 from fp4deploy_emulator.machine import WARP, Active, Machine, Step, implements
 from fp4deploy_emulator.operands import Reader, reader, readers, writers
-from fp4deploy_emulator.ptx import Entry, Instruction, Operand, Vector
+from fp4deploy_emulator.ptx import Entry, Immediate, Instruction, Operand, Vector
 
 Array = NDArray[Any]
 LANE = np.arange(WARP)
+SELECTORS = "the byte id is 0, or 2 where a row has two scales; the thread id 0, 1 (A), 0 to 3 (B)"
 ROW, COLUMN = LANE // 4, LANE % 4
 M, N = 16, 8
 SCALED = {
@@ -124,15 +124,19 @@ def _block_scaled(entry: Entry, instruction: Instruction, scale_type: str) -> St
     results = writers(entry, instruction.operands[0])
     a, b, c = (readers(entry, each, "b32") for each in instruction.operands[1:4])
     scales = [reader(entry, instruction.operands[i], "b32") for i in (4, 6)]
-    (byte_a, lanes_a), (byte_b, lanes_b) = (_selector(instruction.operands[i]) for i in (5, 7))
     count = DEPTH // BLOCKS[scale_type]
-    if not {byte_a, byte_b} <= {0, 4 - count} or lanes_a not in (0, 1) or lanes_b not in range(4):
-        raise UnknownInstruction(
-            "the byte id is 0, or 2 where a row has two scales; the thread id 0, 1 (A), 0 to 3 (B)"
-        )
+    selectors = [_selector(entry, instruction.operands[i]) for i in (5, 7)]
+    possible = ({0, 4 - count}, {0, 1}), ({0, 4 - count}, set(range(4)))
+    for chosen, sets in zip(selectors, possible, strict=True):
+        if any(isinstance(value, int) and value not in valid for value, valid in zip(chosen, sets, strict=True)):
+            raise UnknownInstruction(SELECTORS)
 
     def run(m: Machine, active: Active) -> None:
         warps = m.whole_warps(active, "mma.sync")
+        (byte_a, lanes_a), (byte_b, lanes_b) = (
+            [_selected(m, active, value, valid) for value, valid in zip(chosen, sets, strict=True)]
+            for chosen, sets in zip(selectors, possible, strict=True)
+        )
         left, right = (operand_matrix(registers(m, active, each, warps), 8) for each in (a, b))
         before = accumulators(registers(m, active, c, warps).view(np.float32))
         held = registers(m, active, scales, warps)  # [warps, 32, 2]
@@ -148,11 +152,32 @@ def _block_scaled(entry: Entry, instruction: Instruction, scale_type: str) -> St
     return run
 
 
-def _selector(operand: Operand) -> tuple[int, int]:
-    """{byte-id, thread-id}"""
+def _selector(entry: Entry, operand: Operand) -> tuple[int | Reader, int | Reader]:
+    """{byte-id, thread-id}, each a constant or a register of 16 bits."""
     assert isinstance(operand, Vector)
-    first, second = (constant(part) for part in operand.parts)
+    first, second = (
+        part.value if isinstance(part, Immediate) else reader(entry, part, "u16") for part in operand.parts
+    )
     return first, second
+
+
+def _selected(m: Machine, active: Active, selector: int | Reader, valid: set[int]) -> int:
+    """The value of a selector, the same in all threads.
+
+    Raises:
+        Hazard: the PTX ISA leaves it undefined.
+        UnknownInstruction: warps that differ.
+    """
+    if isinstance(selector, int):
+        return selector
+    values = np.broadcast_to(selector(m, active), (m.count,)).reshape(-1, WARP)[active.mask.reshape(-1, WARP).any(1)]
+    if (values != values[:, :1]).any():
+        raise Hazard("barrier", "the threads of a warp select different scales")
+    if (values != values[0, 0]).any():
+        raise UnknownInstruction("warps that select different scales")
+    if int(values[0, 0]) not in valid:
+        raise Hazard("barrier", f"{SELECTORS}, not {int(values[0, 0])}")
+    return int(values[0, 0])
 
 
 def _write(m: Machine, active: Active, results: list[Any], matrix: Array) -> None:

@@ -47,13 +47,15 @@ def matrix_positions(descriptor: int, rows: int, size: int, swizzle: int) -> Arr
     return linear ^ ((linear >> 7 & (swizzle // 16 - 1)) << 4)
 
 
-def read_matrix(m: Machine, block: int, row: int, addresses: Array, remarks: set[str] | None = None) -> Array:
-    """Bytes at addresses in the shared memory of a block, read by an agent; `remarks`: see `SharedMemory.read`."""
+def read_matrix(
+    m: Machine, block: int, row: int, addresses: Array, remarks: set[str] | None = None, name: str = "wgmma"
+) -> Array:
+    """Bytes in the shared memory of a block, read by an agent; `remarks`, `name`: see `SharedMemory.read`."""
     offset = addresses.reshape(-1) - SHARED_BASE
     if (offset < 0).any() or (offset >= m.shared.size).any():
         raise Hazard("out of bounds", "a matrix descriptor reaches beyond shared memory")
     at = (block * m.shared.size + offset)[:, None]
-    return m.shared.read(at, np.full(len(at), row), unit=True, remarks=remarks).reshape(addresses.shape)
+    return m.shared.read(at, np.full(len(at), row), unit=True, remarks=remarks, name=name).reshape(addresses.shape)
 
 
 def unit(m: Machine, warp: int) -> int:
