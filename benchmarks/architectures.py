@@ -4,6 +4,7 @@
     python -m benchmarks.architectures --only unet:0.25 --only monai:BasicUNet --no-engine
     python -m benchmarks.architectures --only monai:UNet --args '{"channels": [16, 32, 64], "strides": [2, 2]}'
     python -m benchmarks.architectures --only net.py:build --size 64x64
+    python -m benchmarks.architectures --size 16x32x32 --no-engine --json FILE
     python -m benchmarks.architectures --engines --json benchmarks/results/architectures_cpu.json
     python -m benchmarks.architectures --add --only timm:davit_tiny --json benchmarks/results/architectures_cpu.json
 
@@ -24,6 +25,8 @@ Stages are independent: what one refuses is recorded with its message, and the n
 generated scenes for two epochs, so nothing here is an accuracy, and many pixels are near a tie of two classes: FP4 then
 turns last bits into other classes, and the comparison with reference inputs decides; a network that has learned one
 class by then has the same argmax everywhere, and only the logits' distance says something. Nothing runs on a GPU.
+
+With a size of three axes networks are those of `VOLUMES`, over volumes with ellipsoids of two classes.
 """
 
 from __future__ import annotations
@@ -56,6 +59,7 @@ from fp4deploy.export.verify.packed import require_packed, verify_packed
 from fp4deploy.export.verify.tensors import call
 from fp4deploy.models import build_model, parse_spec
 from fp4deploy.models.spec import name_model
+from fp4deploy.models.volumes import NetworkInput
 from fp4deploy.packed.describe import describe_packed
 from fp4deploy.qat import deployed
 from fp4deploy.requirements import ZOO
@@ -87,6 +91,18 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {  # spec -> arguments
     "monai:UNet": {"channels": [16, 32, 64], "strides": [2, 2]},
     "timm:davit_tiny": {},
 }
+VOLUMES: dict[str, dict[str, Any]] = {  # over three axes
+    "unet:0.25": {},
+    "monai:BasicUNet": {},
+    "monai:DynUNet": {  # nnU-Net's network, for thick slices
+        "kernel_size": [[1, 3, 3], [3, 3, 3], [3, 3, 3]],
+        "strides": [[1, 1, 1], [1, 2, 2], [2, 2, 2]],
+        "upsample_kernel_size": [[1, 2, 2], [2, 2, 2]],
+    },
+    "monai:SegResNet": {},
+    "monai:UNet": {"channels": [16, 32, 64], "strides": [2, 2]},
+    "monai:AttentionUnet": {"channels": [16, 32, 64], "strides": [2, 2]},
+}
 UNTUNED: dict[str, dict[str, Any]] = {  # run once, for the table: no code was changed for them
     "smp:UPerNet/resnet18": {},
     "timm:efficientnet_b0": {},
@@ -98,7 +114,7 @@ def measure(
     text: str,
     arguments: dict[str, Any],
     engine: bool = True,
-    size: tuple[int, int] = SIZE,
+    size: tuple[int, ...] = SIZE,
     scenes: int = SCENES,
     packed: bool = True,
 ) -> dict[str, Any]:
@@ -107,8 +123,10 @@ def measure(
     torch.manual_seed(0)
     name_model(text)
     with tempfile.TemporaryDirectory() as folder:
-        batches, images, classes = _scenes(Path(folder) / "scenes", size, scenes)
-        model: Any = _stage(row, "build", lambda: build_model(parse_spec(text, arguments), classes))
+        made = _scenes(Path(folder) / "scenes", size, scenes) if len(size) == 2 else _volumes(size, scenes)
+        batches, images, classes = made
+        inputs = NetworkInput(size=size, spacing=None if len(size) == 2 else (2.0, 1.0, 1.0))
+        model: Any = _stage(row, "build", lambda: build_model(parse_spec(text, arguments), classes, inputs=inputs))
         if model is None or _stage(row, "prepare", lambda: _prepare(model, batches)) is None:
             return row
         _stage(row, "train", lambda: _train(model, batches, 2e-4))
@@ -173,6 +191,20 @@ def _scenes(folder: Path, size: tuple[int, int], count: int) -> tuple[Batches, t
     images, labels = found["train"]
     batches = list(zip(images.half().float().split(BATCH), labels.split(BATCH), strict=True))
     return batches, found["val"][0].half().float(), len(dataset.class_names)
+
+
+def _volumes(size: tuple[int, ...], count: int) -> tuple[Batches, torch.Tensor, int]:
+    """`_scenes` of volumes: two ellipsoids in each, whose class is the channel that they are bright in, in noise."""
+    generator = torch.Generator().manual_seed(0)
+    grids = torch.meshgrid(*(torch.linspace(0, 1, side) for side in size), indexing="ij")
+    volumes, labels = 0.2 * torch.randn(count + 2, 3, *size, generator=generator), torch.zeros(count + 2, *size).long()
+    for at in range(count + 2):
+        for value in (1, 2):
+            centre = (0.25 + 0.5 * torch.rand(3, generator=generator)).tolist()
+            inside = sum(((axis - middle) / 0.22) ** 2 for axis, middle in zip(grids, centre, strict=True)) < 1
+            labels[at][inside], volumes[at, value, inside] = value, 1.0
+    volumes = volumes.half().float()
+    return list(zip(volumes[:count].split(BATCH), labels[:count].split(BATCH), strict=True)), volumes[count:], 3
 
 
 def _prepare(model: nn.Module, batches: Batches) -> dict[str, Any]:
@@ -295,12 +327,13 @@ def _rows(names: list[str], options: argparse.Namespace, engine: bool) -> Iterat
 
 
 def _child(answer: Any, text: str, options: argparse.Namespace, engine: bool) -> None:
-    given = json.loads(options.args) if options.args else {**ARCHITECTURES, **UNTUNED}.get(text, {})
-    height, width = map(int, options.size.split("x"))
+    size = tuple(map(int, options.size.split("x")))
+    known = VOLUMES if len(size) == 3 else {**ARCHITECTURES, **UNTUNED}
+    given = json.loads(options.args) if options.args else known.get(text, {})
     if options.engines:
-        answer.send(measure_engine(text, given, (height, width)))
+        answer.send(measure_engine(text, given, (size[0], size[1])))
     else:
-        answer.send(measure(text, given, engine, (height, width), options.scenes))
+        answer.send(measure(text, given, engine, size, options.scenes))
 
 
 def _import_libraries() -> None:
@@ -323,7 +356,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", help="a model spec; repeatable")
     parser.add_argument("--args", help="arguments of the networks of --only, as a JSON object")
-    parser.add_argument("--size", default=f"{SIZE[0]}x{SIZE[1]}", help="of the images, HxW")
+    parser.add_argument("--size", default=f"{SIZE[0]}x{SIZE[1]}", help="of the images, HxW, or of volumes, DxHxW")
     parser.add_argument("--scenes", type=int, default=SCENES, help="generated scenes of an epoch")
     parser.add_argument("--json", type=Path, help="write the table here, row by row")
     parser.add_argument("--no-engine", action="store_true", help="build no engine")
@@ -359,21 +392,21 @@ def _kept(table: dict[str, Any], names: list[str], command: str) -> dict[str, An
 
 def main() -> None:
     options = _options()
-    height, width = map(int, options.size.split("x"))
-    names = options.only or [*UNTUNED, *ARCHITECTURES]
+    size = list(map(int, options.size.split("x")))
+    order = [*VOLUMES] if len(size) == 3 else [*UNTUNED, *ARCHITECTURES]
+    names = options.only or order
     engine = not options.no_engine and find_spec("tensorrt_rtx") is not None
     table: dict[str, Any] = {
         "command": " ".join(["python -m benchmarks.architectures", *sys.argv[1:]]),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, no GPU used",
         "versions": _versions(),
-        "size": [height, width],
+        "size": size,
         "scenes": options.scenes,
         "untuned": [text for text in names if text in UNTUNED],
         "rows": [],
     }
     if options.add and options.json:
         table = _kept(json.loads(options.json.read_text()), names, str(table["command"]))
-    order = [*UNTUNED, *ARCHITECTURES]
     for row in _rows(names, options, engine):
         if options.engines:
             print(json.dumps(row), flush=True)

@@ -74,7 +74,7 @@ def write_down(file: Path, device: str) -> None:
         with file.open("a") as lines:
             lines.write(text + "\n")
 
-    add_loss, step = RunningStatistics.add_loss, Trainer._step
+    add_loss, step = RunningStatistics.add_loss, Trainer.step
 
     def noted_loss(self: RunningStatistics, loss: torch.Tensor) -> None:
         add_loss(self, loss)
@@ -87,7 +87,7 @@ def write_down(file: Path, device: str) -> None:
         append(str(sum(int((value * factor).sum()) for value, factor in zip(words, odd, strict=True))))
 
     if device == "cuda":
-        Trainer._step = noted_weights  # type: ignore[method-assign]
+        Trainer.step = noted_weights  # type: ignore[method-assign]
     else:
         RunningStatistics.add_loss = noted_loss  # type: ignore[method-assign]
 

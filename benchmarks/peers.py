@@ -64,7 +64,7 @@ def network(name: str, channels: int) -> nn.Module:
 @contextmanager
 def torch_loss() -> Iterator[None]:
     """Inside, `SegmentationLoss` is computed by torch's operators, not by its kernels."""
-    with mock.patch.object(segmentation, "fits", _never):
+    with mock.patch.object(segmentation, "supports", _never):
         yield
 
 

@@ -188,14 +188,14 @@ def wait_in_the_first_step() -> None:
         while True:
             time.sleep(0.05)
 
-    Trainer._step = step  # type: ignore[assignment, method-assign]
+    Trainer.step = step  # type: ignore[assignment, method-assign]
 
 
 def wait_in_the_fourth_epoch() -> None:
     """A training that touches the file `stepping` in its fourth epoch, and goes on when it is interrupted."""
     from fp4deploy.train.loop import Trainer
 
-    original = Trainer._step
+    original = Trainer.step
 
     def step(self: Trainer, *batch: torch.Tensor) -> None:
         if self.progress.epoch == 3:
@@ -203,7 +203,7 @@ def wait_in_the_fourth_epoch() -> None:
             wait_until(lambda: self.interrupt.requested, "an interruption")
         original(self, *batch)
 
-    Trainer._step = step  # type: ignore[method-assign]
+    Trainer.step = step  # type: ignore[method-assign]
 
 
 def files_of_200_kb() -> None:

@@ -101,7 +101,6 @@ class Multiplication:
     weight: Operand
     activation: Operand
     weight_shape: tuple[int, ...]
-    constant_weight: bool
     bias: str = ""
 
     @property
@@ -128,12 +127,12 @@ def multiplications(model: onnx.ModelProto) -> list[Multiplication]:
         elif node.op_type in INTEGER_OPS:
             name = node.name or f"{node.op_type}_{number}"
             integer = Operand("INT8", "tensor")
-            found.append(Multiplication(name, node.op_type, integer, integer, (), True))
+            found.append(Multiplication(name, node.op_type, integer, integer, ()))
         elif node.op_type == "MatMulNBits":
             bits = node.attributes["bits"].as_int() if "bits" in node.attributes else 4
             weight = Operand(f"INT{bits}", f"block of {node.attributes['block_size'].as_int()}")
             activation = Operand(_format(node.inputs[0]))
-            found.append(Multiplication(node.name or str(number), node.op_type, weight, activation, (), True))
+            found.append(Multiplication(node.name or str(number), node.op_type, weight, activation, ()))
     return found
 
 
@@ -148,7 +147,6 @@ def _multiplication(node: ir.Node, number: int) -> Multiplication:
         weight=_operand(weight, *_weight_axes(node)),
         activation=_operand(activation, *_activation_axes(node)),
         weight_shape=_shape(weight),
-        constant_weight=_constant(weight),
         bias=_other_bias(node),
     )
 
@@ -380,14 +378,6 @@ def _integers(node: ir.Node, at: int) -> list[int] | None:
     if constant is None and producer is not None and producer.op_type == "Constant" and "value" in producer.attributes:
         constant = producer.attributes["value"].as_tensor()
     return None if constant is None else [int(size) for size in constant.numpy().reshape(-1)]
-
-
-def _constant(value: ir.Value | None) -> bool:
-    for node in _upwards(value):
-        if node.op_type == "Constant":
-            return True
-        value = node.inputs[0] if node.inputs else None
-    return value is not None and value.const_value is not None
 
 
 def _format(value: ir.Value | None) -> str:

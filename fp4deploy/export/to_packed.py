@@ -27,7 +27,7 @@ from fp4deploy.export.verify.packed import PackedAgreement, require_packed, veri
 from fp4deploy.export.verify.sizes import packed_differs
 from fp4deploy.graph import UnsettledSizes, capture
 from fp4deploy.graph.capture import Inputs, arguments, of_batch
-from fp4deploy.graph.copied import copied
+from fp4deploy.graph.copies import copied
 from fp4deploy.graph.randomness import refuse_random
 from fp4deploy.models.input_encoding import ENCODED_CHANNELS
 from fp4deploy.models.meaning import OutputMeanings, Outputs, known_outputs

@@ -7,8 +7,8 @@
 | `ir` | `Graph`, `Node`, `Value`: nodes in order, each with its operator, attributes, layer and shapes |
 | `sizes` | sizes that depend on the sizes of the inputs |
 | `capture` | torch.export of a module -> `Graph` |
-| `retraced` | calls in place, and calls to decompose, replaced one by one |
-| `divided` | axes of open size divided into parts |
+| `rewrites` | calls in place, and calls to decompose, replaced one by one |
+| `open_axes` | axes of open size divided into parts |
 | `growth` | an end to sizes whose formulas grow from layer to layer |
 | `operators` | how each ATen operator is written as a node |
 | `randomness` | networks that draw random numbers in evaluation, refused |

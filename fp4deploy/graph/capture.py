@@ -1,7 +1,7 @@
 """A module as a graph: torch.export of a copy, in evaluation mode, read node by node.
 
 The training IR that torch.export gives keeps every call of the user's code as one ATen call. In-place calls are made
-functional first (`retraced`), so that a node never changes a value that others read.
+functional first (`rewrites`), so that a node never changes a value that others read.
 
 Sizes: the first axis of every input is one dynamic batch. With `dynamic_size` height and width (every axis from the
 third on) are dynamic as well, as far as the module allows: where its code fixes one, torch.export keeps that axis
@@ -29,15 +29,15 @@ from torch import fx, nn
 from torch.utils._pytree import tree_map
 
 from fp4deploy.errors import InputError
-from fp4deploy.graph.copied import copied
-from fp4deploy.graph.divided import Divided
+from fp4deploy.graph.copies import copied
+from fp4deploy.graph.fixed_axes import Specializing, fixed_axis
 from fp4deploy.graph.growth import BoundedSizes, undecided, unsettled
 from fp4deploy.graph.ir import COMPUTED, Graph, Node, Value
+from fp4deploy.graph.open_axes import Divided
 from fp4deploy.graph.operators import ALIAS, NO_OUTPUT, Call, Step, is_known, parts_of, steps_of
 from fp4deploy.graph.own_linear import call_linear
-from fp4deploy.graph.retraced import decomposed, inline_regions, made_functional
+from fp4deploy.graph.rewrites import decomposed, inline_regions, made_functional
 from fp4deploy.graph.sizes import Size, SizeError, axes_of, size_of
-from fp4deploy.graph.specialized import Specializing, fixed_axis
 from fp4deploy.graph.unpooling import Unpooling
 from fp4deploy.tracing import make_no_folder
 

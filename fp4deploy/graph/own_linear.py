@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from fp4deploy.graph.copied import copied
+from fp4deploy.graph.copies import copied
 
 ROWS = 3
 

@@ -29,7 +29,7 @@ from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
 
 from fp4deploy.graph.capture import module_of
-from fp4deploy.graph.folded import parameters_of
+from fp4deploy.graph.folding import parameters_of
 from fp4deploy.rest import POSITIONS, Rest
 
 PRODUCTS = (  # whose operands have one type, that of weights; norms compute in FP32 by themselves

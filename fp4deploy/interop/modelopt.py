@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fp4deploy.errors import InputError
 from fp4deploy.formats import tracked_amax
-from fp4deploy.graph.copied import copied
+from fp4deploy.graph.copies import copied
 from fp4deploy.models.initial import read_containers
 from fp4deploy.qat.layers import QUANTIZED
 from fp4deploy.qat.plan import is_fp8

@@ -25,12 +25,13 @@ from fp4deploy.native.plan import Gpu, Plan
 from fp4deploy.native.recording import META, Recording
 from fp4deploy.packed import PackedFile
 from fp4deploy.packed.graph import Concat, Conv2d, ConvTranspose2d, Form, GroupNormReLU, Node, named, weight_names
-from fp4deploy.packed.network import has_kernel
+from fp4deploy.packed.network import dilation_of, has_kernel, is_flat
 from fp4deploy.packed.plain_layers import plain_geometry, plain_kernel
 from fp4deploy.packed.shapes import Shape, fitting, weight_shape
 from fp4deploy.plugins.gemm.arguments import launch_gemm
 from fp4deploy.plugins.gemm.convolution import decoded, plain
 from fp4deploy.plugins.gemm.convolution.decoded_weight import DecodedWeight, planes_shape, supports
+from fp4deploy.plugins.gemm.reference import output_sizes
 from fp4deploy.plugins.gemm.triton.tiles import NATIVE_FROM
 from fp4deploy.plugins.quantize import operators
 from fp4deploy.plugins.quantize.channels_last import channels_fit
@@ -165,10 +166,11 @@ class _Network:
         if node.precision != "nvfp4" or not has_kernel(node, shape[1:3]):
             raise InputError("no kernel has its form (see docs/native.md): run the file with Python")
         transposed, channels = isinstance(node, ConvTranspose2d), tuple(x.shape[-1] for x in sources)
-        geometry = (1, 0, 1) if transposed else (node.stride[0], node.padding[0], node.dilation[0])
-        if self.decodes and supports(channels, 1 if transposed else math.prod(shape[1:3])):
+        taps = 1 if transposed else math.prod(shape[1:3])
+        if self.decodes and is_flat(node, shape[1:3]) and supports(channels, taps):
+            geometry = (1, 0, 1) if transposed else (node.stride[0], node.padding[0], node.dilation[0])
             return self.decoded(node, sources, channels, shape, geometry, bias, moments)
-        y = self.multiply(node, sources, shape, geometry, bias)
+        y = self.multiply(node, sources, shape, bias)
         return [y] if isinstance(y, Nvfp4Tensor) else self.forms(y, node.outputs)
 
     def decoded(
@@ -209,7 +211,6 @@ class _Network:
         node: Conv2d | ConvTranspose2d,
         sources: list[Nvfp4Tensor],
         shape: list[int],
-        geometry: tuple[int, int, int],
         bias: torch.Tensor | None,
     ) -> FeatureMap:
         """By the kernel of packed weights, as `dispatch.conv2d` and `conv_transpose2d` launch it."""
@@ -223,16 +224,16 @@ class _Network:
         n, h, w = sources[0].shape[:3]
         place: dict[str, Any] = {"capability": self.gpu.arch.number, "launch": self.recording.triton}
         if transposed:
-            whole, extent = (n, 2 * h, 2 * w, shape[0]), (n, h, w)
+            grown, extent = (n, shape[1] * h, shape[2] * w, shape[0]), (n, h, w)
             return launch_gemm(
-                tuple(sources), weight, bias, extent, extent, whole, torch.float16, amax, transposed=True, **place
+                tuple(sources), weight, bias, extent, extent, grown, torch.float16, amax, transposed=True, **place
             )
-        oh, ow = (output_size(size, taps, *geometry) for size, taps in ((h, shape[1]), (w, shape[2])))
-        stride, padding, dilation = geometry
-        place |= {"taps": (shape[1], shape[2]), "stride": stride, "padding": padding, "dilation": dilation}
-        place["relu"] = cast(Conv2d, node).relu
-        whole, extent = (n, oh, ow, shape[0]), (n, h, w)
-        return launch_gemm(tuple(sources), weight, bias, extent, (n, oh, ow), whole, torch.float16, amax, **place)
+        taps, stride, padding = (shape[1], shape[2]), tuple(node.stride), tuple(node.padding)
+        dilation, relu = dilation_of(cast(Conv2d, node), taps), cast(Conv2d, node).relu
+        pixels = (n, *output_sizes((h, w), taps, stride, padding, dilation))
+        place |= {"taps": taps, "stride": stride, "padding": padding, "dilation": dilation, "relu": relu}
+        whole = (*pixels, shape[0])
+        return launch_gemm(tuple(sources), weight, bias, (n, h, w), pixels, whole, torch.float16, amax, **place)
 
     def like(self, name: str) -> torch.Tensor:
         """A tensor of the file without data, bytes where it has codes or scales."""

@@ -246,7 +246,7 @@ def _check_node(node: Node) -> None:
     elif isinstance(node, Conv2d):
         places = [node.stride, node.padding, node.dilation]
         _require(all(len(each) == axes_of(node) for each in places), f"it has {axes_of(node)} spatial axes")
-        single = node.precision == "nvfp4" and node.groups == 1 and node.op == "conv2d"
+        single = node.precision == "nvfp4" and node.groups == 1
         _require(len(node.inputs) == 1 or single, "only a packed convolution of one group has two inputs")
     elif isinstance(node, Norm):
         _require((node.op == "layer_norm") == bool(node.shape), "a layer norm alone has a shape")

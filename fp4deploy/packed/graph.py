@@ -6,7 +6,7 @@ in blocks along the channels or along the last axis), or pooled 2 x 2. Two reade
 | node | what it computes | where |
 |---|---|---|
 | `conv2d`, `conv_transpose2d`, `linear` | the layer, of packed or plain activations | kernels; see `precision` below |
-| `conv1d`, `conv3d`, `conv_transpose1d`, `conv_transpose3d` | the layer, over one or three spatial axes | torch |
+| `conv1d`, `conv3d`, `conv_transpose1d`, `conv_transpose3d` | the same over one or three axes | kernels, torch |
 | `group_norm_relu` | relu(norm(x + bias)), one pass for all forms | kernel |
 | `affine` | x scale + shift of each channel: a BatchNorm | torch |
 | `group_norm`, `instance_norm`, `layer_norm` | the normalisation | torch |
@@ -28,10 +28,10 @@ A plain activation is of `Graph.rest` on a GPU, FP16 if nothing else was asked f
 derives the others, for any size that the inputs may have. Sizes that a node must know (`reshape`, `resize`) are
 numbers, or expressions of the inputs' axes (`graph.sizes`).
 
-`precision` "nvfp4": both operands are packed. A convolution of one group, with equal strides, paddings and dilations
-and at most 49 taps, is a kernel; so is a transposed one of kernel 2 and stride 2, both over two axes. Any other is
-decoded and computed in FP16, or where the rest is another in FP32. A `conv2d` of two packed inputs reads them as their
-concatenation, which is never written.
+`precision` "nvfp4": both operands are packed. A convolution of one group, of equal dilations and at most 49 taps, is a
+kernel; so is a transposed one whose kernel is its stride, 1 or 2 along each axis. Any other is decoded and computed in
+FP16, or where the rest is another in FP32; before Blackwell so are those over one or three axes and of unequal strides
+or paddings. A convolution of two packed inputs reads them as their concatenation, which is never written.
 
 A layer's weight is `<layer>.weight`, of the rest's type O,KH,KW,C (O,C of a linear layer; FP32 where the module's code
 computes it from its parameters, as a standardised weight), or where the layer is quantised `<layer>.weight.codes`,
@@ -509,6 +509,8 @@ def format_of(node: Node) -> int:
     if isinstance(node, Norm | GroupNormReLU) and node.eps <= MIN_EPSILON:
         return 8
     if isinstance(node, Aten) and node.function.partition(".")[0] in ("embedding", "index", "index_select"):
+        return 8
+    if isinstance(node, Conv2d) and len(node.inputs) == 2 and axes_of(node) != 2:
         return 8
     if any(abs(number) > FP16.largest for number in numbers_of(node)):
         return 6

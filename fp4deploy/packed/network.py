@@ -39,6 +39,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -69,10 +70,12 @@ from fp4deploy.packed.plain_layers import convolve_small_k, plain_geometry, plai
 from fp4deploy.packed.producers import Move, Produce, Step, label, moved, normalized, plan
 from fp4deploy.packed.shapes import Shape, expected, fitting, shapes_of, weight_order, weight_shape
 from fp4deploy.packed.wide import wide_activations
+from fp4deploy.plugins.aot.compile import triton_version
 from fp4deploy.plugins.gemm.convolution import decoded, plain
 from fp4deploy.plugins.gemm.convolution.decoded_weight import DecodedWeight, decode_weight, supports
 from fp4deploy.plugins.gemm.dispatch import TAPS, conv2d, conv_transpose2d, matmul
 from fp4deploy.plugins.gemm.reference import matmul_reference
+from fp4deploy.plugins.gemm.triton.variants import VOLUMES
 from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4
 from fp4deploy.plugins.quantize.norm_pack import FeatureMap, OutputForm, coefficients, norm_relu_pack
 from fp4deploy.plugins.quantize.pointwise_pack import Pointwise, pointwise_pack
@@ -136,6 +139,7 @@ class PackedNetwork:
         # Nobody asked for a form of its kernels, nor for marks of its nodes: a compiled program may stand for them.
         self.by_default = on_gpu and weights is None and plain == "torch" and not marks
         self._decodes = weights != "packed" and self.has_kernels and decoded.available(self.device)
+        self._compiles = on_cpu or triton_version() is not None
         self._own = plain == "kernel" and self.device.type == "cuda"
         self._packed: dict[str, Nvfp4Tensor] = {}
         self._decoded: dict[str, DecodedWeight] = {}
@@ -308,7 +312,8 @@ class PackedNetwork:
     def _produce(
         self, step: Produce, inputs: list[torch.Tensor], moments: dict[str, Moments] | None
     ) -> list[FeatureMap]:
-        x, *others = [channels_last(x).permute(0, 2, 3, 1) for x in inputs]
+        shape = inputs[0].movedim(1, -1).shape
+        x, *others = [_rows_of_slices(channels_last(x).movedim(1, -1)) for x in inputs]
         other_ab = None if step.second is None else self._affine(step.second)
         ab = self._affine(step.first) if isinstance(step.first, Affine) else None
         if isinstance(step.first, Norm):
@@ -318,7 +323,9 @@ class PackedNetwork:
             (y,) = cast("list[torch.Tensor]", pointwise_pack(x, work, [OutputForm()]))
             return self._pooled_of_odd_size(y.permute(0, 3, 1, 2), step.outputs, packed_form)
         written = pointwise_pack(x, work, [OutputForm(self.amax(form), form.pooled) for form in step.outputs])
-        return [y if isinstance(y, Nvfp4Tensor) else y.permute(0, 3, 1, 2) for y in written]
+        if len(shape) == 5:
+            written = [_slices(y, shape) for y in written]
+        return [y if isinstance(y, Nvfp4Tensor) else y.movedim(-1, 1) for y in written]
 
     def _affine(self, node: Affine) -> torch.Tensor:
         """Scale and shift, float32 [1, 2, C], made at the first call."""
@@ -428,11 +435,11 @@ class PackedNetwork:
             y = conv_transpose2d(inputs[0], weight, bias, dtype=self.dtype, out_amax=amax)
         else:
             place = cast(Conv2d, node)
-            geometry = _geometry(place)
+            geometry = (place.stride, place.padding, dilation_of(place, self._taps[node.layer]))
             y = conv2d(tuple(inputs), weight, bias, *geometry, place.relu, dtype=self.dtype, out_amax=amax)
         if isinstance(y, Nvfp4Tensor):
             return [y]
-        return self.forms(y if isinstance(node, Linear) else y.permute(0, 3, 1, 2), node.outputs)
+        return self.forms(y if isinstance(node, Linear) else y.movedim(-1, 1), node.outputs)
 
     def _multiply_on_cpu(
         self, node: Layer, inputs: list[FeatureMap], bias: torch.Tensor | None, pack: Pack
@@ -478,7 +485,12 @@ class PackedNetwork:
         return [y] if isinstance(y, Nvfp4Tensor) else self.forms(y.permute(0, 3, 1, 2), node.outputs)
 
     def _has_kernel(self, node: Layer) -> bool:
-        return self.has_kernels and has_kernel(node, self._taps[node.layer])
+        taps = self._taps[node.layer]
+        if not (self.has_kernels and has_kernel(node, taps)):
+            return False
+        if isinstance(node, Linear) or is_flat(node, taps):
+            return True
+        return not self._decodes and (self._compiles or compiled_ahead(node, taps))
 
     def _load_weight(self, node: Layer, sources: tuple[int, ...]) -> None:
         names, tensors = weight_names(node), self.file.tensors
@@ -556,14 +568,48 @@ def has_kernel(node: Layer, taps: Sequence[int]) -> bool:
     """Whether a kernel multiplies the packed operands of a layer; otherwise they are decoded."""
     if isinstance(node, Linear):
         return True
-    if isinstance(node, ConvTranspose2d):
-        plain = (node.stride, node.padding, node.output_padding, node.dilation, node.groups)
-        return plain == ([2, 2], [0, 0], [0, 0], [1, 1], 1) and list(taps) == [2, 2]
-    place = cast(Conv2d, node)
-    if place.op != "conv2d":
+    place = cast("Conv2d | ConvTranspose2d", node)
+    dilations = _dilations(place, taps)
+    if place.groups != 1 or len(dilations) > 1:
         return False
+    if isinstance(place, ConvTranspose2d):
+        whole = not any((*place.padding, *place.output_padding)) and dilations <= {1}
+        return whole and place.stride == list(taps) and {*taps} <= {1, 2}
+    return math.prod(taps) <= TAPS
+
+
+def is_flat(node: Layer, taps: Sequence[int]) -> bool:
+    """Whether a convolution that has a kernel is one of images, with equal strides, paddings and dilations."""
+    place = cast("Conv2d | ConvTranspose2d", node)
     equal = all(len(set(pair)) == 1 for pair in (place.stride, place.padding, place.dilation))
-    return equal and place.groups == 1 and taps[0] * taps[1] <= TAPS
+    return len(taps) == 2 and equal
+
+
+def compiled_ahead(node: Layer, taps: Sequence[int]) -> bool:
+    """Whether kernels of a convolution over volumes are among those that are compiled ahead of time."""
+    return tuple(taps) in (((1, 2, 2), (2, 2, 2)) if isinstance(node, ConvTranspose2d) else VOLUMES)
+
+
+def dilation_of(node: Conv2d, taps: Sequence[int]) -> int:
+    """The dilation of the axes along which a filter has more than one tap."""
+    return max(_dilations(node, taps), default=1)
+
+
+def _dilations(node: Conv2d | ConvTranspose2d, taps: Sequence[int]) -> set[int]:
+    return {dilation for dilation, count in zip(node.dilation, taps, strict=True) if count > 1}
+
+
+def _rows_of_slices(x: torch.Tensor) -> torch.Tensor:
+    """[N, H, W, C]; of a volume [N, D, H, W, C] the rows of all slices, which layers of single voxels do not tell."""
+    return x.flatten(1, 2) if x.ndim == 5 else x
+
+
+def _slices(y: FeatureMap, shape: torch.Size) -> FeatureMap:
+    """The inverse of `_rows_of_slices`."""
+    if isinstance(y, torch.Tensor):
+        return y.view(shape)
+    codes, scales = (part.view(*shape[:-1], -1) for part in (y.codes, y.scales.view(torch.uint8)))
+    return replace(y, codes=codes, scales=scales.view(torch.float8_e4m3fn), shape=shape)
 
 
 def _axis(node: Layer) -> int:

@@ -450,8 +450,8 @@ TAKES_WHOLE = (Aten, Compare, Concat, Flip, Permute, Repeat, Reshape, Roll, Sele
 
 
 def channels_last(x: torch.Tensor) -> torch.Tensor:
-    """A feature map whose NHWC view is contiguous; any other tensor as it is."""
-    if x.ndim != 4:
+    """A feature map whose NHWC view is contiguous, or a volume whose NDHWC is; any other tensor as it is."""
+    if x.ndim not in (4, 5):
         return x
-    pixels = x.permute(0, 2, 3, 1)
-    return x if pixels.is_contiguous() else pixels.contiguous().permute(0, 3, 1, 2)
+    pixels = x.movedim(1, -1)
+    return x if pixels.is_contiguous() else pixels.contiguous().movedim(-1, 1)

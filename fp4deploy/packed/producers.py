@@ -293,7 +293,11 @@ def _fusible(node: Any, shapes: Shapes) -> bool:
     result = shapes[node.inputs[0]]
     if any(shapes[name] == () for name in (*node.inputs, *(form.name for form in node.outputs))):
         return False
-    if len(result) != 4 or not channels_fit(result[1]) or any(form.axis != "channels" for form in node.outputs):
+    if (
+        len(result) not in (4, 5)
+        or not channels_fit(result[1])
+        or any(form.axis != "channels" for form in node.outputs)
+    ):
         return False
     if isinstance(node, Activation):
         return node.function in ACTIVATIONS

@@ -101,8 +101,3 @@ def _errors_of(weights: Tensor, quantized: Tensor, upper: Tensor) -> Tensor:
         deltas[:, column] = (inner[:, column] - quantized[:, column]) / upper[column, column]
         inner[:, column + 1 :] -= deltas[:, column : column + 1] * upper[column, column + 1 :]
     return deltas
-
-
-def output_error(difference: Tensor, hessian: Tensor) -> float:
-    """Sum over the rows of e H e^T: what GPTQ minimises."""
-    return float((difference @ hessian * difference).sum())

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.graph.sizes import output_size
-from fp4deploy.qat.layers import QuantizedLayer
+from fp4deploy.qat.layers import TRANSPOSED, QuantizedLayer
 from fp4deploy.qat.plan import is_fp8
 from fp4deploy.qat.prepare import quantized_layers
 
@@ -39,7 +39,7 @@ class WeightMatrix:
     def of(cls, layer: nn.Module) -> WeightMatrix:
         """That of a convolution, a transposed convolution or a linear layer."""
         weight: Any = layer.weight
-        return cls(tuple(weight.shape), isinstance(layer, nn.ConvTranspose2d))
+        return cls(tuple(weight.shape), isinstance(layer, TRANSPOSED))
 
     @property
     def channels(self) -> int:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4deploy.errors import InputError
-from fp4deploy.graph.copied import copied
+from fp4deploy.graph.copies import copied
 from fp4deploy.ptq import correction as corrections
 from fp4deploy.ptq.activations import PERCENTILE, calibrate_activations
 from fp4deploy.ptq.forward import autocast

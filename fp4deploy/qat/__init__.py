@@ -6,6 +6,7 @@ from fp4deploy.qat.layers import (
     QuantConv2d,
     QuantConv3d,
     QuantConvTranspose2d,
+    QuantConvTranspose3d,
     QuantizedLayer,
     QuantLinear,
 )
@@ -21,6 +22,7 @@ __all__ = [
     "QuantConv2d",
     "QuantConv3d",
     "QuantConvTranspose2d",
+    "QuantConvTranspose3d",
     "QuantLinear",
     "QuantSpec",
     "QuantizedLayer",

@@ -48,7 +48,13 @@ def arguments_of(model: nn.Module, batch: Any) -> Arguments:
 
 def run(model: nn.Module, batch: Any) -> Any:
     """What a network gives for a batch."""
-    arguments = arguments_of(model, batch)
+    return applied(model, arguments_of(model, batch))
+
+
+def applied(model: nn.Module, arguments: torch.Tensor | Arguments) -> Any:
+    """What a module gives for one tensor, several, or a dict by the names of its arguments."""
+    if isinstance(arguments, torch.Tensor):
+        return model(arguments)
     return model(**arguments) if isinstance(arguments, Mapping) else model(*arguments)
 
 

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from fp4deploy.graph.copied import copied
+from fp4deploy.graph.copies import copied
 from fp4deploy.graph.own_linear import weight_axis
 from fp4deploy.models.checkpoint import QUANTIZER_BUFFERS
 from fp4deploy.qat.attention import Projection, unquantized_rows
@@ -38,15 +38,14 @@ from fp4deploy.qat.layers import QUANTIZED, QuantizedLayer, QuantLinear
 from fp4deploy.rest import Rest
 
 GEOMETRY = ("stride", "padding", "dilation", "groups")
+TRANSPOSED_GEOMETRY = ("stride", "padding", "output_padding", "groups", "dilation")
 DEFAULTS = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1, "groups": 1}
 OPERATORS: dict[type[nn.Module], tuple[Callable[..., torch.Tensor], tuple[str, ...]]] = {  # and arguments by position
     nn.Conv1d: (F.conv1d, ("input", "weight", "bias", *GEOMETRY)),
     nn.Conv2d: (F.conv2d, ("input", "weight", "bias", *GEOMETRY)),
     nn.Conv3d: (F.conv3d, ("input", "weight", "bias", *GEOMETRY)),
-    nn.ConvTranspose2d: (
-        F.conv_transpose2d,
-        ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation"),
-    ),
+    nn.ConvTranspose2d: (F.conv_transpose2d, ("input", "weight", "bias", *TRANSPOSED_GEOMETRY)),
+    nn.ConvTranspose3d: (F.conv_transpose3d, ("input", "weight", "bias", *TRANSPOSED_GEOMETRY)),
     nn.Linear: (F.linear, ("input", "weight", "bias")),
 }
 Seen = list[tuple[dict[str, Any], Any]]  # of each call: arguments by name, result

@@ -1,4 +1,4 @@
-"""Fake-quantised Conv1d, Conv2d, Conv3d, ConvTranspose2d and Linear.
+"""Fake-quantised Conv1d, Conv2d, Conv3d, ConvTranspose2d, ConvTranspose3d and Linear.
 
 Each is the torch layer with its own parameters and names. A layer whose recipe gives its input a static scale has one
 more buffer, `input_amax`: the tracked amax of its input, from which the engine's global scale is made; 0 before the
@@ -326,13 +326,20 @@ class QuantConvTranspose2d(QuantizedLayer, nn.ConvTranspose2d):
     """ConvTranspose2d with fake-quantised GEMMs: [N, C, H, W] -> [N, O, H', W']."""
 
     def gemms(self) -> ConvGemms:
-        kernel, stride, padding = _pair(self.kernel_size), _pair(self.stride), _pair(self.padding)
-        return ConvGemms(kernel, stride, padding, _pair(self.dilation), self.groups, transposed=True)
+        return _transposed_gemms(self)
 
     def forward(self, x: torch.Tensor, output_size: list[int] | None = None) -> torch.Tensor:
-        stride, padding, kernel = (cast(Any, size) for size in (self.stride, self.padding, self.kernel_size))
-        extra = self._output_padding(x, output_size, stride, padding, kernel, 2, cast(Any, self.dilation))
-        return self.multiply(x, replace(self.gemms(), output_padding=_pair(extra)))
+        return _convolve_transposed(self, x, output_size)
+
+
+class QuantConvTranspose3d(QuantizedLayer, nn.ConvTranspose3d):
+    """ConvTranspose3d with fake-quantised GEMMs: [N, C, D, H, W] -> [N, O, D', H', W']."""
+
+    def gemms(self) -> ConvGemms:
+        return _transposed_gemms(self)
+
+    def forward(self, x: torch.Tensor, output_size: list[int] | None = None) -> torch.Tensor:
+        return _convolve_transposed(self, x, output_size)
 
 
 class QuantLinear(QuantizedLayer, nn.Linear):
@@ -350,8 +357,10 @@ QUANTIZED: dict[type[nn.Module], type[QuantizedLayer]] = {
     nn.Conv2d: QuantConv2d,
     nn.Conv3d: QuantConv3d,
     nn.ConvTranspose2d: QuantConvTranspose2d,
+    nn.ConvTranspose3d: QuantConvTranspose3d,
     nn.Linear: QuantLinear,
 }
+TRANSPOSED = (nn.ConvTranspose2d, nn.ConvTranspose3d)  # their weights are [C, O, ...]
 
 
 def _conv_gemms(layer: Any) -> ConvGemms:
@@ -360,6 +369,25 @@ def _conv_gemms(layer: Any) -> ConvGemms:
     return ConvGemms(
         tuple(layer.kernel_size), tuple(layer.stride), none, tuple(layer.dilation), layer.groups, output_padding=none
     )
+
+
+def _transposed_gemms(layer: Any) -> ConvGemms:
+    """The GEMMs of a transposed convolution."""
+    axes = layer.weight.ndim - 2
+    kernel, stride, padding, dilation = (
+        _each(size, axes) for size in (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
+    )
+    return ConvGemms(kernel, stride, padding, dilation, layer.groups, True, (0,) * axes)
+
+
+def _convolve_transposed(layer: Any, x: torch.Tensor, output_size: list[int] | None) -> torch.Tensor:
+    """The forward of a quantised transposed convolution with any number of spatial axes."""
+    gemms = layer.gemms()
+    axes = len(gemms.kernel)
+    places = (layer.stride, layer.padding, layer.kernel_size, axes, layer.dilation)
+    extra = layer._output_padding(x, output_size, *places)
+    product: torch.Tensor = layer.multiply(x, replace(gemms, output_padding=_each(extra, axes)))
+    return product
 
 
 def _convolve(layer: Any, x: torch.Tensor) -> torch.Tensor:
@@ -394,5 +422,5 @@ def _recomputing() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-def _pair(size: Any) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else (size[0], size[1])
+def _each(size: Any, axes: int) -> tuple[int, ...]:
+    return (size,) * axes if isinstance(size, int) else tuple(size)

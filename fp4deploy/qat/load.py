@@ -19,7 +19,7 @@ from torch import nn
 
 from fp4deploy.errors import InputError
 from fp4deploy.formats import deployed_amax
-from fp4deploy.graph.copied import copied
+from fp4deploy.graph.copies import copied
 from fp4deploy.models import ModelCard, load_weights, read_card
 from fp4deploy.models.checkpoint import network_of
 from fp4deploy.qat.computed import rest_tensors, torch_class

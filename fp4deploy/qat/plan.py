@@ -28,7 +28,7 @@ from fp4deploy.qat.computed import torch_class, why_not_plain
 from fp4deploy.qat.ends import Ends, Inputs, ends_of
 from fp4deploy.qat.experts import PRECISION as EXPERTS
 from fp4deploy.qat.experts import QuantExperts, described, expert_weights, why_not_experts
-from fp4deploy.qat.layers import QUANTIZED, QuantizedLayer
+from fp4deploy.qat.layers import QUANTIZED, TRANSPOSED, QuantizedLayer
 from fp4deploy.qat.placement import is_single_gemm
 from fp4deploy.qat.recipes import Recipe, find_recipe
 from fp4deploy.qat.selection import Predicate, Selection, predicate_of, require_possible
@@ -214,7 +214,7 @@ def crossed_groups(layer: nn.Module, recipe: Recipe) -> str | None:
         return _crossed_inputs(channels, groups)
     outputs = int(layer.out_channels) // groups  # type: ignore[arg-type]
     blocks_2d = recipe.weight is not None and recipe.weight.block == "2d"
-    if blocks_2d and not isinstance(layer, nn.ConvTranspose2d) and outputs % NVFP4_BLOCK:
+    if blocks_2d and not isinstance(layer, TRANSPOSED) and outputs % NVFP4_BLOCK:
         return f"{groups} groups of {outputs} output channels: a block of 16 x 16 would cross groups"
     return None
 
@@ -274,5 +274,5 @@ def _input_channels(layer: nn.Module) -> tuple[int, int]:
         return layer.in_features, 1
     if (axis := weight_axis(layer)) is not None:
         return cast(torch.Tensor, layer.weight).shape[axis], 1
-    assert isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose2d)
+    assert isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose2d | nn.ConvTranspose3d)
     return layer.in_channels // layer.groups, layer.groups

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp4deploy.graph.capture import Inputs
-from fp4deploy.graph.copied import copied
+from fp4deploy.graph.copies import copied
 from fp4deploy.graph.wide import casts_operands, is_sum, numbers_of, operator_name
 from fp4deploy.qat.batches import run
 from fp4deploy.qat.computed import rest_tensors

@@ -286,7 +286,7 @@ def _timed(trainer: Trainer, batches: Iterator[Any], steps: int, budget: Budget)
     trainer.statistics.read()  # waits for the device
     start, seen = time.perf_counter(), 0
     for images, masks in itertools.islice(batches, steps):
-        trainer._step(images, masks)
+        trainer.step(images, masks)
         seen += len(images)
         if budget.over():
             break

@@ -43,8 +43,8 @@ from fp4deploy.qat.ranges import Ranges
 from fp4deploy.rest import FP16
 from fp4deploy.system.files import append_line
 from fp4deploy.tasks import TaskScores
-from fp4deploy.train.captured import LAUNCHED_FIRST_OF_SEVERAL, CapturedStep
 from fp4deploy.train.checkpointing import checkpoint_blocks
+from fp4deploy.train.cuda_graph import LAUNCHED_FIRST_OF_SEVERAL, CapturedStep
 from fp4deploy.train.distributed import agreed_reason, agreed_signal, join, replicated, share_amaxes
 from fp4deploy.train.interrupt import Interrupt, Pause
 from fp4deploy.train.logging.metrics_log import keep_epochs
@@ -254,7 +254,7 @@ class Trainer:
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
-        """Inside, work goes to the stream of the captured step of several processes (`captured`), in order with that
+        """Inside, work goes to the stream of the captured step of several processes (`cuda_graph`), in order with that
         before and after."""
         if self.stream is None:
             yield
@@ -342,7 +342,7 @@ class Trainer:
         self._pause_if_asked()
         with self._rest() as batches:
             for images, masks in self._on_device(batches):
-                self._step(images, masks)
+                self.step(images, masks)
                 images_seen += len(images) * self.accelerator.num_processes
                 progress.epoch_seconds = elapsed + time.perf_counter() - start
                 if progress.batch % self.settings.accumulate == 0 or progress.batch == total:
@@ -366,7 +366,7 @@ class Trainer:
         finally:
             end_workers(batches)
 
-    def _step(self, images: torch.Tensor, labels: torch.Tensor) -> None:
+    def step(self, images: torch.Tensor, labels: torch.Tensor) -> None:
         """Forward and backward of one batch; the optimiser's step where it is the last of its group."""
         progress, accumulate = self.progress, self.settings.accumulate
         first = progress.batch - progress.batch % accumulate
@@ -410,7 +410,7 @@ class Trainer:
                 layer.quantizing = False
 
     def _compute(self, images: torch.Tensor, *targets: torch.Tensor, group: int = 1, last: bool = True) -> None:
-        """What the GPU does in `_step`; captured, it is only replayed.
+        """What the GPU does in `step`; captured, it is only replayed.
 
         Gradients are averaged over the processes in the backward of the `last` batch of a group. The forward decides.
         """

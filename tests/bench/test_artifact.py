@@ -17,7 +17,7 @@ from fp4deploy.bench.runtimes.emulated import source_of
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.export.engine.build import open_plan
 from fp4deploy.export.ledger.ledger import ledger_path
-from fp4deploy.export.lowering.emulated import emulated_engine
+from fp4deploy.export.lowering.emulation import emulated_engine
 from fp4deploy.export.lowering.lower import read_buildable
 from fp4deploy.runs import Run
 

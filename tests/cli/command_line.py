@@ -7,7 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner
+
+from fp4deploy.errors import UnavailableError
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "fp4deploy.cli"
@@ -28,3 +31,12 @@ def run_in(folder: Path, app: Any, *commands: tuple[str, ...]) -> Path:
     finally:
         os.chdir(before)
     return folder
+
+
+def without_engines(patch: pytest.MonkeyPatch) -> None:
+    """`run` goes on without engines, as where no builder is installed; `test_stages` has a run with them."""
+
+    def missing(*arguments: object, **options: object) -> None:
+        raise UnavailableError("TensorRT-RTX is missing. Add it with: pip install tensorrt-rtx")
+
+    patch.setattr("fp4deploy.pipeline.build_engine", missing)

@@ -13,7 +13,7 @@ from fp4deploy.data import open_boxes
 from fp4deploy.export import to_onnx
 from fp4deploy.instances import average_precision
 from fp4deploy.models import DetectionHead, read_card
-from tests.cli.command_line import Invoke, run_in
+from tests.cli.command_line import Invoke, run_in, without_engines
 from tests.export.exported_models import traced_once
 
 TINY = (
@@ -31,6 +31,7 @@ def home(app: Any, tmp_path_factory: pytest.TempPathFactory, shapes: Path) -> Pa
     """A folder in which one command trained, exported, built, measured and reported detectors."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(to_onnx, "export_graph", traced_once(to_onnx.export_graph))
+        without_engines(patch)
         return run_in(
             tmp_path_factory.mktemp("home"),
             app,

@@ -16,7 +16,7 @@ from fp4deploy.instances import average_precision, read_results
 from fp4deploy.instances.panoptic import from_rgb, read_panoptic
 from fp4deploy.models import read_card
 from tests.bench.perfect import perfect
-from tests.cli.command_line import Invoke, run_in
+from tests.cli.command_line import Invoke, run_in, without_engines
 from tests.export.exported_models import traced_once
 
 FORMS = (".onnx", ".portable.onnx", ".fp4")
@@ -35,6 +35,7 @@ def home(app: Any, tmp_path_factory: pytest.TempPathFactory, shapes: Path) -> Pa
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["fp4deploy", *RUN, "--data", str(shapes)])
         patch.setattr(to_onnx, "export_graph", traced_once(to_onnx.export_graph))
+        without_engines(patch)
         return run_in(
             tmp_path_factory.mktemp("home"),
             app,

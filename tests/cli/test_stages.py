@@ -23,7 +23,7 @@ from fp4deploy.export import to_onnx
 from fp4deploy.models import read_card
 from fp4deploy.runs import Run
 from fp4deploy.train import train_models
-from tests.cli.command_line import PACKAGE, Invoke, run_in
+from tests.cli.command_line import PACKAGE, Invoke, run_in, without_engines
 from tests.export.exported_models import traced_once
 from tests.processes import fp4deploy
 
@@ -347,13 +347,7 @@ def test_run_chains_every_stage(small_run: Path) -> None:
 def test_run_without_an_engine_builder_says_so(
     invoke: Invoke, shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fp4deploy import pipeline
-    from fp4deploy.errors import UnavailableError
-
-    def missing(*arguments: object, **options: object) -> None:
-        raise UnavailableError("TensorRT-RTX is missing. Add it with: pip install tensorrt-rtx")
-
-    monkeypatch.setattr(pipeline, "build_engine", missing)
+    without_engines(monkeypatch)
     result = invoke("run", "--data", shapes, "--out", "all", "--models", "fp16", *TINY, "--set", "train.epochs=1")
     assert result.exit_code == 0, result.stderr
     facts = json.loads((tmp_path / "all" / "report.json").read_text())

@@ -146,7 +146,7 @@ def test_the_same_sweep_again_trains_nothing_but_what_failed(
 def test_ctrl_c_keeps_what_there_is_and_the_same_command_goes_on(
     swept: tuple[Path, dict[str, Any], list[str]], tmp_path: Path, tiny_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sweep, original = load_sweep(written(tmp_path, tiny_data)), Trainer._step
+    sweep, original = load_sweep(written(tmp_path, tiny_data)), Trainer.step
 
     def signalled(self: Trainer, *batch: torch.Tensor) -> None:
         if self.job.model == "nvfp4" and self.progress.step == 1:
@@ -154,7 +154,7 @@ def test_ctrl_c_keeps_what_there_is_and_the_same_command_goes_on(
         original(self, *batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_step", signalled)
+        patch.setattr(Trainer, "step", signalled)
         with pytest.raises(KeyboardInterrupt):
             run_sweep(sweep, tmp_path / "out", ("qat",), say=lambda text: None)
     kept = json.loads((tmp_path / "out" / "sweep.json").read_text())["variants"]
@@ -174,7 +174,7 @@ def test_a_sweep_stops_when_its_minutes_are_over(
 ) -> None:
     if where is not None:
         request.getfixturevalue(where)
-    original, interrupt, training = Trainer._step, _thread.interrupt_main, threading.Event()
+    original, interrupt, training = Trainer.step, _thread.interrupt_main, threading.Event()
 
     def in_a_training(number: int) -> None:
         assert training.wait(LIMIT)
@@ -185,7 +185,7 @@ def test_a_sweep_stops_when_its_minutes_are_over(
         wait_until(lambda: self.interrupt.requested, "the end of the minutes")
         original(self, *batch)
 
-    monkeypatch.setattr(Trainer, "_step", until_interrupted)
+    monkeypatch.setattr(Trainer, "step", until_interrupted)
     monkeypatch.setattr(_thread, "interrupt_main", in_a_training)
     said: list[str] = []
     results = run_sweep(load_sweep(written(tmp_path, tiny_data)), tmp_path / "out", minutes=1 / 600, say=said.append)

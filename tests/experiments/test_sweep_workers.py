@@ -139,7 +139,7 @@ def slowly(run: Run) -> None:
         self.progress.step += 1
         self.progress.batch += 1
 
-    Trainer._step = slow  # type: ignore[method-assign]
+    Trainer.step = slow  # type: ignore[method-assign]
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -177,6 +178,29 @@ class InstanceNormUNet(nn.Module):
         return self.head(x)
 
 
+class VolumeUNet(nn.Module):
+    """The same over volumes of thick slices: the first level halves height and width alone, by filters of 1x3x3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        flat, cube = (1, 2, 2), (2, 2, 2)
+        self.down = nn.ModuleList([self.block(3, 16, 1), self.block(16, 32, flat), self.block(32, 48, cube)])
+        self.up = nn.ModuleList([nn.ConvTranspose3d(48, 32, cube, cube), nn.ConvTranspose3d(32, 16, flat, flat)])
+        self.decoder = nn.ModuleList([self.block(64, 32, 1), self.block(32, 16, 1)])
+        self.head = nn.Conv3d(16, 5, 1)
+
+    @staticmethod
+    def block(inputs: int, outputs: int, stride: Any) -> nn.Sequential:
+        taps, around = ((3, 3, 3), (1, 1, 1)) if inputs > 16 else ((1, 3, 3), (0, 1, 1))
+        layers: list[nn.Module] = []
+        for before, step in ((inputs, stride), (outputs, 1)):
+            layers += [nn.Conv3d(before, outputs, taps, step, around), nn.InstanceNorm3d(outputs, affine=True)]
+            layers += [nn.LeakyReLU()]
+        return nn.Sequential(*layers)
+
+    forward = InstanceNormUNet.forward
+
+
 class Gate(nn.Module):
     """Squeeze-excitation."""
 
@@ -254,12 +278,13 @@ class ENet(nn.Module):
         return self.head(self.up(y) + self.unpool(self.skip(y), indices, output_size=size))
 
 
-NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, int]]] = {
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "ResNet encoder": (ResNetUNet, (32, 48)),
     "FPN": (FPN, (32, 40)),
     "ASPP": (ASPP, (32, 40)),
     "SegFormer block": (SegFormer, (32, 48)),
     "InstanceNorm UNet": (InstanceNormUNet, (24, 32)),
+    "InstanceNorm UNet, volumes": (VolumeUNet, (4, 8, 24)),
     "MobileNet": (MobileNet, (32, 32)),
     "ENet": (ENet, (32, 48)),
 }

@@ -81,6 +81,7 @@ IN_THE_PLANE = (
     "shuffle", "unshuffle", "layer_norm_2d", "unequal", "dilated_up", "padding_mode", "residual", "heads", "involution",
     "windows", "queries", "position",
 )  # fmt: skip
+IN_VOLUMES = ("flat", "flat", "column", "flat_up", "cube_up", "skip", "skip")
 Forward = Callable[[nn.Module, torch.Tensor, list[torch.Tensor]], torch.Tensor]
 
 
@@ -141,7 +142,7 @@ class RandomNetwork(nn.Module):
         """Add a block that reads so many channels; how many it gives."""
         draw, axes = self.draw, self.axes
         conv = CONV[axes]
-        kind = draw.choice(EVERYWHERE + IN_THE_PLANE * (axes == 2))
+        kind = draw.choice(EVERYWHERE + IN_THE_PLANE * (axes == 2) + IN_VOLUMES * (axes == 3))
         wide = draw.choice([16, 24, 32, 48])
         groups = next(size for size in (8, 4, 2, 1) if channels % size == 0)
         simple: dict[str, tuple[Callable[[], nn.Module], int]] = {
@@ -152,6 +153,13 @@ class RandomNetwork(nn.Module):
             "dilated_up": (
                 lambda: nn.ConvTranspose2d(channels, wide, 3, (2, 1), 1, (1, 0), groups=draw.choice([1, groups])), wide,
             ),
+            "flat": (
+                lambda: nn.Conv3d(channels, wide, (1, 3, 3), draw.choice([1, (1, 2, 2), (2, 2, 1)]), (0, 1, 1)), wide,
+            ),
+            "column": (lambda: nn.Conv3d(channels, wide, (3, 1, 1), (2, 1, 1), (1, 0, 0), bias=False), wide),
+            "flat_up": (lambda: nn.ConvTranspose3d(channels, wide, (1, 2, 2), (1, 2, 2)), wide),
+            "cube_up": (lambda: nn.ConvTranspose3d(channels, wide, 2, 2), wide),
+            "skip": (lambda: nn.ModuleList([conv(channels, 16, 1), conv(channels + 16, wide, 3, 1, 1)]), wide),
             "depthwise": (lambda: conv(channels, channels, 3, 1, 1, groups=channels, bias=False), channels),
             "grouped": (lambda: conv(channels, 2 * wide, 3, 1, 1, groups=2 if channels % 2 == 0 else 1), 2 * wide),
             "act": (lambda: draw.choice(ACTIVATIONS)(), channels),
@@ -233,6 +241,8 @@ class RandomNetwork(nn.Module):
             return torch.relu(x + layer(x))
         if kind == "concat":
             return torch.cat([x, layer(x)], 1)
+        if kind == "skip":
+            return layer[1](torch.cat([torch.relu(layer[0](x)), x], 1))
         if kind == "gate":
             return x * torch.sigmoid(layer(x))
         if kind == "excite":

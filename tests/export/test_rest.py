@@ -27,6 +27,7 @@ from fp4deploy.packed.memory import activation_bytes
 from fp4deploy.packed.writer import Writer
 from fp4deploy.qat import deployed
 from fp4deploy.rest import BF16, FP16, FP32, RESTS, Rest, rest_of
+from tests.samples import sample
 
 TYPES = {"fp16": "FLOAT16", "bf16": "BFLOAT16", "fp32": "FLOAT"}
 ENDS = {"fp16": "FLOAT16", "bf16": "FLOAT", "fp32": "FLOAT"}
@@ -100,8 +101,7 @@ def test_what_fp16_refuses_names_the_product_and_the_way_out(quantised: bool, tm
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("quantised", [False, True])
-@pytest.mark.parametrize("rest", [BF16, FP32], ids=lambda rest: rest.name)
+@pytest.mark.parametrize(("rest", "quantised"), sample([BF16, FP32], [False, True], every=2))
 def test_what_leaves_fp16_is_right_in_another_rest(rest: Rest, quantised: bool, tmp_path: Path) -> None:
     model = attention(quantised)
     result = fd.export_onnx(model, X, tmp_path / "a.onnx", rest=rest.name, portable=True)

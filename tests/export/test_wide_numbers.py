@@ -21,6 +21,7 @@ from fp4deploy.models.card import ModelCard
 from fp4deploy.packed import PackedNetwork
 from fp4deploy.packed.writer import Writer
 from fp4deploy.qat import deployed
+from tests.samples import sample
 
 FP16, FP32 = onnx.TensorProto.FLOAT16, onnx.TensorProto.FLOAT
 
@@ -123,7 +124,7 @@ def network(kind: type[Network]) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return model.eval(), {"random": image, "black": torch.zeros(2, 3, 8, 8), "white": torch.ones(2, 3, 8, 8)}
 
 
-@pytest.mark.parametrize("kind", NETWORKS)
+@pytest.mark.parametrize("kind", sample(NETWORKS, every=2))
 def test_files_give_what_torch_gives(kind: type[Network], tmp_path: Path) -> None:
     model, images = network(kind)
     graph = fd.export_graph(model, (3, 8, 8))
@@ -139,7 +140,7 @@ def test_files_give_what_torch_gives(kind: type[Network], tmp_path: Path) -> Non
     assert fd.verify(model, graph, images["random"]).passed
 
 
-@pytest.mark.parametrize("kind", NETWORKS)
+@pytest.mark.parametrize("kind", sample(NETWORKS, every=2))
 def test_layers_stay_fp16_among_operators_in_fp32(kind: type[Network]) -> None:
     graph = onnx.shape_inference.infer_shapes(fd.export_graph(network(kind)[0], (3, 8, 8)))
     values = [*graph.graph.value_info, *graph.graph.input, *graph.graph.output]
@@ -152,7 +153,7 @@ def test_layers_stay_fp16_among_operators_in_fp32(kind: type[Network]) -> None:
     assert types["logits"] == FP16
 
 
-@pytest.mark.parametrize("kind", NETWORKS)
+@pytest.mark.parametrize("kind", sample(NETWORKS, every=2))
 def test_packed_networks_in_fp16_are_finite_and_close(kind: type[Network], tmp_path: Path) -> None:
     """What a GPU computes, compiled or node by node: activations in FP16 but for those that need FP32."""
     model, images = network(kind)

@@ -19,10 +19,12 @@ from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.models import build_unet
 from fp4deploy.models.input_encoding import encode_input as written
 from fp4deploy.packed import PackedNetwork, packed_file
+from fp4deploy.packed import network as network_module
 from fp4deploy.packed.graph import Concat, Conv2d, Form, Layer, Take
-from fp4deploy.packed.network import packed_form
+from fp4deploy.packed.network import decoded_form, packed_form
 from fp4deploy.packed.operators import Context, compute
 from fp4deploy.qat import calibrate, prepare, round_to_deployed
+from tests.export.packable_networks import NETWORKS, deployed
 from tests.packed.small_networks import CLASSES, SIZE, images, packed
 
 
@@ -206,12 +208,12 @@ def test_positions_live_as_long_as_the_network() -> None:
 
 
 class WithoutKernels(nn.Module):
-    """Quantised layers that no kernel multiplies: in groups, of uneven strides, transposed by another stride than 2."""
+    """Quantised layers that no kernel multiplies: in groups, of uneven dilations, transposed by more than 2."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.grouped = nn.Conv2d(3, 32, 1), nn.Conv2d(32, 64, 3, padding=1, groups=2)
-        self.uneven, self.up = nn.Conv2d(64, 32, 3, (2, 1), 1), nn.ConvTranspose2d(32, 16, 3, 3)
+        self.uneven, self.up = nn.Conv2d(64, 32, 3, 1, 1, (1, 2)), nn.ConvTranspose2d(32, 16, 3, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.up(torch.relu(self.uneven(torch.relu(self.grouped(torch.relu(self.stem(x)))))))
@@ -237,3 +239,34 @@ def test_weights_without_a_kernel_are_decoded_once(on: str, monkeypatch: pytest.
         assert y.shape[1] == layer.out_channels  # type: ignore[union-attr]
         assert network.weight_bytes(node) == 4 * layer.weight.numel()
     assert network._packed == {}
+
+
+def test_a_network_of_volumes_is_multiplied_in_packed_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where kernels of volumes run: every layer by `dispatch`, from codes, with the strides and paddings of each axis.
+
+    Two sources are read in place, and what one layer alone reads is packed by the layer.
+    """
+    torch.manual_seed(0)
+    factory, size = NETWORKS["InstanceNorm UNet, volumes"]
+    x = torch.randn(2, 3, *size)
+    file = packed_file(Path("own.fp4"), None, *pack_model(deployed(factory(), x), x))
+    here, there = PackedNetwork(file), PackedNetwork(file)
+    there.device = torch.device("cuda")  # as far as the choice of what runs a layer goes
+    there.pack = here.pack = packed_form
+    multiplied = []
+    for name in ("conv2d", "conv_transpose2d"):
+        run = getattr(network_module, name)
+        monkeypatch.setattr(network_module, name, lambda x, *a, run=run, **o: multiplied.append(x) or run(x, *a, **o))
+    image = file.graph.inputs[0]
+    live = dict(zip([form.name for form in image.outputs], here.read_input(image, x, packed_form), strict=True))
+    for node in file.graph.nodes:
+        inputs = [live[name] for name in node.inputs]
+        got = here.run_node(node, inputs)
+        if isinstance(node, Layer) and node.precision == "nvfp4":
+            assert all(isinstance(source, Nvfp4Tensor) for source in inputs)
+            for one, other in zip(there.run_node(node, inputs), got, strict=True):
+                torch.testing.assert_close(decoded_form(one, torch.float32), decoded_form(other, torch.float32))
+        live.update(zip([form.name for form in node.outputs], got, strict=True))
+    layers = [node for node in file.graph.nodes if isinstance(node, Layer) and node.precision == "nvfp4"]
+    assert len(multiplied) == len(layers) == 11
+    assert [len(node.inputs) for node in layers if "decoder" in node.layer] == [2, 1, 2, 1]

@@ -153,15 +153,17 @@ def test_recording_can_be_switched_off_and_may_fail(monkeypatch: pytest.MonkeyPa
     assert torch.randn(8, device="cuda").isfinite().all()  # the generator knows that the recording is over
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-def test_every_node_of_other_networks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "weights"), [*((name, None) for name in NETWORKS), ("InstanceNorm UNet, volumes", "packed")]
+)
+def test_every_node_of_other_networks(name: str, weights: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels of linear layers, strides and dilations, decoded layers, and torch's operators in FP16."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.manual_seed(0)
     factory, size = NETWORKS[name]
     x = torch.randn(2, 3, *size)
     model = deployed(factory(), x)
-    network = PackedNetwork(packed_file(Path("own.fp4"), None, *pack_model(model, x)), "cuda")
+    network = PackedNetwork(packed_file(Path("own.fp4"), None, *pack_model(model, x)), "cuda", weights)
     sizes = {f"{network.graph.inputs[0].name}.{axis}": extent for axis, extent in enumerate(x.shape)}
     image = network.graph.inputs[0]
     live = dict(zip([form.name for form in image.outputs], network.read_input(image, x.cuda()), strict=True))

@@ -35,7 +35,7 @@ def test_what_the_variable_may_say(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_networks_of_kernels_are_not_compiled(name: str) -> None:
-    covered = name == "InstanceNorm UNet"  # the others resize, average, attend, or concatenate parts of blocks
+    covered = name.startswith("InstanceNorm UNet")  # the others resize, average, attend, or concatenate parts of blocks
     assert left_to_torch(plan(network(name)[0].graph)[1]) != covered
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fp4deploy.formats import FourOverSix, fake_quantize_nvfp4
-from fp4deploy.ptq.gptq import gptq, output_error
+from fp4deploy.ptq.gptq import gptq
 from fp4deploy.ptq.grid import (
     block_error,
     choose_scales,
@@ -110,6 +110,11 @@ def test_gptq_is_column_by_column_compensation() -> None:
     held = rows.abs().argmax() // 16
     same = [row for row in range(5) if kept[row] and row != int(held)]
     assert torch.allclose(found[same].double(), expected[same], atol=1e-5)
+
+
+def output_error(difference: torch.Tensor, hessian: torch.Tensor) -> float:
+    """Sum over the rows of e H e^T: what GPTQ minimises."""
+    return float((difference @ hessian * difference).sum())
 
 
 def test_gptq_has_a_smaller_output_error_than_rounding() -> None:

@@ -25,6 +25,7 @@ from fp4deploy.qat.recipes import OutlierControl, Recipe, WeightReset
 from fp4deploy.runs import create_run
 from fp4deploy.train import load_config, train_models
 from fp4deploy.train.loop import Trainer
+from tests.samples import sample
 
 NAME = "tetrajet_v2_outcontrol"
 PLAIN = QuantSpec()
@@ -297,7 +298,7 @@ def test_packed_products_take_the_recipe() -> None:
     set_products(prepare(nn.Sequential(nn.Linear(64, 8)), NAME, include=["0"]), "fp4")
 
 
-@pytest.mark.parametrize("stop", [2, 5])
+@pytest.mark.parametrize("stop", sample([2, 5], every=2))
 def test_a_training_chooses_resumes_exactly_and_loads(
     stop: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,7 +307,7 @@ def test_a_training_chooses_resumes_exactly_and_loads(
     generate_shapes(tmp_path / "data", train=8, val=2, size=32, seed=0)
     sets = [f"data.root={tmp_path / 'data'}", f"recipe={NAME}", "model.scale=0.125", "data.height=32", "data.width=32"]
     sets += ["train.from_scratch=true", "train.epochs=4", "train.batch_size=4", "train.evaluate_every=4"]
-    config, original = load_config(None, [*sets, "telemetry.every=0"]), Trainer._step
+    config, original = load_config(None, [*sets, "telemetry.every=0"]), Trainer.step
     straight, broken = create_run(tmp_path / "straight"), create_run(tmp_path / "broken")
     train_models(config, straight, ("nvfp4",))
 
@@ -316,7 +317,7 @@ def test_a_training_chooses_resumes_exactly_and_loads(
         original(self, *batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_step", interrupted)
+        patch.setattr(Trainer, "step", interrupted)
         with pytest.raises(KeyboardInterrupt):
             train_models(config, broken, ("nvfp4",))
     train_models(config, broken, ("nvfp4",), resume=True)

@@ -1,4 +1,4 @@
-"""Conv1d and Conv3d: the GEMMs of Conv2d with one and with three spatial axes, in training and in the files."""
+"""Conv1d, Conv3d, ConvTranspose3d: the GEMMs of two axes with one and with three, in training and in the files."""
 
 from __future__ import annotations
 
@@ -42,6 +42,18 @@ CASES = {  # name -> (layer, the same as a Conv2d, shape of the input, axis that
         lambda: nn.Conv3d(32, 16, (3, 2, 1), (2, 1, 1), (1, 0, 0), (1, 2, 1)),
         lambda: nn.Conv2d(32, 16, (3, 2), (2, 1), (1, 0), (1, 2)),
         (2, 32, 5, 6, 1),
+        None,
+    ),
+    "transposed conv3d of one column": (
+        lambda: nn.ConvTranspose3d(32, 24, (2, 3, 1), (2, 2, 1), (0, 1, 0), (0, 1, 0)),
+        lambda: nn.ConvTranspose2d(32, 24, (2, 3), (2, 2), (0, 1), (0, 1)),
+        (2, 32, 4, 5, 1),
+        None,
+    ),
+    "transposed conv3d, groups, dilation": (
+        lambda: nn.ConvTranspose3d(32, 16, (3, 2, 1), (1, 2, 1), (1, 0, 0), groups=2, dilation=(2, 1, 1)),
+        lambda: nn.ConvTranspose2d(32, 16, (3, 2), (1, 2), (1, 0), groups=2, dilation=(2, 1)),
+        (2, 32, 4, 5, 1),
         None,
     ),
 }
@@ -109,11 +121,13 @@ def test_three_axes_quantise_along_channels() -> None:
     assert torch.equal(layer(x), F.conv3d(xq, wq, conv.bias, conv.stride, conv.padding, conv.dilation))
 
 
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("stride", [(1, 1, 1), (2, 1, 2)])
-def test_unfolding_three_axes_gives_the_weight_gradient(stride: tuple[int, int, int]) -> None:
-    gemms = ConvGemms((2, 3, 2), stride, (1, 1, 0), (1, 1, 2), 2, output_padding=(0, 0, 0))
+def test_unfolding_three_axes_gives_the_weight_gradient(stride: tuple[int, int, int], transposed: bool) -> None:
+    gemms = ConvGemms((2, 3, 2), stride, (1, 1, 0), (1, 1, 2), 2, transposed, (0, 0, 0))
     torch.manual_seed(0)
-    x, weight = torch.randn(2, 6, 5, 6, 7), torch.randn(8, 3, 2, 3, 2, requires_grad=True)
+    x, shape = torch.randn(2, 6, 5, 6, 7), (6, 4, 2, 3, 2) if transposed else (8, 3, 2, 3, 2)
+    weight = torch.randn(shape, requires_grad=True)
     y = gemms.forward(x, weight, None)
     gradient = torch.randn(y.shape)
     y.backward(gradient)
@@ -136,11 +150,13 @@ class Signal(nn.Module):
         self.stem = conv(3, 24, 3, padding=1)
         self.norm = norm(24)
         self.body = conv(24, 32, 3, stride=2, padding=1)
+        self.up = nn.ConvTranspose3d(32, 32, 2, 2) if dims == 3 else nn.Identity()
         self.point = conv(32, 16, 1, bias=False)
         self.head = conv(16, 4, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.relu(self.point(torch.relu(self.body(torch.relu(self.norm(self.stem(x))))))))
+        deep = self.up(torch.relu(self.body(torch.relu(self.norm(self.stem(x))))))
+        return self.head(torch.relu(self.point(deep)))
 
 
 SHAPES = {1: (3, 32), 3: (3, 4, 6, 8)}
@@ -156,14 +172,17 @@ def exported(dims: int) -> tuple[nn.Module, onnx.ModelProto]:
 @pytest.mark.parametrize("dims", [1, 3])
 def test_the_files_compute_what_torch_computes(dims: int) -> None:
     model, canonical = exported(dims)
-    assert [plan.precision for plan in layer_plan(model)] == ["FP16", "FP16", "FP4", "FP4", "FP16"]
-    assert [layer.precision for layer in layers_of(canonical)] == ["FP16", "FP16", "FP4", "FP4", "FP16"]
+    precisions = ["FP16", "FP16", *["FP4"] * (dims if dims == 3 else 2), "FP16"]
+    assert [plan.precision for plan in layer_plan(model)] == precisions
+    assert [layer.precision for layer in layers_of(canonical)] == precisions
     agreement = verify(model, canonical, images(4, SHAPES[dims]))
     assert agreement.passed, agreement
     planned = {layer.name: layer for layer in lower(canonical, "auto").layers}
     assert (planned["body"].kind, planned["body"].form) == (f"Conv{dims}d", "qdq")
     assert planned["body"].compute == "FP16"
     assert "no FP4 convolution" in planned["body"].reason
+    if dims == 3:
+        assert (planned["up"].kind, planned["up"].form, planned["up"].compute) == ("ConvTranspose3d", "qdq", "FP16")
 
 
 def test_what_stays_in_fp16_says_why() -> None:

@@ -112,7 +112,7 @@ def test_distillation_alone_brings_the_student_to_its_teacher(
 ) -> None:
     """With no labels at all in the loss, the divergence falls over the epochs."""
     losses: list[float] = []
-    original = Trainer._step
+    original = Trainer.step
 
     def noted(self: Trainer, *batch: torch.Tensor) -> None:
         before = self.statistics.read().loss
@@ -120,7 +120,7 @@ def test_distillation_alone_brings_the_student_to_its_teacher(
         if self.job.model == "nvfp4":
             losses.append(self.statistics.read().loss - before)
 
-    monkeypatch.setattr(Trainer, "_step", noted)
+    monkeypatch.setattr(Trainer, "step", noted)
     settings = [
         f"model.spec={SPEC}",
         "distill.weight=1",

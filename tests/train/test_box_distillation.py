@@ -90,7 +90,7 @@ def test_a_detector_comes_to_its_teacher_without_labels(
     tiny: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losses: list[float] = []
-    original = Trainer._step
+    original = Trainer.step
 
     def noted(self: Trainer, *batch: torch.Tensor) -> None:
         before = self.statistics.read().loss
@@ -98,7 +98,7 @@ def test_a_detector_comes_to_its_teacher_without_labels(
         if self.job.model == "nvfp4":
             losses.append(self.statistics.read().loss - before)
 
-    monkeypatch.setattr(Trainer, "_step", noted)
+    monkeypatch.setattr(Trainer, "step", noted)
     settings = ["distill.weight=1", "distill.task=0", "train.epochs=10", "train.from_scratch=true"]
     train_models(with_settings(tiny, [*TINY, *settings]), create_run(tmp_path / "run"), ("fp16", "nvfp4"))
     assert sum(losses[-4:]) < 0.7 * sum(losses[:4])

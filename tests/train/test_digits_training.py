@@ -54,7 +54,7 @@ def test_interrupted_and_resumed_equals_straight(
     trained: Run, tiny: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, step: int
 ) -> None:
     run = copy_of(trained, tmp_path / "run", ["fp16"] if model == "nvfp4" else [])
-    config, models, original = settings(tiny), tuple(dict.fromkeys(("fp16", model))), Trainer._step
+    config, models, original = settings(tiny), tuple(dict.fromkeys(("fp16", model))), Trainer.step
 
     def interrupted(self: Trainer, *batch: torch.Tensor) -> None:
         if self.job.model == model and self.progress.step == step:
@@ -62,7 +62,7 @@ def test_interrupted_and_resumed_equals_straight(
         original(self, *batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_step", interrupted)
+        patch.setattr(Trainer, "step", interrupted)
         with pytest.raises(KeyboardInterrupt):
             train_models(config, run, models, resume=True)
     train_models(config, run, models, resume=True)

@@ -40,7 +40,7 @@ def train_and_compare_amaxes(data: Path, out: Path) -> None:
     """In one of two processes: train, and write down after every batch whether each amax is that of both."""
     from fp4deploy.qat import quantized_layers
 
-    original = Trainer._step
+    original = Trainer.step
 
     def observed(self: Trainer, *batch: torch.Tensor) -> None:
         layers, own = quantized_layers(self.bare), dict[str, float]()
@@ -65,7 +65,7 @@ def train_and_compare_amaxes(data: Path, out: Path) -> None:
         with (out / f"rank{dist.get_rank()}").open("a") as file:
             file.write(line + "\n")
 
-    Trainer._step = observed  # type: ignore[method-assign]
+    Trainer.step = observed  # type: ignore[method-assign]
     settings = ["model.scale=0.125", "data.height=32", "data.width=32", "train.batch_size=2", "train.from_scratch=true"]
     settings += ["train.epochs=1", "recipe=nvfp4_qat_delayed", "train.accumulate=2", f"data.root={data}"]
     train_models(load_config(None, settings), Run(out), ("nvfp4",))
@@ -73,7 +73,7 @@ def train_and_compare_amaxes(data: Path, out: Path) -> None:
 
 def train_until_a_signal(data: Path, out: Path) -> None:
     """In one of two processes: train; the second alone receives SIGTERM, after its third step, and ends soon after."""
-    original = Trainer._step
+    original = Trainer.step
 
     def signalled(self: Trainer, *batch: torch.Tensor) -> None:
         original(self, *batch)
@@ -81,7 +81,7 @@ def train_until_a_signal(data: Path, out: Path) -> None:
             signal.alarm(30)  # where the first trains on, the second waits for it and would do so for ever
             os.kill(os.getpid(), signal.SIGTERM)
 
-    Trainer._step = signalled  # type: ignore[method-assign]
+    Trainer.step = signalled  # type: ignore[method-assign]
     settings = ["model.scale=0.125", "data.height=32", "data.width=32", "train.batch_size=2", "train.epochs=2"]
     with pytest.raises(Interrupted) as caught:
         train_models(load_config(None, [*settings, f"data.root={data}"]), Run(out), ("fp16",))
@@ -90,7 +90,7 @@ def train_until_a_signal(data: Path, out: Path) -> None:
 
 def train_and_note_order(data: Path, out: Path, stop: int | None, sets: list[str]) -> None:
     """In one of two processes: train on, to step `stop` or to the end; write down the samples and losses."""
-    step, load, add_loss = Trainer._step, TransformedDataset.__getitem__, RunningStatistics.add_loss
+    step, load, add_loss = Trainer.step, TransformedDataset.__getitem__, RunningStatistics.add_loss
     notes: dict[str, list[Any]] = {"samples": [], "losses": []}
 
     def loaded(self: TransformedDataset, key: Key) -> Batch:
@@ -108,7 +108,7 @@ def train_and_note_order(data: Path, out: Path, stop: int | None, sets: list[str
         add_loss(self, loss)
 
     TransformedDataset.__getitem__ = loaded  # type: ignore[method-assign]
-    Trainer._step = signalled  # type: ignore[method-assign]
+    Trainer.step = signalled  # type: ignore[method-assign]
     RunningStatistics.add_loss = noted  # type: ignore[method-assign]
     name_model(SPEC)
     config = load_config(None, [f"data.root={data}", *sets])

@@ -70,7 +70,7 @@ def test_every_layer_quantised_trains_on_the_kernels(config: Config, tmp_path: P
 def test_a_step_of_non_finite_gradients_is_skipped_by_the_scaler(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, changed = Trainer._step, []
+    original, changed = Trainer.step, []
 
     def poisoned(self: Trainer, *batch: torch.Tensor) -> None:
         if self.progress.step != 6:
@@ -82,7 +82,7 @@ def test_a_step_of_non_finite_gradients_is_skipped_by_the_scaler(
         changed.append(any(not torch.equal(p, old) for p, old in zip(self.bare.parameters(), before, strict=True)))
         return None
 
-    monkeypatch.setattr(Trainer, "_step", poisoned)
+    monkeypatch.setattr(Trainer, "step", poisoned)
     run = create_run(tmp_path / "run")
     train_models(with_settings(config, ["train.cuda_graph=false"]), run, ("fp16",))
     assert changed == [False]
@@ -92,7 +92,7 @@ def test_a_step_of_non_finite_gradients_is_skipped_by_the_scaler(
 def test_ctrl_c_saves_the_scaler_and_the_workers_do_not_mind(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, original = create_run(tmp_path / "run"), Trainer._step
+    run, original = create_run(tmp_path / "run"), Trainer.step
     scales: list[float] = []
 
     def signalled(self: Trainer, *batch: torch.Tensor) -> None:
@@ -106,11 +106,11 @@ def test_ctrl_c_saves_the_scaler_and_the_workers_do_not_mind(
         original(self, *batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_step", signalled)
+        patch.setattr(Trainer, "step", signalled)
         with pytest.raises(KeyboardInterrupt):
             train_models(config, run, ("fp16",))
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_step", observed)
+        patch.setattr(Trainer, "step", observed)
         train_models(config, run, ("fp16",), resume=True)
     assert scales[0] == scales[1]
     assert len(scales) == 1 + 6  # 12 steps in all, 6 of them before

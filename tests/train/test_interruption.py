@@ -58,9 +58,9 @@ def straight(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.mark.parametrize(
     ("model", "method", "call", "position"),
     [
-        ("fp16", "_step", 2, (0, 2)),
-        ("fp16", "_step", 6, (1, 2)),
-        ("nvfp4", "_step", 1, (0, 1)),
+        ("fp16", "step", 2, (0, 2)),
+        ("fp16", "step", 6, (1, 2)),
+        ("nvfp4", "step", 1, (0, 1)),
         ("nvfp4", "evaluate", 1, (0, 4)),
     ],
 )
@@ -100,7 +100,7 @@ def test_no_end_of_a_training_leaves_workers_of_the_loaders(
 ) -> None:
     """Held while the training ends: a traceback or an unfinished iteration may refer to a loader's iterator."""
     config, run = with_settings(config, ["data.workers=2"]), copy_of(straight, tmp_path / "run", [])
-    step, seen, held, before = Trainer._step, [0], [], set(multiprocessing.active_children())
+    step, seen, held, before = Trainer.step, [0], [], set(multiprocessing.active_children())
 
     def ending(end: Callable[[], None]) -> Callable[..., None]:
         def stopped(self: Trainer, *batch: torch.Tensor) -> None:
@@ -120,7 +120,7 @@ def test_no_end_of_a_training_leaves_workers_of_the_loaders(
 
     for end, error in ((fail, InputError), (interrupt, Interrupted)):
         with monkeypatch.context() as patch:
-            patch.setattr(Trainer, "_step", ending(end))
+            patch.setattr(Trainer, "step", ending(end))
             with pytest.raises(error) as raised:
                 train_models(config, run, ["fp16"], resume=True)
         assert seen[0] >= 2, "no workers have run"
@@ -149,7 +149,7 @@ def test_the_same_signal_again_interrupts_at_once_and_another_does_not() -> None
 def train_until_step_6(out: Path, reached: Path, settings: Path) -> None:
     """In a process that will be killed: train, and wait at the seventh step."""
     name_model(SPEC)
-    step = Trainer._step
+    step = Trainer.step
 
     def waiting(self: Trainer, *batch: torch.Tensor) -> None:
         if self.progress.step == 6:
@@ -157,7 +157,7 @@ def train_until_step_6(out: Path, reached: Path, settings: Path) -> None:
             time.sleep(60)
         step(self, *batch)
 
-    Trainer._step = waiting  # type: ignore[method-assign]
+    Trainer.step = waiting  # type: ignore[method-assign]
     train_models(load_config(settings), Run(out))
 
 

@@ -164,7 +164,7 @@ def test_checkpointing_keeps_less(tiny: Config, monkeypatch: pytest.MonkeyPatch)
 def test_a_spike_is_survived_and_reported(
     tiny: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    original = Trainer._step
+    original = Trainer.step
 
     def spiked(self: Trainer, *batch: torch.Tensor) -> None:
         loss = self.loss
@@ -173,7 +173,7 @@ def test_a_spike_is_survived_and_reported(
         original(self, *batch)
         self.loss = loss
 
-    monkeypatch.setattr(Trainer, "_step", spiked)
+    monkeypatch.setattr(Trainer, "step", spiked)
     run = create_run(tmp_path / "run")
     train_models(with_settings(tiny, [f"model.spec={SPEC}", "train.epochs=20"]), run, ("fp16",))
     lines = [json.loads(line) for line in (run.model_dir("fp16") / "metrics.jsonl").open()]

@@ -118,7 +118,7 @@ def test_an_interrupted_training_resumes_exactly(
     config: Config, base: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
     straight = tune(config, base, tmp_path / "straight", "quant.start=0.5")
-    run, original = create_run(tmp_path / "run"), Trainer._step
+    run, original = create_run(tmp_path / "run"), Trainer.step
     settings = late(config, base, "quant.start=0.5")
 
     def interrupted(self: Trainer, *batch: torch.Tensor) -> None:
@@ -127,7 +127,7 @@ def test_an_interrupted_training_resumes_exactly(
         original(self, *batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_step", interrupted)
+        patch.setattr(Trainer, "step", interrupted)
         with pytest.raises(KeyboardInterrupt):
             train_models(settings, run, ("nvfp4",), resume=True)
     train_models(settings, run, ("nvfp4",), resume=True)

@@ -123,7 +123,7 @@ def test_a_resumed_training_tracks_the_same(
 ) -> None:
     """Ctrl-C saves inside the epoch, a crash falls back to the last one; both repeat no line and lose none."""
     run = copy_of(straight, tmp_path / "run", ["fp16"])
-    original = Trainer._step
+    original = Trainer.step
 
     def interrupted(self: Trainer, *batch: torch.Tensor) -> None:
         original(self, *batch)
@@ -133,7 +133,7 @@ def test_a_resumed_training_tracks_the_same(
             self.interrupt.requested = True
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_step", interrupted)
+        patch.setattr(Trainer, "step", interrupted)
         with pytest.raises(type(error)):
             train_models(config, run, resume=True)
     train_models(config, run, resume=True)
@@ -149,14 +149,14 @@ def test_a_lost_or_foreign_telemetry_state_costs_the_flips_only(
 ) -> None:
     for number, damage in enumerate((None, b"damaged")):
         run = copy_of(straight, tmp_path / f"run{number}", ["fp16"])
-        original = Trainer._step
+        original = Trainer.step
 
         def interrupted(self: Trainer, *batch: torch.Tensor, original: Any = original) -> None:
             original(self, *batch)
             self.interrupt.requested = self.job.model == "nvfp4" and self.progress.step == 3
 
         with monkeypatch.context() as patch:
-            patch.setattr(Trainer, "_step", interrupted)
+            patch.setattr(Trainer, "step", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 train_models(config, run, resume=True)
         state = run.model_dir("nvfp4") / "state" / STATE
@@ -176,14 +176,14 @@ def test_another_interval_may_be_chosen_on_resume(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = create_run(tmp_path / "run")
-    original = Trainer._step
+    original = Trainer.step
 
     def interrupted(self: Trainer, *batch: torch.Tensor) -> None:
         original(self, *batch)
         self.interrupt.requested = self.progress.step == 4
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_step", interrupted)
+        patch.setattr(Trainer, "step", interrupted)
         with pytest.raises(KeyboardInterrupt):
             train_models(config, run, ("fp16",))
     train_models(with_settings(config, ["telemetry.every=5"]), run, ("fp16",), resume=True)

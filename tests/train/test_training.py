@@ -64,14 +64,14 @@ def timeless(run: Run, model: str) -> list[dict[str, Any]]:
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, model: str, step: int, error: BaseException) -> None:
     """Raise `error` in the middle of the given step of `model`."""
-    original = Trainer._step
+    original = Trainer.step
 
     def interrupted(self: Trainer, *batch: torch.Tensor) -> float:
         if self.job.model == model and self.progress.step == step:
             raise error
         return original(self, *batch)
 
-    monkeypatch.setattr(Trainer, "_step", interrupted)
+    monkeypatch.setattr(Trainer, "step", interrupted)
 
 
 @pytest.fixture(scope="module")
@@ -149,14 +149,14 @@ def test_a_delayed_amax_resumes_exactly(config: Config, tmp_path: Path, monkeypa
     settings = with_settings(config, ["recipe=nvfp4_qat_delayed", "train.from_scratch=true", "train.epochs=2"])
     runs = [create_run(tmp_path / name) for name in ("straight", "interrupted")]
     train_models(settings, runs[0], ("nvfp4",))
-    save_at, original = 1, Trainer._step
+    save_at, original = 1, Trainer.step
 
     def signalled(self: Trainer, *batch: torch.Tensor) -> None:
         original(self, *batch)
         self.interrupt.requested = self.progress.step == save_at
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_step", signalled)
+        patch.setattr(Trainer, "step", signalled)
         with pytest.raises(KeyboardInterrupt):
             train_models(settings, runs[1], ("nvfp4",))
     train_models(settings, runs[1], ("nvfp4",), resume=True)
@@ -210,7 +210,7 @@ def test_a_full_disk_keeps_the_last_good_files(
 
 def with_loss(monkeypatch: pytest.MonkeyPatch, bad: Callable[[int], bool]) -> None:
     """Multiply the loss by NaN in the steps that `bad` names."""
-    original = Trainer._step
+    original = Trainer.step
 
     def poisoned(self: Trainer, *batch: torch.Tensor) -> float:
         loss, step = self.loss, self.progress.step
@@ -221,7 +221,7 @@ def with_loss(monkeypatch: pytest.MonkeyPatch, bad: Callable[[int], bool]) -> No
         finally:
             self.loss = loss
 
-    monkeypatch.setattr(Trainer, "_step", poisoned)
+    monkeypatch.setattr(Trainer, "step", poisoned)
 
 
 def test_a_non_finite_step_is_skipped_and_counted(

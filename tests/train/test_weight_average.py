@@ -86,7 +86,7 @@ def test_an_interrupted_average_and_window_of_resets_resume_exactly(
     settings = with_settings(
         tiny, [f"model.spec={SPEC}", "train.ema=0.9", "train.batch_size=2", "train.from_scratch=true"]
     )
-    runs, original = [create_run(tmp_path / name) for name in ("straight", "interrupted")], Trainer._step
+    runs, original = [create_run(tmp_path / name) for name in ("straight", "interrupted")], Trainer.step
     train_models(settings, runs[0], ("nvfp4",))
 
     def signalled(self: Trainer, *batch: torch.Tensor) -> None:
@@ -94,7 +94,7 @@ def test_an_interrupted_average_and_window_of_resets_resume_exactly(
         self.interrupt.requested = self.progress.step == 6
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_step", signalled)
+        patch.setattr(Trainer, "step", signalled)
         with pytest.raises(KeyboardInterrupt):
             train_models(settings, runs[1], ("nvfp4",))
     stopped = load_file(runs[1].model_dir("nvfp4") / "state/last.safetensors")

@@ -188,7 +188,7 @@ def _print_table(built: list[BuildResult]) -> None:
 
 def _variant(each: BuildResult) -> str:
     """Constants in short, flags that are true by name only: "KH=3 KW=3 EVEN BIAS BM=128 BN=128 BK=32"."""
-    constants = [pair for pair in each.launch.constants if pair[1] is not False]
+    constants = [pair for pair in each.launch.constants if pair[1] is not False and pair[1] is not None]
     return " ".join(name if value is True else f"{name}={value}" for name, value in constants)
 
 

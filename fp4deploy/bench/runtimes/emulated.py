@@ -1,4 +1,4 @@
-"""The arithmetic of an engine that this machine cannot run, on the CPU: `export.lowering.emulated` in ONNX Runtime.
+"""The arithmetic of an engine that this machine cannot run, on the CPU: `export.lowering.emulation` in ONNX Runtime.
 
 The engine's source says what it computes: the canonical file that its ledger names, by digest. It is looked for beside
 the plan, and in the run that holds the plan.
@@ -15,7 +15,7 @@ from fp4deploy.bench.runtimes.precision import of_engine
 from fp4deploy.bench.runtimes.protocol import TIMEOUT
 from fp4deploy.errors import UnavailableError
 from fp4deploy.export.ledger.ledger import Ledger
-from fp4deploy.export.lowering.emulated import emulated_engine
+from fp4deploy.export.lowering.emulation import emulated_engine
 from fp4deploy.export.lowering.lower import read_buildable
 from fp4deploy.export.onnx.size import fix_size, has_open_size
 from fp4deploy.runs import run_of

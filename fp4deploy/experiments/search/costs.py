@@ -27,6 +27,7 @@ from fp4deploy.export.lowering.forecast import forecast
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.graph.costs import Work, work_of_layers
 from fp4deploy.peaks import Gpu
+from fp4deploy.qat.telemetry.collect import contracted_axis
 from fp4deploy.system.schema import Count, Float, Name, read_json, validated
 
 FP16, FP8, FP4 = 2.0, 1.0, 4.5 / 8  # bytes an element; FP4 with its block scales
@@ -131,7 +132,7 @@ def layer_costs(
 
 def _cost(layer: Any, work: Work, gpu: Gpu, conv: str) -> LayerCost:
     weight = layer.weight
-    axis = 0 if isinstance(layer, nn.ConvTranspose2d) else 1
+    axis = contracted_axis(layer)
     padded = weight.numel() // weight.shape[axis] * (weight.shape[axis] + -weight.shape[axis] % NVFP4_BLOCK)
     packed, eight, plain = FP4 * padded + 4, FP8 * weight.numel() + 2 * weight.shape[1 - axis], FP16 * weight.numel()
     compute = forecast(layer, conv).compute

@@ -11,9 +11,7 @@ over.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 PRECISIONS = {
     "FP4E2M1": "FP4",
@@ -87,15 +85,6 @@ class EngineLayer:
         decoded = tuple(tensor for tensor in self.inputs[1:] if len(tensor.shape) >= 2 and tensor.precision != "FP8")
         large = tuple(tensor for tensor in (*self.constants, *self.inputs[1:]) if len(tensor.shape) >= 2)
         return (packed or decoded or large)[:1]
-
-    @classmethod
-    def from_dict(cls, entry: Mapping[str, Any]) -> EngineLayer:
-        """Inverse of `dataclasses.asdict`, as read from JSON."""
-        lists = {
-            name: tuple(Tensor(item["name"], tuple(item["shape"]), item["precision"]) for item in entry[name])
-            for name in ("inputs", "constants", "outputs")
-        }
-        return cls(entry["name"], entry["type"], onnx_nodes=tuple(entry["onnx_nodes"]), **lists)
 
 
 def parse_engine_layers(text: str) -> tuple[EngineLayer, ...]:

@@ -15,7 +15,7 @@ from torch import nn
 from fp4deploy.export.lowering.decode import NO_GEMM, SINGLE_BLOCK
 from fp4deploy.export.lowering.fp8 import why_not_fp8
 from fp4deploy.formats import NVFP4_BLOCK
-from fp4deploy.qat.layers import QuantizedLayer
+from fp4deploy.qat.layers import TRANSPOSED, QuantizedLayer
 from fp4deploy.qat.placement import is_pointwise, is_upsampling
 from fp4deploy.qat.plan import is_fp8
 from fp4deploy.rest import FP16, Rest
@@ -77,7 +77,7 @@ def forecast(layer: nn.Module, conv: str, rest: Rest = FP16) -> Forecast:
 def forecast_fp8(layer: nn.Module, rest: Rest = FP16) -> Forecast:
     """The forecast of a layer that is FP8 in the model, under any `--conv` mode."""
     assert isinstance(layer.weight, torch.Tensor)
-    if problem := why_not_fp8(layer.weight.shape[2:], isinstance(layer, nn.ConvTranspose2d)):
+    if problem := why_not_fp8(layer.weight.shape[2:], isinstance(layer, TRANSPOSED)):
         return Forecast(rest.label, "FP8", problem)
     return Forecast("FP8", "FP8", "FP8 as the model has it")
 
@@ -101,7 +101,7 @@ def _is_single_block(layer: nn.Module) -> bool:
     """As `decode.is_single_block`: one output, one tap, channels that fill one block at most."""
     weight = layer.weight
     assert isinstance(weight, torch.Tensor)
-    channels, outputs = weight.shape[:2] if isinstance(layer, nn.ConvTranspose2d) else weight.shape[1::-1]
+    channels, outputs = weight.shape[:2] if isinstance(layer, TRANSPOSED) else weight.shape[1::-1]
     return outputs == 1 and channels <= NVFP4_BLOCK and math.prod(weight.shape[2:]) == 1
 
 

@@ -6,7 +6,7 @@
 |---|---|---|---|
 | auto | FP4 GEMM | FP4 GEMM | FP8 where one group and faster by `lowering.cost`, else as qdq |
 | qdq | FP4 GEMM | as the other convolutions | convolution: weights stored in FP4, computed in FP16 |
-| gemm | FP4 GEMM | FP4 GEMM | im2col and FP4 GEMM; transposed ones too, see `lowering.transposed` |
+| gemm | FP4 GEMM | FP4 GEMM | im2col and FP4 GEMM; transposed ones too, see `lowering.conv_transpose` |
 | fp8 | FP4 GEMM | FP4 GEMM | FP8 convolution, see `lowering.fp8` |
 | plugin | FP4 plugin | FP4 plugin | FP4 plugin; groups, or strides or paddings that differ by axis: as auto |
 
@@ -38,6 +38,7 @@ from onnx_ir.passes.common.naming import SimpleNameGenerator
 from fp4deploy.errors import InputError, suggest
 from fp4deploy.export.ledger.ledger import PlannedLayer
 from fp4deploy.export.lowering.constants import FoldResizes
+from fp4deploy.export.lowering.conv_transpose import TransposedToGemm, phases
 from fp4deploy.export.lowering.cost import prefers_fp8
 from fp4deploy.export.lowering.decode import DecodeWeights, why_decoded
 from fp4deploy.export.lowering.fp8 import REASON, ConvToFp8, can_be_fp8
@@ -49,7 +50,6 @@ from fp4deploy.export.lowering.plan import count_macs, plan_layers
 from fp4deploy.export.lowering.plugin import ConvToPlugin
 from fp4deploy.export.lowering.plugin_match import read_source
 from fp4deploy.export.lowering.scales import RepeatGlobalScales
-from fp4deploy.export.lowering.transposed import TransposedToGemm, phases
 from fp4deploy.export.onnx.canonical import IR_VERSION, LAYERS_KEY, OPSET, foreign_graph, metadata_object, parse_onnx
 from fp4deploy.export.onnx.layers import planned_layers
 from fp4deploy.export.onnx.meaning import check_meaning

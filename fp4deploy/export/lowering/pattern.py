@@ -251,9 +251,9 @@ def _read_layer(node: ir.Node, codes: ir.Value) -> Fp4Layer:
     quantize, dequantized = _read_input_chain(name, node)
     if kind == "Linear":
         return Fp4Layer(name, kind, node, codes, scales, half, quantize, dequantized, None, (1, 1), rows)
-    if ohwi is not None and len(ohwi) in (3, 5):  # Conv1d, Conv3d: no lowering but decoded to FP16
+    if ohwi is not None and len(ohwi) in (3, 5):  # of one or three axes: no lowering but decoded to FP16
         _check_contents(name, ohwi, rows, size)
-        form = f"Conv{len(ohwi) - 2}d"
+        form = f"{node.op_type}{len(ohwi) - 2}d"
         return Fp4Layer(name, form, node, codes, scales, half, quantize, dequantized, None, tuple(ohwi[1:-1]), rows)
     if ohwi is None or len(ohwi) != 4:
         raise InputError(f"Layer {name}: its FP4 weight is not reshaped to [O,KH,KW,C] (OHWI order). {_REEXPORT}")

@@ -13,11 +13,11 @@ from collections.abc import Collection, Mapping
 import onnx_ir as ir
 
 from fp4deploy.export.ledger.ledger import PlannedLayer
+from fp4deploy.export.lowering.conv_transpose import phases
 from fp4deploy.export.lowering.fp8 import why_not_fp8
 from fp4deploy.export.lowering.gemm import geometry, is_upsampling
 from fp4deploy.export.lowering.linear import PART
 from fp4deploy.export.lowering.pattern import Fp4Layer, attribute, chain, layer_name, weight_initializer
-from fp4deploy.export.lowering.transposed import phases
 from fp4deploy.export.onnx.canonical import GEMM_OPS
 from fp4deploy.export.onnx.quantize_function import DEQUANTIZE_OPS, STATIC_QUANTIZE_OPS
 from fp4deploy.plugins.tensorrt.definitions import NAMESPACE, QUANTIZE

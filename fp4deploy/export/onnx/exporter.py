@@ -3,7 +3,7 @@
 * `torch.onnx.export` parses the source of all 500 functions of its table for ATen operators in every call, and takes no
   table from its caller. Nothing of the table depends on the model: copies of one serve a process.
 * It then decomposes what torch.export captured by its table, which traces the whole graph again. Here the calls that
-  are not in the table, in place, or the short form of a view are replaced one by one (`graph.retraced`), and the graph
+  are not in the table, in place, or the short form of a view are replaced one by one (`graph.rewrites`), and the graph
   is traced again only where that cannot be done.
 
 Operators with numbers that FP16, or what else the graph is traced in, does not hold become FP32 in between
@@ -41,12 +41,12 @@ from fp4deploy.graph.capture import (
     quiet,
     why_not_captured,
 )
-from fp4deploy.graph.divided import Divided
-from fp4deploy.graph.folded import fold_parameters
+from fp4deploy.graph.fixed_axes import Specializing, specializing, watched
+from fp4deploy.graph.folding import fold_parameters
 from fp4deploy.graph.growth import BoundedSizes, undecided, unsettled
-from fp4deploy.graph.replaced import replaced
-from fp4deploy.graph.retraced import decomposed, inline_regions, made_functional
-from fp4deploy.graph.specialized import Specializing, specializing, watched
+from fp4deploy.graph.open_axes import Divided
+from fp4deploy.graph.replacement import replaced
+from fp4deploy.graph.rewrites import decomposed, inline_regions, made_functional
 from fp4deploy.graph.unpooling import Unpooling
 from fp4deploy.graph.wide import keep_wide
 from fp4deploy.rest import FP16, Rest
@@ -138,7 +138,7 @@ def _require_free(
 ) -> None:
     """Refuse a network that needs one size of an axis: torch's exporter fixes the axis, or not even that, in silence.
 
-    fixed: what `specialized.fixed_axis` gives of the program that was exported. watched_again: traces once more.
+    fixed: what `fixed_axes.fixed_axis` gives of the program that was exported. watched_again: traces once more.
     """
     if fixed:
         raise InputError(fixes_an_axis(kind, fixed, watched_again()))

@@ -42,7 +42,7 @@ from fp4deploy.export.onnx.mixed_types import one_type_of_norms
 from fp4deploy.export.onnx.naming import ForgetTracing, NameAfterModules, aliases_of
 from fp4deploy.export.onnx.qdq import LowerMarkers, marked_layers
 from fp4deploy.graph.capture import Inputs, arguments, require_axes
-from fp4deploy.graph.copied import copied
+from fp4deploy.graph.copies import copied
 from fp4deploy.graph.randomness import refuse_random
 from fp4deploy.models.card import CARD_KEY, ModelCard
 from fp4deploy.qat.experts import refuse_experts

@@ -19,7 +19,7 @@ from torch import nn
 
 from fp4deploy.errors import InputError
 from fp4deploy.formats import deployed_amax, fp8_scale, quantize_fp8, quantize_nvfp4
-from fp4deploy.qat.layers import QuantizedLayer
+from fp4deploy.qat.layers import TRANSPOSED, QuantizedLayer
 from fp4deploy.qat.plan import crossed_groups
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -142,7 +142,7 @@ def _fp8_constants(name: str, layer: QuantizedLayer) -> Fp8Constants:
 def _taps_first(layer: nn.Module, weight: torch.Tensor) -> torch.Tensor:
     """[KH, KW, O, C], as many taps' axes as the layer has (a linear layer: [1, 1, O, C])."""
     taps = range(2, weight.ndim)
-    if isinstance(layer, nn.ConvTranspose2d):
+    if isinstance(layer, TRANSPOSED):
         return weight.permute(*taps, 1, 0)
     if isinstance(layer, CONVOLUTIONS):
         return weight.permute(*taps, 0, 1)
@@ -155,9 +155,9 @@ def _rows_first(x: torch.Tensor) -> NDArray[np.uint8]:
 
 
 def _operator_order(layer: nn.Module) -> tuple[int, ...]:
-    if isinstance(layer, nn.ConvTranspose2d):
-        return (3, 0, 1, 2)
+    axes = len(getattr(layer, "kernel_size", ()))
+    if isinstance(layer, TRANSPOSED):
+        return (axes + 1, 0, *range(1, axes + 1))
     if isinstance(layer, CONVOLUTIONS):
-        axes = len(layer.kernel_size)
         return (0, axes + 1, *range(1, axes + 1))
     return (1, 0)

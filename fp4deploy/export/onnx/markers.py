@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.layer_constants import CONVOLUTIONS, Fp8Constants, LayerConstants
 from fp4deploy.export.onnx.qdq import ACTIVATION_MARKER, MARKER_DOMAIN, WEIGHT_MARKER
-from fp4deploy.graph.copied import copied
+from fp4deploy.graph.copies import copied
 from fp4deploy.qat.computed import rest_tensors, torch_class
-from fp4deploy.qat.layers import QuantConvTranspose2d, QuantLinear
+from fp4deploy.qat.layers import TRANSPOSED, QuantLinear
 from fp4deploy.rest import Rest
 
 
@@ -73,10 +73,10 @@ def _marking_forward(
         product: torch.Tensor = kind._conv_forward(self, x, weight, self.bias)
         return product
 
-    def transposed_convolution(self: QuantConvTranspose2d, x: torch.Tensor) -> torch.Tensor:
+    def transposed_convolution(self: Any, x: torch.Tensor) -> torch.Tensor:
         x, weight = operands(x)
-        geometry: Any = (self.stride, self.padding, self.output_padding, self.groups, self.dilation)
-        return F.conv_transpose2d(x, weight, self.bias, *geometry)
+        product: torch.Tensor = replace(self.gemms(), output_padding=self.output_padding).forward(x, weight, self.bias)
+        return product
 
     def linear(self: QuantLinear, x: torch.Tensor) -> torch.Tensor:
         x, weight = operands(x)
@@ -85,7 +85,7 @@ def _marking_forward(
 
     if isinstance(module, CONVOLUTIONS):
         return convolution
-    return transposed_convolution if isinstance(module, QuantConvTranspose2d) else linear
+    return transposed_convolution if isinstance(module, TRANSPOSED) else linear
 
 
 def _refusing_forward(error: InputError) -> Callable[..., torch.Tensor]:

@@ -117,7 +117,6 @@ class Writer:
         if (
             layer is None
             or node.op != "conv"
-            or len(node.attributes["weight_shape"]) != 4
             or node.attributes["groups"] != 1
             or len(set(source.inputs.values())) != 2
         ):

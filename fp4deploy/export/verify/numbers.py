@@ -8,7 +8,7 @@ difference of 1e-4 before a softmax changes more codes of the layers behind it t
 FP16 does not hold (`fp4deploy.rest`) is FP32 in the file, and stays as it is.
 
 So is what the code computes from parameters alone, such as a standardised weight, where it meets an activation: the
-file holds the result (`graph.folded`).
+file holds the result (`graph.folding`).
 """
 
 from __future__ import annotations

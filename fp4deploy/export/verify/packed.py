@@ -219,14 +219,16 @@ def _expected(node: Node, x: torch.Tensor, layer: nn.Module, amaxes: Mapping[str
 
 
 def _outputs(model: nn.Module, *inputs: torch.Tensor) -> dict[str, list[torch.Tensor]]:
-    """The outputs of every layer with weights, one for each call."""
-    seen: dict[str, list[torch.Tensor]] = {}
+    """The outputs of every layer with weights, one for each call, by every name that the layer has."""
 
-    def keep(name: str) -> Any:
-        return lambda _layer, _inputs, output: seen.setdefault(name, []).append(output.clone())
+    def keep(outputs: list[torch.Tensor]) -> Any:
+        return lambda _layer, _inputs, output: outputs.append(output.clone())
 
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, LAYERS) and _plain(module)}
-    handles = [module.register_forward_hook(keep(name)) for name, module in layers.items()]
+    named = model.named_modules(remove_duplicate=False)
+    layers = {name: module for name, module in named if isinstance(module, LAYERS) and _plain(module)}
+    found: dict[nn.Module, list[torch.Tensor]] = {module: [] for module in layers.values()}
+    seen = {name: found[module] for name, module in layers.items()}
+    handles = [module.register_forward_hook(keep(outputs)) for module, outputs in found.items()]
     try:
         model(*inputs)
     finally:

@@ -6,7 +6,7 @@ runs: an odd one and one that no stride of the network divides, where there are 
 
     33x51;  34x54, 36x60, 40x72, 48x80, 96x160, 64x192;  twice the example's        candidates of two axes, in order
 
-What differs is refused, with the operator from which on the file differs (`located`).
+What differs is refused, with the operator from which on the file differs (`first_difference`).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from fp4deploy.export.onnx.decomposed import to_portable
 from fp4deploy.export.onnx.graph import export_graph
 from fp4deploy.export.onnx.session import verifying_session
 from fp4deploy.export.verify.agreement import OutputAgreement, described
-from fp4deploy.export.verify.located import first_difference, onnx_values
+from fp4deploy.export.verify.first_difference import first_difference, onnx_values
 from fp4deploy.export.verify.outputs import Agreement, verify_decomposed
 from fp4deploy.export.verify.packed import PackedAgreement, packed_values, positional, verify_packed
 from fp4deploy.export.verify.tensors import call, feed, leaves, named
 from fp4deploy.graph.capture import Inputs
-from fp4deploy.graph.copied import copied
+from fp4deploy.graph.copies import copied
 from fp4deploy.models.meaning import CLOSE, UNKNOWN, OutputMeanings
 from fp4deploy.packed import PackedFile, PackedNetwork
 from fp4deploy.qat import quantized_layers, unquantized

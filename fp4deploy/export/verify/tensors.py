@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fp4deploy.errors import InputError
 from fp4deploy.export.verify.numbers import rest_numbers
 from fp4deploy.graph.capture import Inputs
+from fp4deploy.qat.batches import applied
 from fp4deploy.rest import FP16, Rest
 
 
@@ -24,13 +25,6 @@ def call(model: nn.Module, inputs: Inputs, rest: Rest = FP16) -> list[torch.Tens
     """
     with rest_numbers(model, rest):
         return leaves(applied(model, tree_map(torch.clone, inputs)))
-
-
-def applied(model: nn.Module, inputs: Inputs) -> Any:
-    """What a module gives for one tensor, several, or a dict by the names of its arguments."""
-    if isinstance(inputs, torch.Tensor):
-        return model(inputs)
-    return model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
 
 
 def floats(x: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-Value = int | float | bool | str
+Value = int | float | bool | str | None
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Launch:
 
     kernel: "module:function" in this package, such as "conv:conv2d_kernel".
     arguments: (name, Triton type) of the runtime parameters in order, such as ("images", "*u8") or ("height", "i32").
-    constants: (name, value) of the constexpr parameters.
+    constants: (name, value) of the constexpr parameters, and None for a runtime parameter that the variant has not.
     divisible: arguments that are multiples of 16 (pointers: aligned to 16 bytes).
     num_warps, num_stages: warps of a block, stages of the software pipeline.
     fp_fusion: whether a * b + c may become one FMA with one rounding; fused quantisation needs two roundings.

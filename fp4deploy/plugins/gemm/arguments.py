@@ -21,6 +21,7 @@ from fp4deploy.plugins.aot import load as aot
 from fp4deploy.plugins.aot.compile import too_old, triton_version
 from fp4deploy.plugins.aot.spec import Call, Launch
 from fp4deploy.plugins.gemm import gemv
+from fp4deploy.plugins.gemm.reference import each
 from fp4deploy.plugins.gemm.triton.tiles import NATIVE_FROM, Tile, gemm_tile, k_step_constants, weight_only_tile
 
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -30,7 +31,8 @@ MOST_32_BIT = (1 << 31) - (
 POINTERS = ("x", "x_scales", "x_amax", "x2", "x2_scales", "x2_amax", "w", "w_scales", "w_amax", "bias", "out")
 ALIGNED = ("x", "x_scales", "x2", "x2_scales", "w", "w_scales")  # to 16 bytes
 SIZES = ("H", "W", "CB", "CB2", "OH", "OW", "M", "outputs", "stride", "padding", "dilation")
-Size3 = tuple[int, int, int]
+VOLUME = ("D", "OD", "stride_z", "stride_x", "padding_z", "padding_x")
+Sizes = tuple[int, ...]  # one for each spatial axis, of feature maps with the batch in front
 
 
 def runs_kernels(x: torch.Tensor) -> bool:
@@ -42,8 +44,8 @@ def launch_gemm(
     sources: tuple[Nvfp4Tensor, ...],
     weight: Nvfp4Tensor,
     bias: torch.Tensor | None,
-    extent: Size3,
-    pixels: Size3,
+    extent: Sizes,
+    pixels: Sizes,
     shape: tuple[int, ...],
     dtype: torch.dtype,
     out_amax: torch.Tensor | None,
@@ -112,44 +114,56 @@ def require_32_bit(sizes: Mapping[str, int]) -> None:
 
 def require_offsets(
     channel_bytes: Sequence[int],
-    extent: Size3,
-    pixels: Size3,
+    extent: Sizes,
+    pixels: Sizes,
     shape: tuple[int, ...],
-    taps: tuple[int, int] = (1, 1),
-    stride: int = 1,
-    padding: int = 0,
+    taps: Sizes = (1, 1),
+    stride: int | Sizes = 1,
+    padding: int | Sizes = 0,
     dilation: int = 1,
     **_: Any,
 ) -> None:
     """What `implicit_gemm_kernel` computes in 32 bits; the offset of a pixel and of a row of the filter have 64."""
-    (kh, kw), deepest = taps, max(channel_bytes)
-    last_tap = ((kh - 1) * extent[2] + kw - 1) * dilation
-    coordinate = max(pixels[1], pixels[2]) * stride + padding + max(taps) * dilation
+    deepest, last_tap = max(channel_bytes), 0
+    for size, count in zip(extent[1:], taps, strict=True):
+        last_tap = last_tap * size + (count - 1) * dilation
+    steps = zip(pixels[1:], taps, each(stride, len(taps)), each(padding, len(taps)), strict=True)
+    coordinate = max(size * step + around + count * dilation for size, count, step, around in steps)
     require_32_bit(
         {
             "output pixels": math.prod(shape[:-1]),
             "output channels": shape[-1],
-            "bytes of a filter": kh * kw * sum(channel_bytes),
+            "bytes of a filter": math.prod(taps) * sum(channel_bytes),
             "bytes of the feature map between the first and the last tap of a filter": (last_tap + 1) * deepest,
             "rows or columns of the padded feature map": coordinate,
         }
     )
 
 
+def flat(
+    extent: Sizes, pixels: Sizes, taps: Sizes, strides: Sizes, paddings: Sizes
+) -> tuple[Sizes, Sizes, Sizes, Sizes, Sizes]:
+    """The same convolution over height and width alone, the depth being part of the batch, where that is one."""
+    if len(taps) == 3 and (taps[0], strides[0], paddings[0]) == (1, 1, 0):
+        extent, pixels = ((size[0] * size[1], *size[2:]) for size in (extent, pixels))
+        taps, strides, paddings = taps[1:], strides[1:], paddings[1:]
+    return extent, pixels, taps, strides, paddings
+
+
 def gemm_call(
     sources: tuple[Nvfp4Tensor, ...],
     weight: Nvfp4Tensor,
     bias: torch.Tensor | None,
-    extent: Size3,
-    pixels: Size3,
+    extent: Sizes,
+    pixels: Sizes,
     out: torch.Tensor,
     out_scales: torch.Tensor | None,
     out_amax: torch.Tensor | None,
     dtype: torch.dtype,
     capability: int,
-    taps: tuple[int, int] = (1, 1),
-    stride: int = 1,
-    padding: int = 0,
+    taps: Sizes = (1, 1),
+    stride: int | Sizes = 1,
+    padding: int | Sizes = 0,
     dilation: int = 1,
     relu: bool = False,
     transposed: bool = False,
@@ -158,23 +172,38 @@ def gemm_call(
 ) -> Call:
     """The launch of `implicit_gemm_kernel`.
 
-    extent, pixels: batch, height and width of the input and of the output (of a transposed convolution: of the input).
-    capability: 90 for SM90; from 100 on the native instructions are used.
+    extent, pixels: batch, perhaps depth, height and width of the input and of the output (of a transposed convolution:
+    of the input). stride, padding: of all axes or of each. transposed: a transposed convolution, whose strides are the
+    sizes of the weight's filter. capability: 90 for SM90; from 100 on the native instructions are used.
     """
     x, second = sources[0], sources[-1]
     two = len(sources) == 2
-    m, outputs = pixels[0] * pixels[1] * pixels[2], weight.shape[0]
+    m, outputs = math.prod(pixels), weight.shape[0]
+    strides, paddings = each(stride, len(taps)), each(padding, len(taps))
+    if transposed:  # each pixel by itself, wherever it lies: one tap, without padding
+        scale = weight.shape[1:-1]
+        taps, strides, paddings = (*taps[len(scale) :], *scale), (1,) * len(taps), (0,) * len(taps)
+    else:
+        extent, pixels, taps, strides, paddings = flat(extent, pixels, taps, strides, paddings)
+    volume: Sizes = ()
+    if not transposed and len(taps) == 3:
+        volume = (extent[1], pixels[1], strides[0], strides[2], paddings[0], paddings[2])
+    elif not transposed and (len({*strides}) > 1 or len({*paddings}) > 1):
+        volume = (1, 1, 1, strides[1], 0, paddings[1])
+    filter_taps = 1 if transposed else math.prod(taps)
     cb, cb2 = x.codes.shape[-1], second.codes.shape[-1] if two else 0
     quantize = out_scales is not None
     if tile is None:
         depth = math.gcd(cb, cb2) if two else cb
-        tile = gemm_tile(m, outputs, capability, quantize, transposed, two, taps[0] * taps[1], depth)
+        tile = gemm_tile(m, outputs, capability, quantize, transposed, two, filter_taps, depth)
     constants: dict[str, Any] = {
-        "KH": taps[0],
-        "KW": taps[1],
+        **({} if volume else dict.fromkeys(VOLUME)),
+        "KD": taps[0] if len(taps) == 3 else 1,
+        "KH": taps[-2],
+        "KW": taps[-1],
         "TWO": two,
         "UP": transposed,
-        **k_step_constants(tile, taps[0] * taps[1], (cb, cb2) if two else (cb,)),
+        **k_step_constants(tile, filter_taps, (cb, cb2) if two else (cb,)),
         "BIAS": bias is not None,
         "RELU": relu,
         "QUANTIZE": quantize,
@@ -187,15 +216,16 @@ def gemm_call(
     types["out"] = "*u8" if quantize else f"*{TYPES[dtype]}"
     types |= {"out_scales": "*u8", "out_amax": "*fp32"} | dict.fromkeys(SIZES, "i32")
     types |= dict.fromkeys(("x_range", "x2_range", "w_range"), "fp32")
+    types |= dict.fromkeys(VOLUME if volume else (), "i32")
     wide = ("CB", "CB2") if cb % 16 == 0 and cb2 % 16 == 0 else ()
     launch = _launch("gemm:implicit_gemm_kernel", types, constants, (*ALIGNED, *wide), tile)
-    flat: tuple[torch.Tensor, ...] = (_codes(x), _scales(x), x.amax, _codes(second), _scales(second), second.amax)
-    flat += (_codes(weight), _scales(weight), weight.amax, _bias(bias, x), out)
-    flat += (out if out_scales is None else out_scales, x.amax if out_amax is None else out_amax)
-    sizes = (extent[1], extent[2], cb, cb2, pixels[1], pixels[2], m, outputs, stride, padding, dilation)
+    tensors: tuple[torch.Tensor, ...] = (_codes(x), _scales(x), x.amax, _codes(second), _scales(second), second.amax)
+    tensors += (_codes(weight), _scales(weight), weight.amax, _bias(bias, x), out)
+    tensors += (out if out_scales is None else out_scales, x.amax if out_amax is None else out_amax)
+    sizes = (*extent[-2:], cb, cb2, *pixels[-2:], m, outputs, strides[-2], paddings[-2], dilation)
     ranges = tuple(E2M1_MAX * value.e4m3_max for value in (x, second, weight))
-    grid = (-(-m // tile.bm) * -(-outputs // tile.bn) * (4 if transposed else 1), 1, 1)
-    return Call(launch, (*flat, *sizes, *ranges), grid)
+    grid = (-(-m // tile.bm) * -(-outputs // tile.bn) * (math.prod(taps) if transposed else 1), 1, 1)
+    return Call(launch, (*tensors, *sizes, *ranges, *volume), grid)
 
 
 def weight_only_call(

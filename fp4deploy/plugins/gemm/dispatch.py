@@ -6,7 +6,9 @@
     q = conv2d((x,), filters, relu=True, out_amax=a)          output packed for the next layer
 
 Feature maps are NHWC and filters OHWI, blocks along channels: `formats.Nvfp4Tensor` of shape [N, H, W, C] and
-[O, KH, KW, C]. Triton kernels (`plugins.gemm.triton.gemm`, `weight_only`) are launched by Triton where it is installed,
+[O, KH, KW, C]; volumes have a depth in front of the height, [N, D, H, W, C].
+
+Triton kernels (`plugins.gemm.triton.gemm`, `weight_only`) are launched by Triton where it is installed,
 else by pycuda from binaries compiled ahead of time (`plugins.aot.load`); `plugins.gemm.gemv` has the CUDA kernel for
 small M. They need no workspace: only outputs are allocated (and a copy of an operand that is not contiguous). They
 synchronise nowhere and keep no state, so streams, threads and CUDA graphs may share them. Before a CUDA graph is
@@ -18,24 +20,29 @@ of quantising the kernel's own unfused output.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from fp4deploy.errors import InputError
 from fp4deploy.formats import NVFP4_BLOCK, Nvfp4Tensor
-from fp4deploy.graph.sizes import output_size
 from fp4deploy.plugins.gemm.arguments import launch_gemm, launch_weight_only, runs_kernels
 from fp4deploy.plugins.gemm.reference import (
     Output,
+    Sizes,
     conv2d_reference,
     conv_transpose2d_reference,
+    each,
     matmul_reference,
+    output_sizes,
 )
 
 DTYPES = (torch.float16, torch.bfloat16)
 PACKED = (torch.uint8, torch.float8_e4m3fn, torch.float32)
 TAPS = 49  # 7 x 7
+FILTERS = (3, 4, 5)  # axes of a filter: outputs, one to three spatial ones, channels
 
 
 def matmul(
@@ -61,7 +68,7 @@ def matmul(
     Raises:
         InputError: shapes, dtypes or devices do not fit.
     """
-    _check_weight(b, 2, "b")
+    _check_weight(b, (2,), "b")
     _check_common(b, bias, dtype, out_amax)
     k, n = b.shape[-1], b.shape[0]
     if a.shape[-1:] != (k,):
@@ -81,52 +88,60 @@ def conv2d(
     sources: tuple[Nvfp4Tensor, ...],
     weight: Nvfp4Tensor,
     bias: torch.Tensor | None = None,
-    stride: int = 1,
-    padding: int = 0,
+    stride: Sizes = 1,
+    padding: Sizes = 0,
     dilation: int = 1,
     relu: bool = False,
     dtype: torch.dtype = torch.float16,
     out_amax: torch.Tensor | None = None,
 ) -> Output:
-    """relu(conv2d(concatenated sources, weight) + bias), groups = 1.
+    """relu(conv2d(concatenated sources, weight) + bias), groups = 1, over two spatial axes, or one or three.
 
     Args:
-        sources: one or two packed feature maps [N, H, W, C_i]; of two, the first must have whole blocks of channels.
-        weight: packed [O, KH, KW, C], C the sum of the sources', at most 49 taps.
+        sources: one or two packed feature maps [N, H, W, C_i], or volumes [N, D, H, W, C_i]; of two, the first must
+            have whole blocks of channels.
+        weight: packed [O, KH, KW, C] or [O, KD, KH, KW, C], C the sum of the sources', at most 49 taps.
         bias: [O].
+        stride, padding: of all axes, or of each.
+        dilation: of all axes.
         dtype, out_amax: as `matmul`; blocks of a packed output run along O.
 
     Returns:
-        [N, OH, OW, O], channels last in memory and in shape, or packed.
+        [N, OH, OW, O] or [N, OD, OH, OW, O], channels last in memory and in shape, or packed.
 
     Raises:
         InputError: shapes, dtypes or devices do not fit.
     """
-    _check_weight(weight, 4, "weight")
+    _check_weight(weight, FILTERS, "weight")
     _check_common(weight, bias, dtype, out_amax)
     _check_sources(sources, weight)
     _check_devices(weight, *sources, bias, out_amax)
-    n, h, w = sources[0].shape[:3]
-    outputs, kh, kw, _ = weight.shape
-    if stride < 1 or dilation < 1 or padding < 0 or kh * kw > TAPS:
+    (n, *sizes, _), (outputs, *taps, _) = sources[0].shape, weight.shape
+    steps, around = each(stride, len(taps)), each(padding, len(taps))
+    if not len(steps) == len(around) == len(taps):
+        raise InputError(f"Stride {stride} and padding {padding} are of all {len(taps)} spatial axes, or of each.")
+    if min(*steps, dilation) < 1 or min(around) < 0 or math.prod(taps) > TAPS:
         raise InputError(
-            f"Stride {stride}, dilation {dilation}, padding {padding} and a filter of {kh}x{kw} are not possible: "
+            f"Stride {stride}, dilation {dilation}, padding {padding} and a filter of {_times(taps)} are not possible: "
             f"stride and dilation are at least 1, padding at least 0, and a filter has at most {TAPS} taps."
         )
-    oh, ow = (output_size(size, taps, stride, padding, dilation) for size, taps in ((h, kh), (w, kw)))
-    if oh < 1 or ow < 1:
-        raise InputError(f"A feature map of {h}x{w} with padding {padding} is smaller than the filter of {kh}x{kw}.")
+    pixels = output_sizes(sizes, taps, stride, padding, dilation)
+    if min(pixels) < 1:
+        raise InputError(
+            f"A feature map of {_times(sizes)} with padding {padding} is smaller than the filter of {_times(taps)}."
+        )
     if not runs_kernels(sources[0].codes) or any(0 in x.shape for x in (*sources, weight)):
         return conv2d_reference(sources, weight, bias, stride, padding, dilation, relu, dtype, out_amax)
+    lead = (1,) * (2 - len(taps))  # a sequence is a feature map of one row
     geometry: dict[str, Any] = {
-        "taps": (kh, kw),
-        "stride": stride,
-        "padding": padding,
+        "taps": (*lead, *taps),
+        "stride": (*steps[: len(lead)], *steps),
+        "padding": (*(0 for _ in lead), *around),
         "dilation": dilation,
         "relu": relu,
     }
-    shape = (n, oh, ow, outputs)
-    return launch_gemm(sources, weight, bias, (n, h, w), (n, oh, ow), shape, dtype, out_amax, **geometry)
+    extent, places = (n, *lead, *sizes), (n, *lead, *pixels)
+    return launch_gemm(sources, weight, bias, extent, places, (n, *pixels, outputs), dtype, out_amax, **geometry)
 
 
 def conv_transpose2d(
@@ -137,32 +152,38 @@ def conv_transpose2d(
     dtype: torch.dtype = torch.float16,
     out_amax: torch.Tensor | None = None,
 ) -> Output:
-    """relu(conv_transpose2d(source, weight, stride 2) + bias), kernel 2 x 2.
+    """relu(conv_transpose2d(source, weight) + bias), the strides being the filter's sizes, 1 or 2; also over volumes.
 
     Args:
-        source: packed [N, H, W, C].
-        weight: packed [O, 2, 2, C].
+        source: packed [N, H, W, C], or [N, D, H, W, C].
+        weight: packed [O, 2, 2, C], or [O, KD, KH, KW, C].
         bias, dtype, out_amax: as `conv2d`.
 
     Returns:
-        [N, 2 H, 2 W, O], or packed.
+        [N, 2 H, 2 W, O], or [N, KD D, KH H, KW W, O], or packed.
 
     Raises:
         InputError: shapes, dtypes or devices do not fit.
     """
-    _check_weight(weight, 4, "weight")
+    _check_weight(weight, FILTERS, "weight")
     _check_common(weight, bias, dtype, out_amax)
     _check_sources((source,), weight)
     _check_devices(weight, source, bias, out_amax)
-    if tuple(weight.shape[1:3]) != (2, 2):
-        raise InputError(f"A transposed convolution has a filter of 2x2, not {weight.shape[1]}x{weight.shape[2]}.")
-    n, h, w = source.shape[:3]
-    outputs = weight.shape[0]
+    (n, *sizes, _), (outputs, *taps, _) = source.shape, weight.shape
+    if not {*taps} <= {1, 2}:
+        raise InputError(
+            f"A transposed convolution has a filter of 1 or 2 along each axis, such as 2x2, not {_times(taps)}."
+        )
     if not runs_kernels(source.codes) or 0 in (*source.shape, outputs):
         return conv_transpose2d_reference(source, weight, bias, relu, dtype, out_amax)
-    shape = (n, 2 * h, 2 * w, outputs)
-    extent = (n, h, w)
-    return launch_gemm((source,), weight, bias, extent, extent, shape, dtype, out_amax, relu=relu, transposed=True)
+    shape = (n, *(size * step for size, step in zip(sizes, taps, strict=True)), outputs)
+    extent = (n, *(1,) * (2 - len(taps)), *sizes)
+    geometry: dict[str, Any] = {"taps": (1,) * (len(extent) - 1), "relu": relu, "transposed": True}
+    return launch_gemm((source,), weight, bias, extent, extent, shape, dtype, out_amax, **geometry)
+
+
+def _times(sizes: Sequence[int]) -> str:
+    return "x".join(map(str, sizes))
 
 
 def _weight_only(
@@ -180,10 +201,10 @@ def _weight_only(
     return launch_weight_only(x, b, bias, relu)
 
 
-def _check_weight(weight: Any, axes: int, name: str) -> None:
-    if not isinstance(weight, Nvfp4Tensor) or len(weight.shape) != axes:
+def _check_weight(weight: Any, axes: tuple[int, ...], name: str) -> None:
+    if not isinstance(weight, Nvfp4Tensor) or len(weight.shape) not in axes:
         shape = tuple(weight.shape) if hasattr(weight, "shape") else type(weight).__name__
-        layout = "[N, K]" if axes == 2 else "[O, KH, KW, C]"
+        layout = "[N, K]" if 2 in axes else "[O, K, C], [O, KH, KW, C] or [O, KD, KH, KW, C]"
         raise InputError(f"{name} must be packed (formats.quantize_nvfp4) of shape {layout}; this is {shape}.")
     check_packed(weight, name)
 
@@ -208,18 +229,20 @@ def check_packed(x: Nvfp4Tensor, name: str) -> None:
 
 
 def _check_sources(sources: tuple[Nvfp4Tensor, ...], weight: Nvfp4Tensor) -> None:
-    if len(sources) not in (1, 2) or any(not isinstance(x, Nvfp4Tensor) or len(x.shape) != 4 for x in sources):
-        raise InputError("A convolution takes one or two packed feature maps of shape [N, H, W, C].")
+    axes = len(weight.shape) - 2
+    if len(sources) not in (1, 2) or any(not isinstance(x, Nvfp4Tensor) or len(x.shape) != axes + 2 for x in sources):
+        shape = ", ".join(("N", *("D", "H", "W")[3 - axes :], "C"))
+        raise InputError(f"A convolution takes one or two packed feature maps of shape [{shape}].")
     for x in sources:
         check_packed(x, "a feature map")
-    if len({tuple(x.shape[:3]) for x in sources}) != 1:
+    if len({tuple(x.shape[:-1]) for x in sources}) != 1:
         raise InputError(f"The feature maps differ in size: {', '.join(str(tuple(x.shape)) for x in sources)}.")
-    channels = sum(x.shape[3] for x in sources)
-    if channels != weight.shape[3]:
-        raise InputError(f"The filter has {weight.shape[3]} input channels and the feature maps {channels} together.")
-    if len(sources) == 2 and sources[0].shape[3] % NVFP4_BLOCK:
+    channels = sum(x.shape[-1] for x in sources)
+    if channels != weight.shape[-1]:
+        raise InputError(f"The filter has {weight.shape[-1]} input channels and the feature maps {channels} together.")
+    if len(sources) == 2 and sources[0].shape[-1] % NVFP4_BLOCK:
         raise InputError(
-            f"The first of two feature maps has {sources[0].shape[3]} channels: a block of {NVFP4_BLOCK} would span "
+            f"The first of two feature maps has {sources[0].shape[-1]} channels: a block of {NVFP4_BLOCK} would span "
             "both. Concatenate them before they are quantised."
         )
 

@@ -2,6 +2,8 @@
 
     x [N, H, W, C] and w [O, KH, KW, C] in blocks along C:   y = relu(conv(x', w') + b), x' and w' the decoded values
 
+Volumes are [N, D, H, W, C], their filters [O, KD, KH, KW, C], and sequences have one axis.
+
 The decoded values are exact in FP32 up to the rounding of (d8 * A) / 6E. Sums are taken in `accumulate`: float32 in
 use, float64 in tests of kernels. A fused quantisation reads the output rounded to `dtype`, so fusing changes no byte.
 
@@ -10,6 +12,8 @@ This is also what runs without a GPU, and where kernels are switched off.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 import torch.nn.functional as F
 
@@ -17,6 +21,26 @@ from fp4deploy.formats import Nvfp4Tensor, quantize_nvfp4
 from fp4deploy.graph.sizes import output_size
 
 Output = torch.Tensor | Nvfp4Tensor
+Sizes = int | Sequence[int]  # of all spatial axes, or of each
+CONVOLUTIONS: dict[int, Callable[..., torch.Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+TRANSPOSED: dict[int, Callable[..., torch.Tensor]] = {
+    1: F.conv_transpose1d,
+    2: F.conv_transpose2d,
+    3: F.conv_transpose3d,
+}
+
+
+def each(size: Sizes, axes: int) -> tuple[int, ...]:
+    """A size of all axes, or of each, for each."""
+    return (size,) * axes if isinstance(size, int) else tuple(size)
+
+
+def output_sizes(
+    sizes: Sequence[int], taps: Sequence[int], stride: Sizes, padding: Sizes, dilation: Sizes
+) -> tuple[int, ...]:
+    """Pixels of a convolution along each axis."""
+    steps = (each(size, len(taps)) for size in (stride, padding, dilation))
+    return tuple(map(output_size, sizes, taps, *steps))
 
 
 def matmul_reference(
@@ -37,25 +61,24 @@ def conv2d_reference(
     sources: tuple[Nvfp4Tensor | torch.Tensor, ...],
     weight: Nvfp4Tensor | torch.Tensor,
     bias: torch.Tensor | None = None,
-    stride: int = 1,
-    padding: int = 0,
-    dilation: int = 1,
+    stride: Sizes = 1,
+    padding: Sizes = 0,
+    dilation: Sizes = 1,
     relu: bool = False,
     dtype: torch.dtype = torch.float16,
     out_amax: torch.Tensor | None = None,
     accumulate: torch.dtype = torch.float32,
 ) -> Output:
-    """Feature maps [N, H, W, C_i], concatenated along C; filter [O, KH, KW, sum C_i] -> [N, OH, OW, O]."""
+    """Feature maps [N, H, W, C_i], concatenated along C; filter [O, KH, KW, sum C_i] -> [N, OH, OW, O]; or volumes."""
     decoded = [_decode(source, accumulate) for source in sources]
-    x = (torch.cat(decoded, dim=-1) if len(decoded) > 1 else decoded[0]).permute(0, 3, 1, 2)
-    filters = _decode(weight, accumulate).permute(0, 3, 1, 2)
+    x = (torch.cat(decoded, dim=-1) if len(decoded) > 1 else decoded[0]).movedim(-1, 1)
+    filters = _decode(weight, accumulate).movedim(-1, 1)
     if 0 in (*x.shape, *filters.shape):  # an empty sum is 0; torch refuses some of these
-        sizes = zip(x.shape[2:], filters.shape[2:], strict=True)
-        height, width = (output_size(size, taps, stride, padding, dilation) for size, taps in sizes)
-        out = x.new_zeros(x.shape[0], filters.shape[0], height, width)
+        sizes = output_sizes(x.shape[2:], filters.shape[2:], stride, padding, dilation)
+        out = x.new_zeros(x.shape[0], filters.shape[0], *sizes)
     else:
-        out = F.conv2d(x, filters, None, stride, padding, dilation)
-    return _finish(out.permute(0, 2, 3, 1), bias, relu, dtype, out_amax)
+        out = CONVOLUTIONS[x.ndim - 2](x, filters, None, stride, padding, dilation)
+    return _finish(out.movedim(1, -1), bias, relu, dtype, out_amax)
 
 
 def conv_transpose2d_reference(
@@ -67,14 +90,16 @@ def conv_transpose2d_reference(
     out_amax: torch.Tensor | None = None,
     accumulate: torch.dtype = torch.float32,
 ) -> Output:
-    """Feature map [N, H, W, C], filter [O, 2, 2, C], stride 2 -> [N, 2H, 2W, O]."""
-    x = _decode(source, accumulate).permute(0, 3, 1, 2)
-    filters = _decode(weight, accumulate).permute(3, 0, 1, 2)
+    """Feature map [N, H, W, C], filter [O, KH, KW, C], the strides KH and KW -> [N, KH H, KW W, O]; or a volume."""
+    x = _decode(source, accumulate).movedim(-1, 1)
+    filters = _decode(weight, accumulate).movedim(-1, 0)
+    steps = tuple(filters.shape[2:])
     if 0 in (*x.shape, *filters.shape):
-        out = x.new_zeros(x.shape[0], filters.shape[1], 2 * x.shape[2], 2 * x.shape[3])
+        sizes = (size * step for size, step in zip(x.shape[2:], steps, strict=True))
+        out = x.new_zeros(x.shape[0], filters.shape[1], *sizes)
     else:
-        out = F.conv_transpose2d(x, filters, None, stride=2)
-    return _finish(out.permute(0, 2, 3, 1), bias, relu, dtype, out_amax)
+        out = TRANSPOSED[len(steps)](x, filters, None, steps)
+    return _finish(out.movedim(1, -1), bias, relu, dtype, out_amax)
 
 
 def _decode(x: Nvfp4Tensor | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -83,6 +83,12 @@ def norm_relu_pack(
         return apply_reference(x, affine(x, bias, weight, beta, groups, eps), forms)
 
 
+@operator(
+    "norm_coefficients(Tensor x, Tensor? bias, Tensor weight, Tensor beta, int groups, float eps) -> Tensor",
+    lambda x, *_: torch.empty((x.shape[0], 2, x.shape[-1]), dtype=torch.float32, device=x.device),
+    "CompositeExplicitAutograd",
+    torch.Tag.needs_fixed_stride_order,
+)
 def coefficients(
     x: torch.Tensor,
     bias: torch.Tensor | None,
@@ -93,24 +99,13 @@ def coefficients(
     moments: Moments | None = None,
 ) -> torch.Tensor:
     """`affine` by kernels where they run; moments: of x, as of `norm_relu_pack`."""
+    x = x.contiguous()
     if _runs(x) and weight.numel() <= groups * THREADS:
         try:
             return combine(moments or chunk_moments(x), x.shape, bias, weight, beta, groups, eps)
         except UnavailableError as error:
             fallback.refuse(x.device, error)
     return affine(x, bias, weight, beta, groups, eps)
-
-
-@operator(
-    "norm_coefficients(Tensor x, Tensor? bias, Tensor weight, Tensor beta, int groups, float eps) -> Tensor",
-    lambda x, *_: torch.empty((x.shape[0], 2, x.shape[-1]), dtype=torch.float32, device=x.device),
-    "CompositeExplicitAutograd",
-    torch.Tag.needs_fixed_stride_order,
-)
-def _coefficients(
-    x: torch.Tensor, bias: torch.Tensor | None, weight: torch.Tensor, beta: torch.Tensor, groups: int, eps: float
-) -> torch.Tensor:
-    return coefficients(x.contiguous(), bias, weight, beta, groups, eps)
 
 
 def affine(

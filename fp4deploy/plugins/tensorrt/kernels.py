@@ -77,13 +77,12 @@ def plugin_launch(plugin: Plugin, attributes: Attributes, tile: Tile, arch: str,
         return _launch(plugin.entry, types, constants, tile, ("x",))
     sizes = [name for name in SIZES if plugin.sources == 2 or name != "CB2"]
     types = {**inputs, **dict.fromkeys(sizes, "i32"), **outputs}
-    taps = (1, 1) if plugin.transposed else attributes["kernel"]
-    bytes_of = source_bytes(attributes)
+    taps, bytes_of = attributes["kernel"], source_bytes(attributes)
     constants = {
         "KH": taps[0],
         "KW": taps[1],
         "UP": plugin.transposed,
-        **k_step_constants(tile, taps[0] * taps[1], tuple(bytes_of)),
+        **k_step_constants(tile, 1 if plugin.transposed else taps[0] * taps[1], tuple(bytes_of)),
         "RELU": bool(attributes["relu"][0]),
         "BM": tile.bm,
         "BN": tile.bn,

@@ -1,4 +1,4 @@
-"""The three GEMMs of Linear, Conv1d, Conv2d, Conv3d and ConvTranspose2d, and the contraction axis of every operand.
+"""The three GEMMs of Linear, of convolutions and transposed ones, and the contraction axis of every operand.
 
 A layer multiplies three times in a training step: the forward, the input gradient (dgrad) and the weight gradient
 (wgrad). FP4 tensor cores share one block scale among 16 elements of the axis that the GEMM contracts, and each of the
@@ -21,7 +21,8 @@ for each channel and tap; a block holds 16 pixels of that row, in row-major orde
 unfolding: a tap shifts the activation, and blocks cut before the shift would straddle the blocks of the other operand,
 which no tensor core can multiply. The price is the memory of the unfolded activation, KH * KW times the original.
 
-Conv1d and Conv3d are the same with one and with three spatial axes: X [N, C, L] and [N, C, D, H, W], blocks along C.
+Conv1d, Conv3d and ConvTranspose3d are the same with one and with three spatial axes: X [N, C, L] and [N, C, D, H, W],
+blocks along C.
 """
 
 from __future__ import annotations
@@ -135,9 +136,8 @@ class ConvGemms:
     def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Y [N, O, H', W']."""
         if self.transposed:
-            return F.conv_transpose2d(
-                x, weight, bias, self.stride, self.padding, self.output_padding, self.groups, self.dilation
-            )
+            places = (self.stride, self.padding, self.output_padding, self.groups, self.dilation)
+            return _TRANSPOSED[len(self.kernel)](x, weight, bias, *places)
         return _CONVOLUTIONS[len(self.kernel)](x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
 
     def dgrad(self, gradient: torch.Tensor, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -233,6 +233,7 @@ class ConvGemms:
 
 
 _CONVOLUTIONS: dict[int, Any] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_TRANSPOSED: dict[int, Any] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
 def _window(tap: int, stride: int, dilation: int, extent: int) -> slice:

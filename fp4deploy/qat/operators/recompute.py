@@ -142,4 +142,6 @@ def transposed(gemms: ConvGemms, size: torch.Size, gradient_size: torch.Size) ->
     """The convolution of dY with the same weight that gives dX of height and width `size`."""
     axes = zip(gradient_size, gemms.kernel, gemms.stride, gemms.padding, gemms.dilation, strict=True)
     extra = tuple(extent - transposed_size(*axis) for extent, axis in zip(size, axes, strict=True))
-    return replace(gemms, transposed=not gemms.transposed, output_padding=(0, 0) if gemms.transposed else extra)
+    return replace(
+        gemms, transposed=not gemms.transposed, output_padding=(0,) * len(extra) if gemms.transposed else extra
+    )

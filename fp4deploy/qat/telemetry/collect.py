@@ -28,7 +28,7 @@ from torch import nn
 
 from fp4deploy.errors import InputError
 from fp4deploy.qat.fused_unet import FusedUNet
-from fp4deploy.qat.layers import QUANTIZED, QuantConvTranspose2d, QuantizedLayer
+from fp4deploy.qat.layers import QUANTIZED, TRANSPOSED, QuantizedLayer
 from fp4deploy.qat.recipes import QuantSpec
 from fp4deploy.qat.telemetry.statistics import Row, coded_row, encode, raw_row, sample
 
@@ -214,7 +214,7 @@ def window(x: torch.Tensor, axis: int, rows: int = 32, columns: int = 64) -> tor
 
 def contracted_axis(layer: nn.Module) -> int:
     """The axis of a layer's weight that its forward GEMM contracts."""
-    return 0 if isinstance(layer, nn.ConvTranspose2d) else 1
+    return 0 if isinstance(layer, TRANSPOSED) else 1
 
 
 def _without_autocast(device: str) -> AbstractContextManager[Any]:
@@ -236,8 +236,8 @@ def _wgrad_rows(layer: nn.Module, gradient: torch.Tensor, x: torch.Tensor) -> to
         return gradient.flatten(0, -2)
     if gradient.ndim == cast(torch.Tensor, layer.weight).ndim - 1:  # without a batch axis
         gradient, x = gradient[None], x[None]
-    if isinstance(layer, QuantConvTranspose2d):
-        unfolded: torch.Tensor = layer.gemms().wgrad_operands(gradient, x.detach())[0]
+    if isinstance(layer, TRANSPOSED):
+        unfolded: torch.Tensor = cast(Any, layer).gemms().wgrad_operands(gradient, x.detach())[0]
         return unfolded
     return gradient.flatten(2)
 

@@ -82,7 +82,7 @@ class _Plugin(OpRun):
         relu = bool(numbers["relu"][0])
         dtype = torch.float32 if self.plain is np.float32 else torch.float16
         exact: Any = {"dtype": dtype, "out_amax": amax, "accumulate": torch.float64}
-        if self.plugin.up:
+        if self.plugin.transposed:
             return _given_back(conv_transpose2d_reference(x, w, bias, relu, **exact))
         geometry = [numbers[name][0] for name in ("stride", "padding", "dilation")]
         return _given_back(conv2d_reference(sources, w, bias, *geometry, relu, **exact))

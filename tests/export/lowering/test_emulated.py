@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from fp4deploy.export.lowering.emulated import emulated_engine
+from fp4deploy.export.lowering.emulation import emulated_engine
 from fp4deploy.export.lowering.lower import lower
 from fp4deploy.export.onnx.decomposed import to_portable
 from fp4deploy.export.onnx.session import portable_session

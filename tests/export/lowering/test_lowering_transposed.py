@@ -14,9 +14,9 @@ from onnx.reference import ReferenceEvaluator
 from torch import nn
 
 import fp4deploy as fd
+from fp4deploy.export.lowering.conv_transpose import phases
 from fp4deploy.export.lowering.lower import lower
 from fp4deploy.export.lowering.pattern import find_fp4_layers
-from fp4deploy.export.lowering.transposed import phases
 from tests.export.lowering.engine_graphs import widened
 
 CHANNELS, OUTPUTS = 24, 20

@@ -28,6 +28,7 @@ from tests.export.exported_models import initializer
 from tests.export.lowering.engine_graphs import widened
 from tests.export.lowering.plugin_evaluator import evaluate_plugins
 from tests.export.lowering.test_lowering_gemm import evaluate, with_function
+from tests.samples import sample
 
 SIZE = 32
 
@@ -162,7 +163,7 @@ def test_tensorrt_rtx_builds_it(tmp_path: Path, conv: str, realised: str) -> Non
     assert "0 fallbacks" in ledger.summary()
 
 
-@pytest.mark.parametrize("include", [None, ("*",)], ids=["default choice", "every layer"])
+@pytest.mark.parametrize("include", sample([("*",), None], every=2), ids=["every layer", "default choice"])
 def test_from_a_checkpoint_through_the_gates(tmp_path: Path, include: tuple[str, ...] | None) -> None:
     """Free agreement where the head prefers a class clearly, as a trained model does."""
     generate_shapes(tmp_path / "data", train=1, val=4, size=SIZE, seed=0)

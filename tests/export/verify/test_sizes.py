@@ -22,6 +22,7 @@ from fp4deploy.export.verify.sizes import other_sizes, packed_differs, require_o
 from fp4deploy.models import build_unet
 from fp4deploy.packed import PackedFile, packed_file
 from fp4deploy.packed.file import read_packed
+from tests.samples import sample
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 EXAMPLE = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0)).half().float()
@@ -66,8 +67,7 @@ TAKEN: dict[str, Function] = {
 }
 
 
-@pytest.mark.parametrize("quantized", [False, True], ids=["fp16", "nvfp4"])
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(("name", "quantized"), sample(REFUSED, [False, True], every=2))
 def test_what_holds_a_number_of_one_size_is_refused_by_name(name: str, quantized: bool, tmp_path: Path) -> None:
     function, operator = REFUSED[name]
     model = Network(function).eval()

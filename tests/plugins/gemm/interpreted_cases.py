@@ -37,29 +37,32 @@ def fused(unfused: torch.Tensor, run: Callable[..., Any]) -> Facts:
 
 
 def convolution(
-    image: tuple[int, ...], outputs: int, size: int, options: dict[str, int], second: int = 0, relu: bool = True
+    image: tuple[int, ...], outputs: int, size: Any, options: dict[str, Any], second: int = 0, relu: bool = True
 ) -> Facts:
+    """size: of the filter along both axes, or along each."""
+
     from fp4deploy.formats import FourOverSix, quantize_nvfp4
     from fp4deploy.plugins.gemm.dispatch import conv2d
     from fp4deploy.plugins.gemm.reference import conv2d_reference
 
     sources = [quantize_nvfp4(torch.randn(image))]
-    sources += [quantize_nvfp4(30 * torch.randn(*image[:3], second))] if second else []
-    w = quantize_nvfp4(torch.randn(outputs, size, size, image[3] + second), four_over_six=FourOverSix())
+    sources += [quantize_nvfp4(30 * torch.randn(*image[:-1], second))] if second else []
+    taps = (size, size) if isinstance(size, int) else size
+    w = quantize_nvfp4(torch.randn(outputs, *taps, image[-1] + second), four_over_six=FourOverSix())
     bias = torch.randn(outputs) if relu else None
     run = partial(conv2d, tuple(sources), w, bias, relu=relu, **options)
     exact = {"dtype": torch.float64, "accumulate": torch.float64}
     found = run()
-    expected = conv2d_reference(tuple(sources), w, bias, relu=relu, **exact, **options)  # type: ignore[arg-type]
+    expected = conv2d_reference(tuple(sources), w, bias, relu=relu, **exact, **options)
     return [("error", error(found, expected), LIMIT), *fused(found, run)]
 
 
-def transposed(image: tuple[int, ...], outputs: int) -> Facts:
+def transposed(image: tuple[int, ...], outputs: int, taps: tuple[int, ...] = (2, 2)) -> Facts:
     from fp4deploy.formats import quantize_nvfp4
     from fp4deploy.plugins.gemm.dispatch import conv_transpose2d
     from fp4deploy.plugins.gemm.reference import conv_transpose2d_reference
 
-    x, w = quantize_nvfp4(torch.randn(image)), quantize_nvfp4(torch.randn(outputs, 2, 2, image[3]))
+    x, w = quantize_nvfp4(torch.randn(image)), quantize_nvfp4(torch.randn(outputs, *taps, image[-1]))
     bias = torch.randn(outputs)
     run = partial(conv_transpose2d, x, w, bias)
     found = run()
@@ -112,6 +115,19 @@ CASES: dict[str, Callable[[], Facts]] = {
     "conv with padding wider than the feature map": partial(convolution, (1, 2, 1, 16), 8, 3, {"padding": 3}),
     "two sources, the second not whole blocks": partial(convolution, (2, 4, 4, 16), 40, 3, {"padding": 1}, 20),
     "two sources of whole steps": partial(convolution, (1, 4, 5, 64), 16, 1, {}, 128),
+    "volume 3x3x3, stride 1x2x2, two sources": partial(
+        convolution, (1, 3, 4, 5, 16), 9, (3, 3, 3), {"padding": 1, "stride": (1, 2, 2)}, 20
+    ),
+    "volume 1x3x3, a batch of planes": partial(convolution, (1, 3, 4, 5, 32), 7, (1, 3, 3), {"padding": (0, 1, 1)}),
+    "volume 1x3x3, stride 2x1x1": partial(
+        convolution, (2, 3, 2, 5, 16), 7, (1, 3, 3), {"padding": (0, 1, 1), "stride": (2, 1, 1)}
+    ),
+    "volume of one voxel": partial(convolution, (1, 1, 1, 1, 16), 5, (3, 3, 3), {"padding": 1}),
+    "sequence": partial(convolution, (2, 9, 16), 5, (3,), {"padding": 1, "stride": 2}),
+    "filter 3x1": partial(convolution, (1, 6, 4, 16), 5, (3, 1), {"padding": (1, 0)}),
+    "transposed volume": partial(transposed, (1, 2, 3, 2, 20), 7, (2, 2, 2)),
+    "transposed volume, 2x1x2": partial(transposed, (2, 2, 3, 2, 16), 5, (2, 1, 2)),
+    "transposed sequence": partial(transposed, (2, 5, 16), 5, (2,)),
     "transposed": partial(transposed, (2, 3, 5, 40), 21),
     "transposed, one pixel": partial(transposed, (1, 1, 1, 16), 16),
     "matmul": partial(matrices, (70,), 100, 33, True),

@@ -72,6 +72,16 @@ def test_the_convolution_reference_is_the_sum_over_taps(options: dict[str, int])
     close(conv2d_reference((x, y), w, **EXACT, **options), slow_conv(both, dense(w), **options))
 
 
+def test_the_reference_of_a_volume_is_the_sum_over_taps_of_its_depth() -> None:
+    torch.manual_seed(0)
+    x, w = packed(2, 4, 5, 6, 20), packed(7, 3, 3, 2, 20)
+    volume = torch.zeros(2, 6, 5, 6, 20, dtype=torch.float64)
+    volume[:, 1:-1] = dense(x)
+    planes = [sum(slow_conv(volume[:, 2 * z + tap], dense(w)[:, tap]) for tap in range(3)) for z in range(2)]
+    found = conv2d_reference((x,), w, stride=(2, 1, 1), padding=(1, 0, 0), **EXACT)
+    close(found, torch.stack(planes, 1))  # type: ignore[arg-type]
+
+
 def test_the_transposed_reference_writes_four_pixels_for_each() -> None:
     torch.manual_seed(0)
     x, w, bias = packed(2, 3, 4, 20), packed(7, 2, 2, 20), torch.randn(7)
@@ -131,12 +141,24 @@ def test_where_kernels_run_each_operation_is_one_launch(monkeypatch: pytest.Monk
     dispatch.matmul(torch.randn(2, 3, 40).half(), packed(7, 40))
     dispatch.conv2d((x, y), packed(4, 3, 5, 21), stride=2, padding=1, dilation=1, relu=True)
     dispatch.conv_transpose2d(x, packed(4, 2, 2, 16))
-    geometry = {"taps": (3, 5), "stride": 2, "padding": 1, "dilation": 1, "relu": True}
+    dispatch.conv2d((packed(2, 3, 9, 8, 16),), packed(4, 3, 1, 3, 16), None, (2, 1, 1), (1, 0, 1))
+    dispatch.conv_transpose2d(packed(2, 3, 9, 8, 16), packed(4, 1, 2, 2, 16))
+    dispatch.conv2d((packed(2, 9, 16),), packed(4, 3, 16), None, 2, 1)
+    geometry = {"taps": (3, 5), "stride": (2, 2), "padding": (1, 1), "dilation": 1, "relu": True}
     assert launches == [
         ((1, 1, 6), (1, 1, 6), (2, 3, 7), {"relu": False}),
         ((2, 3, 40),),
         ((2, 9, 8), (2, 5, 3), (2, 5, 3, 4), geometry),
-        ((2, 9, 8), (2, 9, 8), (2, 18, 16, 4), {"relu": False, "transposed": True}),
+        ((2, 9, 8), (2, 9, 8), (2, 18, 16, 4), {"taps": (1, 1), "relu": False, "transposed": True}),
+        (
+            *((2, 3, 9, 8), (2, 2, 9, 8), (2, 2, 9, 8, 4)),
+            {"taps": (3, 1, 3), "stride": (2, 1, 1), "padding": (1, 0, 1), "dilation": 1, "relu": False},
+        ),
+        ((2, 3, 9, 8), (2, 3, 9, 8), (2, 3, 18, 16, 4), {"taps": (1, 1, 1), "relu": False, "transposed": True}),
+        (
+            *((2, 1, 9), (2, 1, 5), (2, 5, 4)),
+            {"taps": (1, 3), "stride": (2, 2), "padding": (0, 1), "dilation": 1, "relu": False},
+        ),
     ]
 
 
@@ -248,6 +270,9 @@ ELSEWHERE = Nvfp4Tensor(B.codes.to("meta"), B.scales.to("meta"), B.amax.to("meta
         (lambda: dispatch.conv2d((X,), W, dilation=0), ["dilation 0", "at least 1"]),
         (lambda: dispatch.conv2d((X,), packed(6, 5, 10, 16), padding=9), ["5x10", "49 taps"]),
         (lambda: dispatch.conv2d((X,), packed(6, 7, 7, 16)), ["5x5", "7x7"]),
+        (lambda: dispatch.conv2d((X,), W, stride=(1, 2, 2)), ["(1, 2, 2)", "2 spatial axes"]),
+        (lambda: dispatch.conv2d((X,), packed(6, 3, 3, 3, 16)), ["[N, D, H, W, C]"]),
+        (lambda: dispatch.conv2d((packed(1, 5, 5, 5, 16),), packed(6, 5, 5, 5, 16)), ["5x5x5", "49 taps"]),
         (lambda: dispatch.conv_transpose2d(X, W), ["2x2", "3x3"]),
         (lambda: dispatch.conv_transpose2d(X, packed(6, 2, 2, 32)), ["32 input channels", "16"]),
     ],

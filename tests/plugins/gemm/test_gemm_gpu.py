@@ -134,11 +134,57 @@ def test_a_source_of_zeros_adds_nothing() -> None:
         assert error(dispatch.conv2d(sources, w, None, padding=1), expected) < LIMIT
 
 
-@pytest.mark.parametrize("shape", [(1, 3, 5, 40), (2, 22, 30, 256), (3, 7, 9, 64)])
-@pytest.mark.parametrize("outputs", [21, 64, 128])
-def test_transposed_convolution(shape: tuple[int, ...], outputs: int) -> None:
+@pytest.mark.parametrize(
+    ("shape", "channels", "outputs", "taps", "options"),
+    [
+        ((1, 5, 7, 6), (32,), 20, (3, 3, 3), {"padding": 1}),
+        ((2, 1, 9, 6), (17,), 16, (3, 3, 3), {"padding": 1, "stride": 2}),
+        ((1, 1, 1, 1), (64,), 10, (3, 3, 3), {"padding": 1}),
+        ((2, 13, 15, 17), (16,), 24, (3, 3, 3), {"padding": 1, "stride": (1, 2, 2)}),
+        ((1, 16, 33, 31), (64, 64), 64, (3, 3, 3), {"padding": 1}),
+        ((1, 8, 19, 21), (48, 20), 70, (3, 3, 3), {"padding": 1, "stride": (2, 1, 2)}),
+        ((2, 5, 24, 25), (64,), 40, (1, 3, 3), {"padding": (0, 1, 1), "stride": (1, 2, 2)}),
+        ((2, 9, 14, 15), (96,), 64, (1, 3, 3), {"padding": (0, 1, 1), "stride": (2, 2, 1)}),
+        ((1, 9, 14, 15), (64,), 128, (3, 1, 1), {"padding": (1, 0, 0)}),
+        ((2, 7, 8, 9), (80,), 33, (1, 1, 1), {"stride": 2}),
+        ((1, 32, 40, 48), (128,), 128, (3, 3, 3), {"padding": 1}),
+        ((1, 64, 64, 64), (32,), 32, (3, 3, 3), {"padding": 1}),
+        ((1, 8, 8, 8), (320, 320), 320, (3, 3, 3), {"padding": 1}),
+        ((3, 50), (64,), 40, (3,), {"padding": 1, "stride": 2}),
+    ],
+    ids=str,
+)
+def test_volumes(
+    shape: tuple[int, ...], channels: tuple[int, ...], outputs: int, taps: tuple[int, ...], options: dict
+) -> None:
+    """Anisotropic filters and strides, a depth of 1, skip connections; the last is a sequence."""
     torch.manual_seed(0)
-    x, w, bias = packed(*shape), packed(outputs, 2, 2, shape[3]), torch.randn(outputs, device="cuda")
+    sources = tuple(packed(*shape, count, scale=3.0**at) for at, count in enumerate(channels))
+    w, bias = packed(outputs, *taps, sum(channels)), torch.randn(outputs, device="cuda")
+    expected = conv2d_reference(sources, w, bias, dtype=torch.float64, accumulate=torch.float64, **options)
+    poison()
+    found = dispatch.conv2d(sources, w, bias, **options)
+    assert isinstance(found, torch.Tensor)
+    assert isinstance(expected, torch.Tensor)
+    assert error(found, expected) < LIMIT
+    poison()
+    fused = dispatch.conv2d(sources, w, bias, out_amax=found.abs().max().float(), **options)
+    assert isinstance(fused, Nvfp4Tensor)
+    assert same_bytes(fused, found)
+
+
+TRANSPOSED = [
+    *((shape, (2, 2)) for shape in ((1, 3, 5, 40), (2, 22, 30, 256), (3, 7, 9, 64))),
+    *(((2, 5, 6, 7, 64), taps) for taps in ((2, 2, 2), (1, 2, 2), (2, 1, 2), (2, 1, 1))),
+    ((2, 9, 32), (2,)),
+]
+
+
+@pytest.mark.parametrize(("shape", "taps"), TRANSPOSED)
+@pytest.mark.parametrize("outputs", [21, 64, 128])
+def test_transposed_convolution(shape: tuple[int, ...], taps: tuple[int, ...], outputs: int) -> None:
+    torch.manual_seed(0)
+    x, w, bias = packed(*shape), packed(outputs, *taps, shape[-1]), torch.randn(outputs, device="cuda")
     expected = conv_transpose2d_reference(x, w, bias, dtype=torch.float64, accumulate=torch.float64)
     poison()
     found = dispatch.conv_transpose2d(x, w, bias)

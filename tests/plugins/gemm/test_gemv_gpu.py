@@ -130,7 +130,7 @@ def test_the_triton_kernel_agrees(rows: int, monkeypatch: pytest.MonkeyPatch) ->
     """What GPUs before SM90 run: the same result up to the order of the sum."""
     weight, bias, x = weight_of(1000, 1792), randn(1000, seed=2), randn(rows, 1792)
     expected = gemv_of(x, weight, bias, True)
-    monkeypatch.setattr(gemv, "takes", lambda *_: False)
+    monkeypatch.setattr(gemv, "supports", lambda *_: False)
     found = dispatch.matmul(x, weight, bias, True)
     close(found, expected.double())
 

@@ -45,7 +45,7 @@ def test_the_package_offers_the_names() -> None:
     for name in ("FP4WeightCache", "fp4_quantize", "fp4_cached_linear", "fp4_linear", "fp4_matmul", "fp4_conv2d"):
         assert name in plugins.__all__
         assert callable(getattr(plugins, name))
-    with pytest.raises(AttributeError, match="no attribute 'fp4_everything'"):
+    with pytest.raises(AttributeError, match="fp4_everything"):
         _ = plugins.fp4_everything
 
 

@@ -28,7 +28,10 @@ from tools.emulator.tests.test_decoded import FAULTS as DECODED_FAULTS
 pytest.importorskip("triton")
 
 SAME = {"sm_103": "sm_100", "sm_107": "sm_100", "sm_110": "sm_100", "sm_121": "sm_120"}
-FIRST = ("linear", "conv 3x3", "conv 3x3, packed output", "W4A16, K = 36", "dgrad 3x3, stride 2", "wgrad, two splits")
+FIRST = (
+    *("linear", "conv 3x3", "conv 3x3, packed output", "conv 3x3x3, 20 channels, stride 2", "W4A16, K = 36"),
+    *("dgrad 3x3, stride 2", "wgrad, two splits"),
+)
 FAMILIES = tuple(dict.fromkeys(case.family for case in TRITON if case not in decoded.CASES))
 
 

@@ -18,6 +18,9 @@ from fp4deploy.graph.sizes import output_size, transposed_size
 from fp4deploy.plugins.gemm.convolution import small_k
 from fp4deploy.plugins.runtime.torch_library import operator
 
+# Bytes and operations a second, as of a Hopper GPU; seconds, of which the launch is a large part.
+MEMORY, COMPUTE, LAUNCH = 4.0e12, 6.0e14, 10e-6
+
 
 def _fake_convolution(x, weight, bias, stride, padding, dilation, output_padding, groups, transposed, relu):  # type: ignore[no-untyped-def]
     outputs, axes = weight.shape[0], zip(x.shape[1:-1], weight.shape[2:], stride, padding, dilation, strict=True)
@@ -68,10 +71,24 @@ def convolution(
     x = x.contiguous()
     x = x.as_strided(x.shape, [math.prod(x.shape[axis + 1 :]) for axis in range(x.ndim)]).movedim(-1, 1)
     added = None if bias is None else bias.to(x.dtype)
-    # With cuDNN's choice by measurement, for this call alone: torch.backends.cudnn is of the whole process.
-    flags = {"benchmark": True, "deterministic": False, "cudnn_enabled": True, "allow_tf32": False}
+    measured = _is_large(x, weight, 1 if transposed else math.prod(stride))
+    # For this call alone: torch.backends.cudnn is of the whole process.
+    flags = {"benchmark": measured, "deterministic": False, "cudnn_enabled": True, "allow_tf32": False}
     y = torch._convolution(x, weight, added, stride, padding, dilation, transposed, output_padding, groups, **flags)
     return (y.relu_() if relu else y).movedim(1, -1).contiguous()
+
+
+def _is_large(x: torch.Tensor, weight: torch.Tensor, strides: int) -> bool:
+    """Whether cuDNN's kernels are chosen by measurement, not by its own rule.
+
+    Each is timed once, with its launch. Of convolutions of 7 us that makes the choice luck: of two processes with the
+    13 equal ones of a PSPNet(resnet34) one chose 96 us, which is also the rule's, the other 104. Of large ones it is
+    worth it: those of a DeepLabV3(resnet50) took 616 us by the rule, 519 measured (one image, one H200, torch 2.11,
+    2026-11-29).
+    """
+    pixels = x.numel() // max(1, x.shape[1]) / strides
+    moved, work = 2 * (x.numel() + pixels * weight.shape[0]), 2 * pixels * weight.numel()
+    return moved / MEMORY + work / COMPUTE > LAUNCH
 
 
 def _small_k(

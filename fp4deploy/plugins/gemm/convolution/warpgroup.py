@@ -150,7 +150,7 @@ class Variant:
 def supports(
     channels: tuple[int, ...], outputs: int, taps: Pair, stride: int = 1, dilation: int = 1, transposed: bool = False
 ) -> bool:
-    """Whether the kernel computes a convolution; arguments as of `direct.takes`."""
+    """Whether the kernel computes a convolution; arguments as of `direct.supports`."""
     whole = all(count and count % CHUNK == 0 for count in channels) and outputs % CHUNK == 0 and outputs > 0
     return whole and len(channels) <= 2 and (transposed or (max(taps) <= MAX_TAPS and stride == 1 and dilation >= 1))
 

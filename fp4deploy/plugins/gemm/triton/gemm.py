@@ -1,4 +1,4 @@
-"""Implicit GEMM on packed NVFP4: matmul, conv2d with one or two sources, transposed convolution 2x2, in one kernel.
+"""Implicit GEMM on packed NVFP4: matmul, convolutions with one or two sources, transposed ones, in one kernel.
 
     out[m, n] = relu(sum over taps and channels of x[pixel(m) + tap, c] * filter[n, tap, c] + bias[n])
 
@@ -11,13 +11,19 @@ bits of one word, computed once.
 |---|---|---|---|
 | matmul | one row of M pixels | 1 | N |
 | conv2d | N x OH x OW | KH x KW | O channels |
-| transposed, 2x2 stride 2 | N x H x W | 1 | O channels for each of the four output pixels |
+| conv3d | N x OD x OH x OW | KD x KH x KW | O channels |
+| transposed, stride = kernel | N (x D) x H x W | 1 | O channels for each of the KD x KH x KW output pixels |
+
+**Depth** is one more digit of a pixel and one more loop of taps. Without it D and what else only a volume has are None,
+constants, and the code is that of two axes. With it strides and paddings may differ between the axes, also where D is
+1. A depth that no tap and no stride crosses is part of the batch (`arguments.flat`), and of two axes then.
 
 **Two sources.** A concatenation along channels is read in place: first all taps of one feature map, then of the other.
 Each has its own global scale, so the accumulator is rescaled once between them.
 
 **Few channels.** A step of the main loop takes BK bytes of K. Where a tap has fewer, and they divide BK, a step takes
-TAPS taps, in filters of up to nine taps: with BK 32, nine taps of 16 channels are three steps instead of nine.
+TAPS taps, in filters of up to nine taps and of 3x3x3: with BK 32, nine taps of 16 channels are three steps instead of
+nine.
 
 **Native.** On Blackwell `tl.dot_scaled` takes codes and block scales as operands (block-scaled MMA). Elsewhere they are
 decoded to float16 in registers (`decode`) for float16 tensor cores. Both are exact up to the order of the sum.
@@ -59,10 +65,17 @@ def implicit_gemm_kernel(
     x_range,  # 6 * 448, or 6 * 256 with 4/6
     x2_range,
     w_range,
+    D,  # None: feature maps have two axes, whose strides and paddings are equal. Else those above are of the height
+    OD,
+    stride_z,
+    stride_x,
+    padding_z,
+    padding_x,
+    KD: tl.constexpr,
     KH: tl.constexpr,
     KW: tl.constexpr,
     TWO: tl.constexpr,
-    UP: tl.constexpr,
+    UP: tl.constexpr,  # a transposed convolution, whose strides are KD, KH and KW: one tap for each output pixel
     EVEN: tl.constexpr,  # BK divides CB and CB2
     TAPS: tl.constexpr,  # taps of a step; if more than 1, CB (and CB2, if there is one) is BK / TAPS
     BIAS: tl.constexpr,
@@ -81,29 +94,43 @@ def implicit_gemm_kernel(
     CB, CB2 = CB // 8 * 8, CB2 // 8 * 8
     pid = tl.program_id(0)
     tiles = tl.cdiv(outputs, BN)
-    columns = 4 * tiles if UP else tiles
+    columns = KD * KH * KW * tiles if UP else tiles
     m = (pid // columns) * BM + tl.arange(0, BM)
-    position = (pid % columns) // tiles  # which of the four output pixels of a transposed convolution
+    position = (pid % columns) // tiles  # which of the output pixels of a transposed convolution
     first = (pid % tiles) * BN
     n = first + tl.arange(0, BN)
     has = n < outputs
 
-    # Row m of the GEMM as (batch item, oy, ox), and one bit for each tap that reads a pixel instead of padding.
+    # Row m of the GEMM as (batch item, oz, oy, ox), and one bit for each tap that reads a pixel instead of padding.
+    TD: tl.constexpr = 1 if UP else KD  # taps that an output pixel sums
+    TH: tl.constexpr = 1 if UP else KH
+    TW: tl.constexpr = 1 if UP else KW
     ox, t = m % OW, m // OW
     oy, item = t % OH, t // OH
-    top, left = oy * stride - padding, ox * stride - padding
-    tap_mask = tl.zeros((BM,), tl.int32 if KH * KW <= 32 else tl.int64)
-    for tap in tl.static_range(KH * KW):
-        iy, ix = top + (tap // KW) * dilation, left + (tap % KW) * dilation
-        tap_mask |= ((iy >= 0) & (iy < H) & (ix >= 0) & (ix < W) & (m < M)).to(tap_mask.dtype) << tap
-    pixel = (item.to(tl.int64) * H + top) * W + left
-    rows_before = n.to(tl.int64) * 4 + position if UP else n.to(tl.int64) * (KH * KW)
+    if D is None:
+        top, left = oy * stride - padding, ox * stride - padding
+    else:
+        top, left = oy * stride - padding, ox * stride_x - padding_x
+        front, item = (item % OD) * stride_z - padding_z, item // OD
+    tap_mask = tl.zeros((BM,), tl.int32 if TD * TH * TW <= 32 else tl.int64)
+    for tap in tl.static_range(TD * TH * TW):
+        iy, ix = top + (tap // TW % TH) * dilation, left + (tap % TW) * dilation
+        reads = (iy >= 0) & (iy < H) & (ix >= 0) & (ix < W) & (m < M)
+        if D is not None:
+            iz = front + (tap // (TH * TW)) * dilation
+            reads = reads & (iz >= 0) & (iz < D)
+        tap_mask |= reads.to(tap_mask.dtype) << tap
+    if D is None:
+        pixel = (item.to(tl.int64) * H + top) * W + left
+    else:
+        pixel = ((item.to(tl.int64) * D + front) * H + top) * W + left
+    rows_before = n.to(tl.int64) * (KD * KH * KW) + position if UP else n.to(tl.int64) * (KD * KH * KW)
     row = rows_before * (CB + CB2)
 
     acc = tl.zeros((BM, BN), tl.float32)
     acc = _accumulate(
         acc, x, x_scales, CB, pixel, tap_mask, w, w_scales, row, has, CB + CB2, 0,
-        W, dilation, KH, KW, EVEN, TAPS, BM, BN, BK, NATIVE, ASM,
+        H, W, dilation, TD, TH, TW, EVEN, TAPS, BM, BN, BK, NATIVE, ASM,
     )  # fmt: skip
     factor = tl.load(x_amax) / x_range
     if TWO:
@@ -111,7 +138,7 @@ def implicit_gemm_kernel(
         second += (second == 0.0).to(tl.float32)  # no division by zero; an amax of 0 means that all its values are 0
         acc = _accumulate(
             acc * (factor / second), x2, x2_scales, CB2, pixel, tap_mask, w, w_scales, row, has, CB + CB2, CB,
-            W, dilation, KH, KW, EVEN, TAPS, BM, BN, BK, NATIVE, ASM,
+            H, W, dilation, TD, TH, TW, EVEN, TAPS, BM, BN, BK, NATIVE, ASM,
         )  # fmt: skip
         factor = second
     # Epilogue: both global scales, bias, ReLU, rounding; then the store or the quantisation for the next layer.
@@ -122,7 +149,11 @@ def implicit_gemm_kernel(
 
     place = m
     if UP:
-        place = 2 * m + 2 * OW * (m // OW) + 2 * OW * (position // 2) + position % 2
+        within = position % (KH * KW) if KD > 1 else position
+        place = KW * m + (KH - 1) * KW * OW * (m // OW) + KW * OW * (within // KW) + within % KW
+        if KD > 1:
+            plane = m // (OH * OW)
+            place += ((KD - 1) * plane + position // (KH * KW)) * (KH * OH * KW * OW)
     place = place.to(tl.int64)
     rows = (m < M)[:, None]
     if QUANTIZE:
@@ -139,19 +170,19 @@ def implicit_gemm_kernel(
 @triton.jit
 def _accumulate(
     acc, x, x_scales, CB, pixel, tap_mask, w, w_scales, row, has, WB, first,
-    W, dilation, KH: tl.constexpr, KW: tl.constexpr, EVEN: tl.constexpr, TAPS: tl.constexpr,
+    H, W, dilation, KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, EVEN: tl.constexpr, TAPS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NATIVE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """acc + the GEMM of one source; WB: bytes of a tap in the filter, `first`: where this source's channels begin."""
     if TAPS == 1:
         acc = _one_tap_per_k_step(
             acc, x, x_scales, CB, pixel, tap_mask, w, w_scales, row, has, WB, first,
-            W, dilation, KH, KW, EVEN, BM, BN, BK, NATIVE, ASM,
+            H, W, dilation, KD, KH, KW, EVEN, BM, BN, BK, NATIVE, ASM,
         )  # fmt: skip
     else:
         acc = _several_taps_per_k_step(
             acc, x, x_scales, pixel, tap_mask, w, w_scales, row, has, WB, first,
-            W, dilation, KH, KW, TAPS, BM, BN, BK, NATIVE, ASM,
+            H, W, dilation, KD, KH, KW, TAPS, BM, BN, BK, NATIVE, ASM,
         )  # fmt: skip
     return acc
 
@@ -159,7 +190,7 @@ def _accumulate(
 @triton.jit
 def _one_tap_per_k_step(
     acc, x, x_scales, CB, pixel, tap_mask, w, w_scales, row, has, WB, first,
-    W, dilation, KH: tl.constexpr, KW: tl.constexpr, EVEN: tl.constexpr,
+    H, W, dilation, KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, EVEN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NATIVE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     byte, scale = tl.arange(0, BK), tl.arange(0, BK // 8)
@@ -174,8 +205,11 @@ def _one_tap_per_k_step(
     wp = w + row[:, None] + (first + byte)[None, :]
     wsp = w_scales + row_scales[:, None] + (first_scale + scale)[None, :]
     tap, c = tl.zeros((), tl.int32), tl.zeros((), tl.int32)
-    for _ in range(KH * KW * tl.cdiv(CB, BK)):
-        offset = ((tap // KW) * W + tap % KW) * dilation
+    for _ in range(KD * KH * KW * tl.cdiv(CB, BK)):
+        row_of_taps = tap // KW  # not by `_offset`: a call makes the machine code of two axes another
+        if KD > 1:
+            row_of_taps = tap // (KH * KW) * H + row_of_taps % KH
+        offset = (row_of_taps * W + tap % KW) * dilation
         reads = (((tap_mask >> tap) & 1) != 0)[:, None]
         filled = has[:, None]
         if EVEN:
@@ -200,12 +234,12 @@ def _one_tap_per_k_step(
 @triton.jit
 def _several_taps_per_k_step(
     acc, x, x_scales, pixel, tap_mask, w, w_scales, row, has, WB, first,
-    W, dilation, KH: tl.constexpr, KW: tl.constexpr, TAPS: tl.constexpr,
+    H, W, dilation, KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, TAPS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NATIVE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     BYTES: tl.constexpr = BK // TAPS  # of a pixel; a constant, so that the compiler knows the alignment of the loads
     STEPS: tl.constexpr = BYTES // 8
-    LAST: tl.constexpr = KH * KW - 1
+    LAST: tl.constexpr = KD * KH * KW - 1
     byte, scale = tl.arange(0, BK), tl.arange(0, BK // 8)
     xp, xsp = x + (pixel * BYTES)[:, None], x_scales + (pixel * STEPS)[:, None]
     wp, wsp = w + row[:, None], w_scales + (row // 8)[:, None]
@@ -214,8 +248,8 @@ def _several_taps_per_k_step(
         reads = ((tap_mask[:, None] >> tl.minimum(tap, LAST)[None, :]) & 1) != 0
         reads_scale = ((tap_mask[:, None] >> tl.minimum(tap_scale, LAST)[None, :]) & 1) != 0
         real, real_scale = (tap <= LAST)[None, :], (tap_scale <= LAST)[None, :]
-        at = (((tap // KW) * W + tap % KW) * dilation) * BYTES + byte % BYTES
-        at_scale = (((tap_scale // KW) * W + tap_scale % KW) * dilation) * STEPS + scale % STEPS
+        at = _offset(tap, H, W, dilation, KD, KH, KW) * BYTES + byte % BYTES
+        at_scale = _offset(tap_scale, H, W, dilation, KD, KH, KW) * STEPS + scale % STEPS
         a = tl.load(xp + at[None, :], mask=reads & real, other=0)
         b = tl.load(wp + (tap * WB + first + byte % BYTES)[None, :], mask=has[:, None] & real, other=0)
         sa = tl.load(xsp + at_scale[None, :], mask=reads_scale & real_scale, other=0)
@@ -223,6 +257,15 @@ def _several_taps_per_k_step(
         sb = tl.load(wsp + at_scale[None, :], mask=has[:, None] & real_scale, other=0)
         acc = _dot(acc, a, sa, b, sb, BM, BN, BK, NATIVE, ASM)
     return acc
+
+
+@triton.jit
+def _offset(tap, H, W, dilation, KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr):
+    """The pixel that a tap reads, counted from that of the first one."""
+    row = tap // KW
+    if KD > 1:
+        row = tap // (KH * KW) * H + row % KH
+    return (row * W + tap % KW) * dilation
 
 
 @triton.jit

@@ -5,7 +5,7 @@
 An ahead-of-time plugin of TensorRT launches one kernel with its input tensors, then whatever integers its `aot_impl`
 asked for, then its output tensors; it passes no floats. So the entries here are wrappers of `implicit_gemm_kernel`,
 whose pointers come first and whose ranges are floats. Global scales take the place of amax and range: a scale is
-already amax / (6 * 448) (amax / (6 * 256) with 4/6), and its range is 1.
+already amax / (6 * 448) (amax / (6 * 256) with 4/6), and its range is 1. Feature maps have two axes.
 
 There is always a bias; a layer without one gets zeros.
 """
@@ -31,7 +31,8 @@ def gemm_entry(
     implicit_gemm_kernel(
         x, x_scales, x_scale, x, x_scales, x_scale, w, w_scales, w_scale, bias, out, out, x_scale,
         H, W, CB, 0, OH, OW, M, outputs, stride, padding, dilation, ONE, ONE, ONE,
-        KH, KW, False, UP, EVEN, TAPS, True, RELU, False, False, BM, BN, BK, NATIVE, ASM,
+        None, None, None, None, None, None, 1, KH, KW,
+        False, UP, EVEN, TAPS, True, RELU, False, False, BM, BN, BK, NATIVE, ASM,
     )  # fmt: skip
 
 
@@ -47,7 +48,8 @@ def packed_gemm_entry(
     implicit_gemm_kernel(
         x, x_scales, x_scale, x, x_scales, x_scale, w, w_scales, w_scale, bias, out, out_scales, out_amax,
         H, W, CB, 0, OH, OW, M, outputs, stride, padding, dilation, ONE, ONE, ONE,
-        KH, KW, False, UP, EVEN, TAPS, True, RELU, True, False, BM, BN, BK, NATIVE, ASM,
+        None, None, None, None, None, None, 1, KH, KW,
+        False, UP, EVEN, TAPS, True, RELU, True, False, BM, BN, BK, NATIVE, ASM,
     )  # fmt: skip
 
 
@@ -63,7 +65,8 @@ def two_source_gemm_entry(
     implicit_gemm_kernel(
         x, x_scales, x_scale, x2, x2_scales, x2_scale, w, w_scales, w_scale, bias, out, out, x_scale,
         H, W, CB, CB2, OH, OW, M, outputs, stride, padding, dilation, ONE, ONE, ONE,
-        KH, KW, True, UP, EVEN, TAPS, True, RELU, False, False, BM, BN, BK, NATIVE, ASM,
+        None, None, None, None, None, None, 1, KH, KW,
+        True, UP, EVEN, TAPS, True, RELU, False, False, BM, BN, BK, NATIVE, ASM,
     )  # fmt: skip
 
 
@@ -79,7 +82,8 @@ def packed_two_source_gemm_entry(
     implicit_gemm_kernel(
         x, x_scales, x_scale, x2, x2_scales, x2_scale, w, w_scales, w_scale, bias, out, out_scales, out_amax,
         H, W, CB, CB2, OH, OW, M, outputs, stride, padding, dilation, ONE, ONE, ONE,
-        KH, KW, True, UP, EVEN, TAPS, True, RELU, True, False, BM, BN, BK, NATIVE, ASM,
+        None, None, None, None, None, None, 1, KH, KW,
+        True, UP, EVEN, TAPS, True, RELU, True, False, BM, BN, BK, NATIVE, ASM,
     )  # fmt: skip
 
 

@@ -11,7 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 NATIVE_FROM = 100
-MAX_TAPS = 9  # of a filter for several taps a step; with more, the masks of the loads spill registers
+# Taps of a filter for several a step: with more than nine, the masks of the loads spill registers. A 3x3x3 filter of 16
+# or 32 channels has 4 to 14 steps instead of 27 and fewer registers (compiled for SM90, SM100 and SM120 by Triton 3.9,
+# 2026-11-29), not measured.
+MAX_TAPS, CUBE = 9, 27
 FILL = 132  # programs of a full wave on a large GPU
 
 
@@ -78,9 +81,9 @@ def k_step_constants(tile: Tile, taps: int, depths: tuple[int, ...]) -> dict[str
     """The constants EVEN and TAPS of the main loop.
 
     taps: of the filter; depths: bytes of a tap in each source. EVEN: a tap is whole steps in each source. TAPS: taps of
-    a step, more than one where all sources have the same few channels and the filter has at most nine taps.
+    a step, more than one where all sources have the same few channels and the filter has at most nine taps, or 27.
     """
-    few = 1 < taps <= MAX_TAPS and tile.bk % depths[0] == 0 and len({*depths}) == 1
+    few = (1 < taps <= MAX_TAPS or taps == CUBE) and tile.bk % depths[0] == 0 and len({*depths}) == 1
     return {"EVEN": all(depth % tile.bk == 0 for depth in depths), "TAPS": tile.bk // depths[0] if few else 1}
 
 

@@ -1,11 +1,13 @@
 """Every Triton GEMM kernel that can be launched on an architecture, for ahead-of-time (AOT) compilation.
 
 A variant is a tile and what else changes the code: dtype, epilogue, taps, sources, and whether a row is whole steps of
-the tile. The list covers what networks use: filters of 1, 3, 5 and 7, with and without bias and ReLU.
+the tile. The list covers what networks use: filters of 1, 3, 5 and 7, with and without bias and ReLU, and over volumes
+those of 1x1x1, 1x3x3 and 3x3x3, in float16.
 """
 
 from __future__ import annotations
 
+import math
 from itertools import product
 
 import torch
@@ -17,7 +19,10 @@ from fp4deploy.plugins.gemm.arguments import gemm_call, weight_only_call
 from fp4deploy.plugins.gemm.triton.tiles import tiles
 
 DTYPES = (torch.float16, torch.bfloat16)
-SIZES, SIZE, BOOLS = (1, 3, 5, 7), (1, 8, 8), (False, True)
+SIZES, BOOLS = (1, 3, 5, 7), (False, True)
+SIZE = 8  # of an image, along each axis
+VOLUMES = ((3, 3, 3), (1, 3, 3), (1, 1, 1))  # filters
+VOLUME_STRIDE = (2, 1, 1)  # along the depth alone: without one filters of depth 1 are those of images
 # Whole steps of every tile, of tiles with a small BK, of none; unaligned rows; two and four taps a step.
 CHANNELS = (256, 64, 96, 48, 32, 16)
 
@@ -29,7 +34,7 @@ def all_variants(arch: str) -> list[Launch]:
     """The launches of an architecture such as "sm_90", each once."""
     capability = Architecture.parse(arch).number
     found: dict[Launch, None] = {}
-    for launch in (*_gemms(capability), *_weight_only(capability)):
+    for launch in (*_gemms(capability), *_weight_only(capability), *_volumes(capability)):
         found.setdefault(launch)
     return list(found)
 
@@ -40,22 +45,46 @@ def _gemms(capability: int) -> list[Launch]:
     for (dtype, channels, size), (bias, relu, packed) in facts:
         if size > 3 and (relu or packed or dtype != torch.float16):
             continue
-        x, weight = _feature_map(channels), _filter(channels, size)
-        shapes: list[Shape] = [((x,), weight, False)]
+        x, taps = _feature_map(channels), (size, size)
+        shapes: list[Shape] = [((x,), _filter(channels, taps), False)]
         if size == 3:
-            shapes.append(((x, x), _filter(2 * channels, size), False))
+            shapes.append(((x, x), _filter(2 * channels, taps), False))
         if size == 1:
-            shapes.append(((x,), _filter(channels, 2), True))
-        for sources, filters, transposed in shapes:
-            out = torch.empty(0, dtype=torch.uint8 if packed else dtype)
-            scales, amax = (out, x.amax) if packed else (None, None)
-            taps = (1, 1) if transposed else (size, size)
-            for tile in tiles(capability, packed, transposed, len(sources) == 2, taps[0] * taps[1], x.codes.shape[-1]):
-                call = gemm_call(
-                    *(sources, filters, torch.zeros(16) if bias else None, SIZE, SIZE, out, scales, amax, dtype),
-                    *(capability, taps, 1, 0, 1, relu, transposed, tile),
-                )
-                launches.append(call.launch)
+            shapes.append(((x,), _filter(channels, (2, 2)), True))
+        for shape in shapes:
+            launches += _of_shape(shape, dtype, bias, relu, packed, capability)
+    return launches
+
+
+def _volumes(capability: int) -> list[Launch]:
+    launches = []
+    for channels, (bias, relu, packed) in product(CHANNELS, product(BOOLS, BOOLS, BOOLS)):
+        x = _feature_map(channels)
+        shapes: list[Shape] = [((x,), _filter(channels, taps), False) for taps in VOLUMES]
+        shapes.append(((x, x), _filter(2 * channels, VOLUMES[0]), False))
+        shapes.append(((x,), _filter(channels, (2, 2, 2)), True))
+        for shape in shapes:
+            launches += _of_shape(shape, torch.float16, bias, relu, packed, capability)
+    return launches
+
+
+def _of_shape(shape: Shape, dtype: torch.dtype, bias: bool, relu: bool, packed: bool, capability: int) -> list[Launch]:
+    """With each tile that is chosen for these sources and this filter."""
+    sources, weight, transposed = shape
+    x, taps = sources[0], weight.shape[1:-1]
+    out = torch.empty(0, dtype=torch.uint8 if packed else dtype)
+    scales, amax = (out, x.amax) if packed else (None, None)
+    stride = 1 if len(taps) == 2 else VOLUME_STRIDE
+    image, one = (1, *(SIZE,) * len(taps)), (1,) * len(taps)
+    launches = []
+    for tile in tiles(
+        capability, packed, transposed, len(sources) == 2, 1 if transposed else math.prod(taps), x.codes.shape[-1]
+    ):
+        call = gemm_call(
+            *(sources, weight, torch.zeros(16) if bias else None, image, image, out, scales, amax, dtype),
+            *(capability, one if transposed else taps, stride, 0, 1, relu, transposed, tile),
+        )
+        launches.append(call.launch)
     return launches
 
 
@@ -79,5 +108,5 @@ def _feature_map(channels: int) -> Nvfp4Tensor:
     return _packed(1, 1, 1, channels)
 
 
-def _filter(channels: int, size: int) -> Nvfp4Tensor:
-    return _packed(16, size, size, channels)
+def _filter(channels: int, taps: tuple[int, ...]) -> Nvfp4Tensor:
+    return _packed(16, *taps, channels)

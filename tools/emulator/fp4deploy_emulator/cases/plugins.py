@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from fp4deploy.formats import Nvfp4Tensor, quantize_nvfp4
+from fp4deploy.plugins.gemm.reference import each
 from fp4deploy.plugins.tensorrt import QUANTIZE, Plugin, convolution_plugin
 from fp4deploy.plugins.tensorrt.definitions import Attributes
 from fp4deploy.plugins.tensorrt.kernels import compile_plugin, grid, integers, plugin_launch, tactics
@@ -56,13 +57,12 @@ class Convolution(Gemm):
         assert of.bias is not None
         tensors = [part for each in (*of.sources, of.weight) for part in _parts(each)]
         amax = [] if of.amax is None else [of.amax.reshape(1)]
-        taps = 2 if self.transposed else self.size
-        attributes = {
-            "kernel": [taps, taps],
+        attributes: Attributes = {
+            "kernel": list(self.taps),
             "channels": list(self.channels),
             "out_channels": [self.outputs],
-            "stride": [self.stride],
-            "padding": [self.padding],
+            "stride": list(each(self.stride, 1)),
+            "padding": list(each(self.padding, 1)),
             "dilation": [self.dilation],
             "relu": [int(self.relu)],
         }
@@ -91,7 +91,9 @@ CASES = (
     Case("plugin, 3x3, packed output", FAMILY, Convolution(amax=24.0)),
     Case("plugin, two sources", FAMILY, Convolution(channels=(64, 32), image=(1, 5, 7))),
     Case("plugin, two sources, packed output", FAMILY, Convolution(channels=(64, 64), image=(1, 5, 7), amax=24.0)),
-    Case("plugin, transposed 2x2", FAMILY, Convolution(transposed=True, image=(1, 5, 7))),
-    Case("plugin, transposed 2x2, packed output", FAMILY, Convolution(transposed=True, image=(1, 4, 4), amax=9.0)),
+    Case("plugin, transposed 2x2", FAMILY, Convolution(transposed=True, size=2, image=(1, 5, 7))),
+    Case(
+        "plugin, transposed 2x2, packed output", FAMILY, Convolution(transposed=True, size=2, image=(1, 4, 4), amax=9.0)
+    ),
     Case("plugin, quantiser", FAMILY, quantizer),
 )

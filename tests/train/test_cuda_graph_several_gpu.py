@@ -18,7 +18,7 @@ from fp4deploy.errors import Interrupted
 from fp4deploy.models import name_model
 from fp4deploy.runs import Run, create_run
 from fp4deploy.train import load_config, train_models
-from fp4deploy.train.captured import LAUNCHED_FIRST_OF_SEVERAL, CapturedStep
+from fp4deploy.train.cuda_graph import LAUNCHED_FIRST_OF_SEVERAL, CapturedStep
 from fp4deploy.train.distributed import join
 from fp4deploy.train.loop import Trainer
 from tests.train.launch import assert_same, run_ranks
@@ -52,7 +52,7 @@ def train(data: Path, runs: dict[Path, list[str]], model: str, stop: int | None,
     settings = ["model.scale=0.25", "data.height=64", "data.width=64", "train.batch_size=2", "data.workers=0"]
     settings += ["train.epochs=13", "train.evaluate_every=6", "train.from_scratch=true", "telemetry.every=17"]
     seen: list[str | None] = []
-    replay, step, rank = CapturedStep._replay, Trainer._step, join().process_index
+    replay, step, rank = CapturedStep._replay, Trainer.step, join().process_index
 
     def noted(self: CapturedStep, *batch: torch.Tensor) -> None:
         replay(self, *batch)
@@ -63,7 +63,7 @@ def train(data: Path, runs: dict[Path, list[str]], model: str, stop: int | None,
         if self.progress.step == stop:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    CapturedStep._replay, Trainer._step = noted, signalled  # type: ignore[method-assign]
+    CapturedStep._replay, Trainer.step = noted, signalled  # type: ignore[method-assign]
     if fails == "room" and rank == 1:
         CapturedStep._no_room = lambda self: "no room"  # type: ignore[method-assign]
     if fails == "backward" and rank == 1:

@@ -52,7 +52,7 @@ FREE = {
 @pytest.mark.parametrize("name", FIXED)
 def test_the_call_that_fixes_a_size_is_named(name: str) -> None:
     model, x = Around(FIXED[name]).eval(), torch.randn(2, 3, 8, 8)
-    call = rf"for a constant at {CALLS[name]} in 'Around' \(test_specialized.py, line \d+\).*without --dynamic-size"
+    call = rf"for a constant at {CALLS[name]} in 'Around' \(test_fixed_axes.py, line \d+\).*without --dynamic-size"
     with pytest.raises(InputError, match=call):
         fd.export_graph(model, x, dynamic_size=True)
 

@@ -15,8 +15,8 @@ from torch.onnx._internal.exporter import _fx_passes
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from fp4deploy.export.onnx.exporter import short_export
-from fp4deploy.graph.replaced import replaced
-from fp4deploy.graph.specialized import watched
+from fp4deploy.graph.fixed_axes import watched
+from fp4deploy.graph.replacement import replaced
 
 
 def added(number: int) -> Callable[[Callable[[], int]], Callable[[], int]]:

@@ -15,8 +15,8 @@ from fp4deploy.data import generate_shapes
 from fp4deploy.models import name_model
 from fp4deploy.runs import Run, create_run
 from fp4deploy.train import load_config, train_models
-from fp4deploy.train.captured import LAUNCHED_FIRST_OF_SEVERAL, CapturedStep
 from fp4deploy.train.config import TelemetrySection
+from fp4deploy.train.cuda_graph import LAUNCHED_FIRST_OF_SEVERAL, CapturedStep
 from fp4deploy.train.distributed import agreed_reason, join
 from fp4deploy.train.logging.telemetry import Telemetry
 from fp4deploy.train.loop import Trainer

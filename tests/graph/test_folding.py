@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fp4deploy.graph.folded import fold_parameters
+from fp4deploy.graph.folding import fold_parameters
 
 
 class Computes(nn.Module):

@@ -15,7 +15,7 @@ from fp4deploy.export.onnx.decomposed import to_portable
 from fp4deploy.export.onnx.session import portable_session
 from fp4deploy.export.to_packed import pack_model
 from fp4deploy.graph import capture, evaluate
-from fp4deploy.graph.divided import Divided
+from fp4deploy.graph.open_axes import Divided
 from fp4deploy.packed import PackedNetwork, packed_file
 
 SIZES = ((16, 16), (17, 23), (20, 14), (33, 18))

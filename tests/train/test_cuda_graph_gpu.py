@@ -20,7 +20,7 @@ from fp4deploy.qat import RECIPES
 from fp4deploy.qat.recipes import OutlierControl
 from fp4deploy.runs import Run, create_run
 from fp4deploy.train import Config, load_config, train_models, with_settings
-from fp4deploy.train.captured import LAUNCHED_FIRST, CapturedStep
+from fp4deploy.train.cuda_graph import LAUNCHED_FIRST, CapturedStep
 from fp4deploy.train.loop import Trainer
 from tests.train.small_network import SPEC
 
@@ -177,7 +177,7 @@ def test_a_training_with_a_graph_resumes(
     config: Config, tmp_path: Path, replays: list[str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = trained(config, tmp_path / "plain", "nvfp4")
-    run, original = create_run(tmp_path / "run"), Trainer._step
+    run, original = create_run(tmp_path / "run"), Trainer.step
 
     def signalled(self: Trainer, *batch: torch.Tensor) -> None:
         original(self, *batch)
@@ -185,7 +185,7 @@ def test_a_training_with_a_graph_resumes(
             os.kill(os.getpid(), signal.SIGINT)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_step", signalled)
+        patch.setattr(Trainer, "step", signalled)
         with pytest.raises(KeyboardInterrupt):
             train_models(with_settings(config, [GRAPH]), run, ("nvfp4",))
     before = len(replays)

@@ -29,8 +29,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fp4deploy.export.onnx.session import portable_session
 from fp4deploy.export.verify.numbers import rest_numbers
-from fp4deploy.export.verify.tensors import applied, feed
+from fp4deploy.export.verify.tensors import feed
 from fp4deploy.graph.capture import Inputs, line_of
+from fp4deploy.qat.batches import applied
 from fp4deploy.rest import Rest
 
 CLOSE = 1e-3  # of the norm of a tensor, without FP4

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fp4deploy.graph.retraced import changes_in_place, decomposed, inline_regions, made_functional
+from fp4deploy.graph import rewrites
+from fp4deploy.graph.rewrites import changes_in_place, decomposed, inline_regions, made_functional
 
 
 class Changes(nn.Module):
@@ -106,7 +107,6 @@ def test_a_result_of_another_type_is_left_to_torch() -> None:
 
 
 def test_calls_are_decomposed_alone_as_in_a_whole_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fp4deploy.graph import retraced
 
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -119,8 +119,8 @@ def test_calls_are_decomposed_alone_as_in_a_whole_trace(monkeypatch: pytest.Monk
             return torch.nn.functional.adaptive_avg_pool2d(x, 1).flatten(1)
 
     traced = []
-    one = retraced._traced
-    monkeypatch.setattr(retraced, "_traced", lambda node, table: traced.append(node.target) or one(node, table))
+    one = rewrites._traced
+    monkeypatch.setattr(rewrites, "_traced", lambda node, table: traced.append(node.target) or one(node, table))
     program, x = exported(Twice())
     expected = program.module()(x)
     table = torch.export.default_decompositions()

@@ -21,7 +21,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from fp4deploy.graph.replaced import replaced
+from fp4deploy.graph.replacement import replaced
 
 AUTO = torch.export.Dim.AUTO
 

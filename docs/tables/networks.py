@@ -1,0 +1,228 @@
+"""Tables of networks, engines, emulated kernels and tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from docs.tables.results import markdown, result
+
+
+def projected() -> str:
+    """Projected from published peaks; nothing was measured on a Blackwell GPU."""
+    rows = []
+    for row in result("roofline_projected")["totals"]:
+        times = [f"{row[name] / 1e3:.2f}" for name in ("fp16_us", "nvfp4_us")]
+        rows.append([row["gpu"], *times, f"{row['speedup']:.2f}"])
+    return markdown(["projected", "FP16, ms", "NVFP4, ms", "ratio"], rows)
+
+
+def projected_training() -> str:
+    """Products and norms of a training step, projected from published peaks."""
+    rows = []
+    for row in result("roofline_training_projected")["rows"]:
+        times = [f"{row[name]:.2f}" for name in ("fp16_ms", "fp4_ms")]
+        rows.append([f"{row['scale']}", row["gpu"], *times, f"{row['ratio']:.2f}"])
+    return markdown(["scale", "projected", "FP16, ms", "FP4 products, ms", "ratio"], rows, 2)
+
+
+def fuzzed() -> str:
+    """Outcomes of `make fuzz`, and the machine of each row."""
+    rows = result("fuzz_cpu")["rows"]
+    counts = ("cases", "refused", "accepted", "defects")
+    cells = [[str(row[key]) for key in ("loader", *counts)] + [f"{row['cores']} cores, {row['cpu']}"] for row in rows]
+    total = [str(sum(row[key] for row in rows)) for key in counts]
+    return markdown(["reader", *counts, "machine"], [*cells, ["all", *total, ""]])
+
+
+def mutants() -> str:
+    """Scores of the mutation tests."""
+    rows = []
+    for row in result("mutants_cpu")["rows"]:
+        files = ", ".join(f"`{file.removeprefix('fp4deploy/')}`" for file in row["files"])
+        counts = [str(row[key]) for key in ("mutants", "drawn", "killed")]
+        rows.append([row["room"], files, *counts, f"{row['killed'] / row['drawn']:.0%}"])
+    return markdown(["room", "files", "mutants", "drawn", "killed", "score"], rows, left=2)
+
+
+FORMS = {"plugin": "TensorRT: SM100 to SM110", "fp16": "FP16 engine"}  # the others: TensorRT-RTX for SM120
+
+
+def engine_forms(*networks: str) -> str:
+    """What each form of an engine multiplies, and how large its plan is, for each network."""
+    found = [row for row in result("engine_forms_sm120")["rows"] if row["network"] in networks]
+    rows = []
+    for form in dict.fromkeys(row["form"] for row in found if row["form"] != "fp8"):  # as auto, wherever auto has FP8
+        own = {row["network"]: row for row in found if row["form"] == form}
+        half = {row["network"]: row["plan_bytes"] for row in found if row["form"] == "fp16"}
+        cells = [FORMS["fp16"] if form == "fp16" else f"`--conv {form}`"]
+        cells.append(FORMS["plugin"] if form == "plugin" else "TensorRT-RTX: SM120")
+        for name in networks:
+            share = own[name]["shares"]
+            cells.append(" / ".join(f"{100 * share.get(each, 0):.1f}" for each in ("FP4", "FP8", "FP16")))
+            size = own[name].get("plan_bytes")
+            cells.append(f"{size / 1e6:.1f} ({size / half[name]:.2f})" if size else "not built")
+        rows.append(cells)
+    titles = [text for name in networks for text in (f"`{name}`, %", "plan MB (of FP16's)")]
+    return markdown(["form", "library", *titles], rows, 2)
+
+
+def _families(rows: Iterable[dict[str, Any]], *keys: str) -> dict[tuple[str, ...], list[dict[str, Any]]]:
+    """Cases of the emulator by the values of some keys."""
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(str(row[key]) for key in keys), []).append(row)
+    return groups
+
+
+def _span(values: Iterable[float], form: str = ",") -> str:
+    found = sorted(values)
+    low, high = format(found[0], form), format(found[-1], form)
+    return low if low == high else f"{low} to {high}"
+
+
+def emulated(name: str, *architectures: str) -> str:
+    """Kernels in the PTX emulator, against the reference; a line for each family."""
+    rows, cases = [], [case for case in result(name)["cases"] if case["for"] in architectures]
+    for (arch, family), group in sorted(_families(cases, "for", "family").items()):
+        cells = [str(len({row["kernel"] for row in group})), str(sum(row["launches"] for row in group))]
+        cells += [_span(row["instructions"] for row in group), f"{sum(row['compared'] for row in group):,}"]
+        cells += [*_verdict(group), _span((row["seconds"] for row in group), ".1f")]
+        rows.append([arch.replace("sm_", "SM"), family, *cells])
+    head = ["for", "family", "cases", "launches", "instructions a case", "values compared", "bit-equal", "hazards"]
+    return markdown([*head, "CPU s a case"], rows, 2)
+
+
+def _verdict(rows: list[dict[str, Any]]) -> list[str]:
+    """Whether all are bit-equal, and how many hazards there were."""
+    different, hazards = sum(row["different"] for row in rows), sum(bool(row["hazard"]) for row in rows)
+    return [f"{different} differ" if different else "no" if hazards else "yes", str(hazards or "none")]
+
+
+def emulated_architectures(name: str) -> str:
+    """A line for each architecture."""
+    rows = []
+    cases = [case for case in result(name)["cases"] if case["for"] not in ("sm_100", "sm_120")]  # these: `emulated`
+    for (arch,), group in _families(cases, "for").items():
+        unknown = [row for row in group if "not implemented" in row["hazard"]]
+        ran = [row for row in group if not row["unavailable"] and row not in unknown]
+        missing = sorted({row["family"] for row in group if row["unavailable"]})
+        cells = [f"{len({row['family'] for row in ran})}", str(len(ran)), f"{sum(row['compared'] for row in ran):,}"]
+        cells += [*_verdict(ran), ", ".join(row["family"] for row in unknown), ", ".join(missing)]
+        rows.append([arch.replace("sm_", "SM"), *cells])
+    head = ["for", "families", "cases", "values compared", "bit-equal", "hazards", "not implemented"]
+    return markdown([*head, "not compiled here"], rows)
+
+
+def emulated_on_gpu(name: str) -> str:
+    """The emulator's bytes against a GPU's."""
+    found = result(name)["cases"]
+    exact = _families((row for row in found if "model" not in row), "family")
+    models = _families((row for row in found if "model" in row), "family", "model")
+    rows = []
+    for (family,), group in exact.items():
+        cells = [str(len(group)), str(sum(row["launches"] for row in group))]
+        cells += [f"{sum(row['device_bytes'] for row in group):,}", str(sum(row["device_different"] for row in group))]
+        for model in ("hardware", "exact"):
+            others = models.get((family, model))
+            cells.append(f"{sum(row['device_different'] for row in others):,}" if others else "")
+        rows.append([family, *cells])
+    head = ["family", "cases", "launches", "bytes compared", "different", "cancelling: different"]
+    return markdown([*head, "the same, sums taken as exact"], rows)
+
+
+def self_test() -> str:
+    """What the self-test showed on a GPU."""
+    checks = result("selftest_h200")["checks"]
+    rows = [[check["group"], check["claim"], check["status"], check["detail"]] for check in checks]
+    return markdown(["", "claim", "status", "evidence or reason"], rows, 4)
+
+
+def first_hour() -> str:
+    """The commands of docs/first-hour.md by name: seconds by the clock and of the processor."""
+    rows = []
+    for row in result("first_hour_cpu")["rows"]:
+        words = row["command"].split()
+        name = " ".join(words[: 3 if words[1] == "data" else 2])
+        rows.append([f"`{name}`", f"{row['seconds']:.0f}", f"{row['cpu_seconds']:.0f}"])
+    return markdown(["command", "seconds", "of a processor"], rows, 1)
+
+
+def fuzzed_networks() -> str:
+    """Outcomes of random networks."""
+    found = result("fuzz_networks_cpu")
+    counts = [(name, count) for name, count in found["outcomes"].items() if not name.startswith("refused")]
+    rows = [[name, f"{count:,}"] for name, count in counts]
+    rows += [[reason, f"{count:,}"] for reason, count in found["reasons"].items()]
+    return markdown(["outcome", "networks"], [*rows, ["all", f"{found['networks']:,}"]])
+
+
+def transformers_table() -> str:
+    """What became of networks of transformers and diffusers, from `prepare` to a packed network and an engine."""
+    head = ["network", "layers in FP4", "of the parameters", "export", "ONNX Runtime", "packed", "FP4 GEMMs, fallbacks"]
+    rows = []
+    for row in result("transformers_cpu")["rows"]:
+        planned, exported, packed = row.get("prepare", {}), row.get("export", {}), row.get("packed", {})
+        runtime, engine = row.get("runtime", {}), row.get("engine", {"error": "not measured"})
+        built = f"{engine['fp4_gemms']}, {engine['fallbacks']}" if "fallbacks" in engine else _refusal(engine)
+        layers = f"{planned['fp4_layers']} of {planned['layers']}" if "layers" in planned else _refusal(planned)
+        rows.append([
+            f"`{row['class']}`" + (" \\*" if "files" in row else ""),
+            layers,
+            f"{100 * planned.get('fp4_share', 0):.0f} %",
+            "agrees" if exported.get("passed") else _refusal(exported),
+            *(f"{each['distance']:.0e}" if "distance" in each else _refusal(each) for each in (runtime, packed)),
+            built,
+        ])  # fmt: skip
+    return markdown(head, rows)
+
+
+def architectures() -> str:
+    """What became of many architectures, from `prepare` to a packed network."""
+    found = result("architectures_cpu")
+    rows = []
+    for row in found["rows"]:
+        given = f" {row['arguments']}" if row.get("arguments") else ""
+        untuned = " \\*" if row["model"] in found["untuned"] else ""
+        planned, trained = row.get("prepare", {}), row.get("train", {})
+        engine, packed = row.get("engine", {}), row.get("packed", {})
+        canonical = row.get("canonical", {})
+        gate = "yes" if canonical.get("passed") else _refusal(canonical)
+        share = (
+            f"{100 * engine['fp4_mac_share']:.1f} %, {engine['fallbacks']}"
+            if "fallbacks" in engine
+            else _refusal(engine)
+        )
+        stages = (canonical, row.get("portable", {}), engine, packed)
+        sizes = [2 * planned.get("parameters", 0), *(stage.get("bytes") for stage in stages)]
+        rows.append([
+            f"`{row['model']}`{given.replace('|', ' ')}{untuned}",
+            f"{planned['fp4_layers']} of {planned['layers']}" if "layers" in planned else _refusal(planned),
+            "{:.2f}, {:.2f}".format(*trained["losses"]) if "losses" in trained else _refusal(trained),
+            f"{gate}, {_percent(canonical)}",
+            _distance_of_logits(row.get("portable", {})),
+            share,
+            _percent(packed),
+            ", ".join("-" if size is None else f"{size / 1e6:.1f}" for size in sizes),
+        ])  # fmt: skip
+    head = [
+        "model", "layers in FP4", "QAT loss, first and last step", "canonical ONNX: gate, argmax",
+        "decomposed ONNX: distance of logits, classes", "SM120 engine: FP4 MACs, fallbacks", "packed",
+        "MB: FP16, canonical, decomposed, plan, packed",
+    ]  # fmt: skip
+    return markdown(head, rows)
+
+
+def _percent(stage: dict[str, Any]) -> str:
+    """Pixels with torch's class, or that the stage was refused."""
+    return f"{100 * stage['argmax']:.2f} %" if "argmax" in stage else _refusal(stage)
+
+
+def _distance_of_logits(stage: dict[str, Any]) -> str:
+    """Relative distance of the logits from torch's and the classes that occur, or that the stage was refused."""
+    return f"{stage['distance']:.0e}, {stage['classes']}" if "classes" in stage else _refusal(stage)
+
+
+def _refusal(stage: dict[str, Any]) -> str:
+    """The first sentence of a stage's error."""
+    return " ".join(stage.get("error", "not run").split()).partition(". ")[0].replace("|", " ")[:120]

@@ -1,0 +1,154 @@
+"""Tables of packed networks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from docs.tables.results import markdown, result
+
+
+def _time_and_memory(row: dict[str, float]) -> list[str]:
+    return [f"{row['ms']:.2f}", f"{row['peak_bytes'] / 2**20:.0f}"]
+
+
+def packed_network() -> str:
+    """The packed UNet against torch."""
+    one, many = result("packed_unet_h200")["batches"]
+    names = {
+        "FP16, torch eager, channels_last": "fp16 eager",
+        "FP16, torch.compile, no CUDA graph": "fp16 compiled",
+        "NVFP4 as it is trained, fake-quantised": "nvfp4 emulated",
+        "**packed**, CUDA graph": "packed",
+    }
+    rows = [[label, *_time_and_memory(one[name]), *_time_and_memory(many[name])] for label, name in names.items()]
+    return markdown(["", "batch 1, ms", "MiB", "batch 16, ms", "MiB"], rows)
+
+
+LATENCY_FORMS = {
+    "FP16 eager NCHW": "fp16, eager, NCHW",
+    "FP16 eager channels_last": "fp16, eager, channels_last",
+    "torch.compile": "fp16, compiled",
+    "max-autotune": "fp16, max-autotune",
+    "packed FP16": "packed fp16",
+    "**packed NVFP4**": "packed nvfp4",
+}
+
+
+def packed_latency() -> str:
+    """Packed networks beside FP16 of torch in every form, each as one CUDA graph."""
+    return _latencies("packed_latency_h200", LATENCY_FORMS)
+
+
+def packed_fp16_over_nvfp4() -> str:
+    """Time of our packed UNets with FP16 weights over NVFP4's, from and to."""
+    runs = [case["runs"] for case in result("packed_latency_h200")["cases"]]
+    found = sorted(run["packed fp16"]["graph_ms"] / run["packed nvfp4"]["graph_ms"] for run in runs)
+    return f"{found[0]:.2f} to {found[-1]:.2f}"
+
+
+def packed_own_networks() -> str:
+    """The same of networks of other libraries."""
+    return _latencies("packed_own_networks_h200", LATENCY_FORMS | {"NVFP4, node by node": "packed nvfp4, node by node"})
+
+
+def _latencies(name: str, forms: dict[str, str]) -> str:
+    rows = []
+    for case in result(name)["cases"]:
+        runs = [case["runs"].get(form, {}) for form in forms.values()]
+        times = [f"{run['graph_ms']:.2f}" if "graph_ms" in run else "–" for run in runs]
+        ratio = f"{case['ratio_nvfp4']:.2f}" if "ratio_nvfp4" in case else "–"
+        model, _, images = case["case"].rpartition(":")
+        title = f"scale {model}" if model[0].isdecimal() else model
+        rows.append([f"{title}, {images.replace('x', ' x ')}", *times, ratio])
+    return markdown(["one CUDA graph, ms", *forms, "NVFP4 / best of torch"], rows)
+
+
+CPU_FORMS = ("torch eager, channels_last", "torch.compile", "onnx fp16", "portable onnx", "packed fp16", "packed nvfp4")
+
+
+def cpu_latency() -> str:
+    """Artefacts on a CPU over torch eager in FP32."""
+    found: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for row in result("cpu_latency_cpu")["rows"]:
+        found.setdefault((row["case"], row["batch"], row["threads"]), {})[row["form"]] = row
+    rows = []
+    for (case, batch, threads), forms in found.items():
+        label, size = _network_and_size(case)
+        ratios = [f"{forms[form]['ratio']:.2f}" if _settled(forms.get(form)) else "–" for form in CPU_FORMS]
+        eager = f"{forms['torch eager']['ms']:.1f}"
+        rows.append([label, f"{batch} x {size}", str(threads), eager, *ratios])
+    titles = (form.replace("portable", "decomposed") for form in CPU_FORMS)
+    return markdown(["network", "images", "threads", "torch eager FP32, ms", *titles], rows, 2)
+
+
+def _network_and_size(case: str) -> tuple[str, str]:
+    """ "0.25:96x96" as ("UNet, scale 0.25", "96 x 96")."""
+    name, _, size = case.rpartition(":")
+    label = f"UNet, scale {name}" if ":" not in name else name.partition(":")[2].replace("/", ", ")
+    return label, size.replace("x", " x ")
+
+
+def cpu_slowest() -> str:
+    """The artefact with the largest ratio to torch eager, and its ratio to torch eager in channels_last."""
+    rows = [row for row in result("cpu_latency_cpu")["rows"] if row["form"] in CPU_FORMS[2:] and _settled(row)]
+    slowest = max(rows, key=lambda row: float(row["ratio"]))
+    place = {key: slowest[key] for key in ("case", "batch", "threads")}
+    (peer,) = (
+        row for row in result("cpu_latency_cpu")["rows"] if row["form"] == CPU_FORMS[0] and place.items() <= row.items()
+    )
+    label, size = _network_and_size(slowest["case"])
+    form = slowest["form"].replace("portable", "decomposed")
+    return (
+        f"the largest ratio of an artefact is the {slowest['ratio']:.2f} of {form} ({label}, "
+        f"{slowest['batch']} x {size}, {slowest['threads']} thread{'s' * (slowest['threads'] > 1)}), which is "
+        f"{slowest['ms'] / peer['ms']:.2f} times torch eager in channels_last"
+    )
+
+
+def _settled(row: dict[str, Any] | None) -> bool:
+    """Whether the quartiles of a ratio lie within half of it."""
+    return row is not None and float(row["high"]) < 1.5 * float(row["low"])
+
+
+def packed_input_encoding() -> str:
+    """The packed UNet with the first and last layer in FP4, without and with the multi-term input encoding."""
+    one, many = result("packed_digits_h200")["batches"]
+    names = {"21 of 23": "21 of 23", "all": "all", "all, multi-term input": "all, digits"}
+    rows = [[label, *_time_and_memory(one[name]), *_time_and_memory(many[name])] for label, name in names.items()]
+    return markdown(["layers in FP4", "batch 1, ms", "MiB", "batch 16, ms", "MiB"], rows)
+
+
+def native_library() -> str:
+    """The C library beside the Python runtime: elements that differ, and milliseconds."""
+    rows = []
+    for row in result("native_library_h200")["rows"]:
+        every = row["kind"] == "digits"
+        layers = "every layer in FP4" if every else "first and last layer in FP16"
+        times = [f"{row[name]['graph_ms']:.2f}" for name in ("library", "python, own", "python, torch")]
+        times[1] = "-" if every else times[1]
+        differing = f"{sum(row['different'].values())} of {row['values']:,}"
+        launched = [f"{row[name]['launched_ms']:.2f}" for name in ("library", "python, torch")]
+        rows.append([f"{layers}, scale {row['scale']}", str(row["batch"]), differing, *times, *launched])
+    head = ["UNet, 352 x 480", "batch", "logits that differ", "library", 'Python, `plain="kernel"`', "Python"]
+    return markdown([*head, "library, launched", "Python, launched"], rows)
+
+
+def large_images() -> str:
+    """`predict --tile` by the size of the image: CPU time and peak memory of the command."""
+    rows = [
+        [
+            f"{row['side']} x {row['side']}",
+            str(row["tiles"]),
+            f"{row['cpu_seconds']:.0f}",
+            f"{row['peak_mib'] / 1024:.2f}",
+            f"{row['all_logits_mib'] / 1024:.2f}",
+        ]
+        for row in result("large_images_cpu")["rows"]
+    ]
+    return markdown(["image", "tiles", "CPU, s", "peak memory, GiB", "logits of all pixels, GiB"], rows, 1)
+
+
+def input_encoding_cost(batch: int) -> float:
+    """Milliseconds that the multi-term input encoding adds: batch 1 (0), batch 16 (1)."""
+    row = result("packed_digits_h200")["batches"][batch]
+    return float(row["all, digits"]["ms"] - row["all"]["ms"])

@@ -1,0 +1,66 @@
+"""Files of benchmarks/results, and how their numbers are written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from fp4deploy.experiments.sweep.results import gap_text
+from tools.results import origin_of
+
+ROOT = Path(__file__).resolve().parents[2]
+
+RESULTS = ROOT / "benchmarks" / "results"
+
+MINUS = "\N{MINUS SIGN}"
+
+
+def result(name: str) -> Any:
+    """One JSON file of benchmarks/results, by its name without the suffix; `as_of` says that it was read."""
+    read[name] = document(name)
+    return read[name]
+
+
+@lru_cache
+def document(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+read: dict[str, Any] = {}
+
+
+def as_of() -> str:
+    """Dates and commits of what was read since `read` was cleared."""
+    found = dict.fromkeys(str(origin_of(document)) for document in read.values())
+    return f"*As of {', '.join(found)}.*"
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """A table; the first `left` columns are aligned to the left, the others to the right."""
+    lines = [head, ["---" if index < left else "---:" for index in range(len(head))], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def spread(value: dict[str, float]) -> str:
+    """Mean and standard deviation over seeds, in points; of one seed its score."""
+    deviation = "" if value["sd"] is None else f" ± {100 * value['sd']:.2f}"
+    return f"{100 * value['mean']:.2f}{deviation}"
+
+
+def points(values: Sequence[float]) -> str:
+    """Scores of several seeds in points: "57.3, 56.1 and 56.3"."""
+    texts = [f"{100 * value:.1f}" for value in values]
+    return f"{', '.join(texts[:-1])} and {texts[-1]}"
+
+
+def gap(value: dict[str, Any] | None) -> str:
+    """A difference paired by seed, in points, with its 95 % interval where there are several seeds."""
+    return "" if value is None else gap_text(value).replace("-", MINUS)
+
+
+def microseconds(row: dict[str, float], key: str = "ms") -> str:
+    """A time in microseconds."""
+    return f"{row[key] * 1e3:.1f}"

@@ -1,0 +1,210 @@
+"""Tables of training: steps, memory, scaling."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from docs.tables.results import markdown, result
+
+STEP_ROWS = {
+    "FP16, torch eager, channels_last": "fp16 unfused",
+    "FP16, torch eager, NCHW": "fp16 unfused, NCHW",
+    "FP16, torch.compile, channels_last": "fp16 compiled",
+    "FP16, fused, torch's loss": "fp16 fused, torch's loss",
+    "FP16, fused": "fp16 fused",
+    "NVFP4, fused, torch's loss": "nvfp4 fused, torch's loss",
+    "**NVFP4, fused**": "nvfp4 fused",
+    "NVFP4, fused, delayed amax": "nvfp4 fused, delayed",
+}
+
+UNFUSED_ROWS = {
+    "FP16, fused": "fp16 fused",
+    "NVFP4, torch reference": "nvfp4 unfused, reference",
+    "NVFP4, kernels but not fused": "nvfp4 unfused",
+    "NVFP4, kernels but not fused, delayed amax": "nvfp4 unfused, delayed",
+    "NVFP4, fused": "nvfp4 fused",
+    "ModelOpt 0.47 NVFP4 QAT, eager, NCHW (blocks along image width)": "peer: ModelOpt NVFP4 QAT",
+    "ModelOpt 0.47 NVFP4 QAT, eager, channels_last": "peer: ModelOpt NVFP4 QAT, channels_last",
+}
+
+
+def _steps(name: str = "training_step_h200") -> dict[tuple[float, str], dict[str, Any]]:
+    return {(row["scale"], row["case"]): row for row in result(name)["rows"]}
+
+
+def training_step() -> str:
+    """A training step of the UNet by scale: time launched from Python and in a CUDA graph, and peak memory."""
+    return _step_table(STEP_ROWS, _steps())
+
+
+def unfused_step() -> str:
+    """The same in the forms that are not fused, and of ModelOpt."""
+    return _step_table(UNFUSED_ROWS, _steps("training_step_unfused_h200"))
+
+
+def _step_table(labels: dict[str, str], found: dict[tuple[float, str], dict[str, Any]]) -> str:
+    rows = []
+    for label, case in labels.items():
+        cells = [f"{found[scale, case][key]:.1f}" for scale in (1.0, 0.25) for key in ("ms", "graph_ms", "peak_gb")]
+        rows.append([label, *cells])
+    head = [cell for scale in (1.0, 0.25) for cell in (f"scale {scale}, ms", "in a CUDA graph, ms", "peak GB")]
+    return markdown(["", *head], rows)
+
+
+KEPT_AS_CODES = {"default": "a quarter (default)", "fused": "none", "recomputed": "all"}
+
+
+def network_steps() -> str:
+    """Steps of networks that torch.compile fuses, in a CUDA graph, by the share of inputs kept as FP4 codes."""
+    found = {(row["network"], row["way"]): row for row in result("training_models_h100")["rows"]}
+    rows = []
+    for (network, way), ours in found.items():
+        if way == "compiled":
+            continue
+        plain = found[network, "compiled"]
+        cells = [f"{row['graph_ms']:.1f} ({row['peak_gb']:.2f})" for row in (plain, ours)]
+        ratios = [f"{ours[key] / plain[key]:.2f}" for key in ("graph_ms", "peak_gb")]
+        rows.append([f"`{network}`", KEPT_AS_CODES[way], *cells, *ratios])
+    head = ["network", "inputs as codes", "FP16, torch.compile, ms (GB)", "NVFP4, ms (GB)", "time", "memory"]
+    return markdown(head, rows, 2)
+
+
+def first_steps() -> str:
+    """How long first steps of compiled networks take, NVFP4 and FP16."""
+    found = result("training_models_h100")["rows"]
+    ours, plain = (
+        [row["first_step_s"] for row in found if (row["way"] == "compiled") is fp16] for fp16 in (False, True)
+    )
+    return f"{min(ours):.0f} to {max(ours):.0f} s in NVFP4 and {min(plain):.0f} to {max(plain):.0f} s in FP16"
+
+
+def recomputed_steps() -> str:
+    """Steps that keep the inputs of convolutions and steps that do not."""
+    found, rows = _steps(), []
+    for (scale, case), row in found.items():
+        if f"{case.removesuffix(', recomputed')}, recomputed" not in {name for _, name in found}:
+            continue
+        kept = found[scale, case.removesuffix(", recomputed")]
+        ratios = ["" if row is kept else f"{row[key] / kept[key]:.2f}" for key in ("graph_ms", "peak_gb")]
+        rows.append(
+            [f"{case}, scale {scale:g}", f"{row['ms']:.1f}", f"{row['graph_ms']:.1f}", f"{row['peak_gb']:.2f}", *ratios]
+        )
+    return markdown(["", "launched, ms", "in a CUDA graph, ms", "peak GB", "time", "memory"], rows)
+
+
+def largest_batches() -> str:
+    """The largest batch of a training step that fits into the memory of a GPU, and its speed."""
+    rows = [
+        [f"{row['case']}, scale {row['scale']:g}", str(row["batch"]), f"{row['images_per_s']:.0f}"]
+        for row in result("largest_batch_h200")["rows"]
+    ]
+    return markdown(["", "largest batch", "images a second"], rows)
+
+
+def recipe_ratios() -> str:
+    """Time of a step of each recipe over that of FP16, both in CUDA graphs."""
+    found = {case: row["graph_ms"] for (scale, case), row in _steps().items() if scale == 1.0}
+    names = {
+        "": "`nvfp4_qat`",
+        ", dynamic": "`nvfp4_qat+dynamic`",
+        ", learned": "`nvfp4_qat+learned`",
+        ", 2-D": "`nvfp4_qat_2d`",
+        ", 4/6": "`nvfp4_4o6_qat`",
+    }
+    ratios = [f"{found[f'nvfp4 fused{key}'] / found['fp16 fused']:.2f} ({name})" for key, name in names.items()]
+    return ", ".join(ratios[:-1]) + " and " + ratios[-1]
+
+
+def captured_recipe() -> str:
+    """Images a second of a training that quantises gradients, in the epochs after the first: replayed and launched."""
+    found = {row["cuda_graph"]: row["epochs"][1:] for row in result("captured_recipe_h200")["rows"]}
+    replayed, launched = ([epoch["images_per_s"] for epoch in found[graph]] for graph in (True, False))
+    times = sum(replayed) / sum(launched)
+    return f"{min(replayed):.0f} to {max(replayed):.0f}, {min(launched):.0f} to {max(launched):.0f}, {times:.1f} times"
+
+
+def step_ratio(case: str, other: str, scale: float = 1.0, key: str = "graph_ms") -> str:
+    """Time of one row of that table over another's, in CUDA graphs."""
+    found = _steps()
+    return f"{found[scale, case][key] / found[scale, other][key]:.2f}"
+
+
+def four_over_six_training() -> str:
+    """A training step with 4/6 beside the same without, in turn."""
+    rows = []
+    for row in result("four_over_six_cost_h200")["rows"]:
+        low, high = row["ratio_quartiles"]
+        times = (f"{row[key]:.2f}" for key in ("plain_ms", "four_over_six_ms"))
+        rows.append([row["pair"], f"{row['scale']:g}", *times, f"{row['ratio']:.3f} [{low:.3f}, {high:.3f}]"])
+    return markdown(["4/6 in", "scale", "plain, ms", "4/6, ms", "ratio, quartiles of the pairs"], rows)
+
+
+def scaling() -> str:
+    """Training on several GPUs."""
+    rows = []
+    for name in ("scaling_h200", "scaling_quarter_h100"):
+        found = result(name)
+        for row in found["rows"]:
+            distance = ", ".join(f"{100 * part:.2f} %" for part in row.get("relative_distance", ()))
+            share = f"{100 * row['all_reduce_ms'] / row['step_ms']:.1f} %" if "step_ms" in row else ""
+            speed = [f"{row['images_per_s']:.0f}", f"{row['epoch_s']:.0f}", f"{100 * row['efficiency']:.0f} %", share]
+            step = "graph" if row.get("captured", row["gpus"] == 1) else "launched"  # of one GPU alone in older results
+            rows.append([f"{found['scale']}", row["model"], f"{row['gpus']} x {row['batch']}", step, *speed, distance])
+    head = ["scale", "model", "GPUs x images", "step", "images/s", "epoch, s", "efficiency", "all-reduce"]
+    return markdown([*head, "difference of the loss"], rows, 4)
+
+
+def fp4_training() -> str:
+    """Steps of a training through FP4 GEMMs, of their emulation, and in FP16."""
+    rows = []
+    for row in result("fp4_training_h200")["rows"]:
+        name = f"`{row['recipe']}`, `{row['products']}`" if row["recipe"] else "FP16, torch eager, channels_last"
+        losses = [row["losses"][0], statistics.mean(row["losses"][-10:])]
+        measured = [f"{row['ms']:.1f}", f"{row['peak_gb']:.2f}", *(f"{loss:.4f}" for loss in losses)]
+        rows.append([name, str(row["scale"]), *measured])
+    return markdown(
+        [
+            "",
+            "scale",
+            "ms a step",
+            "peak GB",
+            "first loss",
+            f"mean of steps {len(row['losses']) - 9} to {len(row['losses'])}",
+        ],
+        rows,
+        1,
+    )
+
+
+def estimates() -> str:
+    """Estimated COCO-2017 trainings on eight GPUs, from steps measured on one."""
+    rows = []
+    for name in ("coco2017", "coco2017_instance"):
+        found = result(f"estimate_{name}_h200")
+        for measured, whole in zip(found["measured"], found["estimated"], strict=True):
+            speed = [f"{measured[key]:.0f}" for key in ("training", "loader")]
+            rows.append([name, measured["model"], *speed, str(whole["epochs"]), f"{whole['hours']:.2f}"])
+    head = ["configuration", "model", "images/s, one GPU", "loader, images/s", "epochs", "hours on 8 GPUs (estimated)"]
+    return markdown(head, rows, 2)
+
+
+def telemetry_cost(where: str = "h200") -> str:
+    """A step with and without a sample of every layer, and the share of training time at one sample in 200 steps."""
+    rows = []
+    for row in result(f"telemetry_cost_{where}")["rows"]:
+        times = [f"{row[name]:.1f}" for name in ("step_ms", "looked_at_ms")]
+        rows.append([row["model"], f"{row['scale']:g}", *times, f"{100 * row['share']['1'] / 200:.2f} %"])
+    return markdown(["model", "scale", "step, ms", "sampled step, ms", "share at N = 200"], rows)
+
+
+def step_images_per_s() -> str:
+    """Images a second of the fused FP16 step of scale 1.0 in a CUDA graph."""
+    return f"{1000 * 16 / _steps()[1.0, 'fp16 fused']['graph_ms']:.0f}"
+
+
+def loading_rates() -> str:
+    """ "243, 856 images/s with 0, 4" of the data loader."""
+    rows = result("data_loading_h200")["rows"]
+    rates, workers = (", ".join(f"{row[key]:.0f}" for row in rows) for key in ("images_per_s", "workers"))
+    return f"{rates} images/s with {workers}"
