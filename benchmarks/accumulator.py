@@ -24,12 +24,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fp4deploy.export.to_packed import pack_unet
+from fp4deploy.export.to_packed import pack_model
 from fp4deploy.formats import Nvfp4Tensor, quantize_nvfp4
+from fp4deploy.graph.sizes import output_size
 from fp4deploy.models import ModelCard, build_unet
 from fp4deploy.packed import PackedNetwork, packed_file
 from fp4deploy.plugins.gemm import dispatch
-from fp4deploy.plugins.gemm.reference import output_size
 from fp4deploy.qat import prepare
 from fp4deploy_emulator.accumulate import DEPTH, block_scaled
 
@@ -142,7 +142,9 @@ def unet(seed: int, scale: float, size: int) -> dict[str, float]:
     names = tuple(f"class {index}" for index in range(5))
     rgb = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
     card = ModelCard("nvfp4", scale, names, size, size, *rgb, False, "nvfp4_qat")
-    network = PackedNetwork(packed_file(Path("unet.fp4"), card, *pack_unet(model.eval())))
+    network = PackedNetwork(
+        packed_file(Path("unet.fp4"), card, *pack_model(model.eval(), torch.zeros(1, 3, size, size), False))
+    )
     hardware, exact = convolution("hardware"), convolution("exact")
     differ, total = 0, 0
 

@@ -35,7 +35,7 @@ from fp4deploy.plugins.aot.compile import triton_version
 from fp4deploy_emulator.cases import cases
 from fp4deploy_emulator.cases.case import Setting
 
-GEMMS = ("linear", "conv", "several taps", "two sources", "transposed", "packed output", "W4A16", "GEMV")
+GEMMS = ("linear", "conv", "several taps", "two sources", "transposed", "packed output", "volumes", "W4A16", "GEMV")
 GEMMS += ("decoded weights", "split-K", "dgrad", "wgrad")
 
 

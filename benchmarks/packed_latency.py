@@ -177,15 +177,15 @@ def in_turn(case: str, names: Sequence[str], folder: Path, number: int, profiles
     with peers.turn(folder, number):
         for name, run in runs.items():
             row["runs"][name] |= {**measured(run), "first_call_s": row["runs"][name]["first_call_s"]}
-            if profiles:
-                profiles.mkdir(parents=True, exist_ok=True)
-                file = profiles / f"{case}, {name}.json".replace("/", "-").replace(":", "-")
-                file.write_text(json.dumps(peers.kernels_of(captured(run))))
         if PACKED[0] in runs and COMPILED in runs:
             y, expected = (tree_leaves(runs[name]())[0].float() for name in (COMPILED, PACKED[0]))
             row["difference"] = float((y - expected).norm() / expected.norm())
-    compare(row)
-    (folder / f"{number}.json").write_text(json.dumps(row))
+        compare(row)
+        (folder / f"{number}.json").write_text(json.dumps(row))
+        for name, run in runs.items() if profiles else ():
+            profiles.mkdir(parents=True, exist_ok=True)
+            file = profiles / f"{case}, {name}.json".replace("/", "-").replace(":", "-")
+            file.write_text(json.dumps(peers.kernels_of(captured(run))))
 
 
 @lru_cache

@@ -177,9 +177,9 @@ def transformers_table() -> str:
     return markdown(head, rows)
 
 
-def architectures() -> str:
+def architectures(name: str = "architectures_cpu") -> str:
     """What became of many architectures, from `prepare` to a packed network."""
-    found = result("architectures_cpu")
+    found = result(name)
     rows = []
     for row in found["rows"]:
         given = f" {row['arguments']}" if row.get("arguments") else ""

@@ -108,7 +108,8 @@ class CapturedNetwork:
     def _run(self, inputs: tuple[torch.Tensor, ...]) -> tuple[Callable[[], Result], Program | None]:
         """By the program or by the network's own steps, as was chosen."""
         network, mode = self.network, self.compiled
-        if mode == "off" or (mode == "auto" and not (network.by_default and left_to_torch(network.steps))):
+        joins = network.by_default and (network.decodes_layers or left_to_torch(network.steps))
+        if mode == "off" or (mode == "auto" and not joins):
             return self._record(network, inputs), None
         name = choice_key(network.file, inputs, self.enabled)
         choice = "program" if mode == "on" else remembered(name)

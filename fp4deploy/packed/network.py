@@ -153,6 +153,8 @@ class PackedNetwork:
             if isinstance(node, Layer):
                 names.update(weight_names(node))
                 self._load_weight(node, tuple(shapes[name][_axis(node)] for name in node.inputs))
+        # Some layers' packed operands no kernel of this device takes: before Blackwell those of volumes.
+        self.decodes_layers = bool(self._wide)
         small_k = partial(small_k_kernel, weights=self._plain, device=self.device)
         self._as_given = set[str]() if self._own else read_as_given(self.graph, inputs, steps, small_k)
         names -= constants_of(self.graph)  # an embedding may share the weight of the output layer

@@ -249,7 +249,7 @@ class Writer:
     def _compute(self, node: Node, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
         """`operators.compute`, in the form that compiles best."""
         x = inputs[0] if inputs else torch.empty(0)
-        if _has_kernel(node) and x.ndim == 4 and x.dtype != torch.float32:
+        if _has_kernel(node) and x.ndim in FORMATS and x.dtype != torch.float32:
             return self._normalized(cast("Norm | GroupNormReLU", node), x, context)
         pools = isinstance(node, Pool) and node.op == "max_pool" and len(node.kernel) == 2 and not node.ceil_mode
         if pools and math.prod(cast(Pool, node).kernel) <= MAX_POOL_TAPS:
@@ -265,7 +265,7 @@ class Writer:
         return compute(node, inputs, context)
 
     def _normalized(self, node: Norm | GroupNormReLU, x: torch.Tensor, context: Context) -> torch.Tensor:
-        """A GroupNorm or InstanceNorm of a feature map: its affine map by kernels, in one pass over x, then applied.
+        """A GroupNorm or InstanceNorm of a feature map or volume: its affine map by kernels, in one pass, then applied.
 
         Of x / s for a factor s, which the norm cancels: its bias is divided by s, its epsilon by the square.
         """
@@ -278,10 +278,12 @@ class Writer:
             else context.tensor(f"{node.layer}.{part}")
             for part, value in (("weight", 1.0), ("bias", 0.0))
         )
-        pixels = x.permute(0, 2, 3, 1)
+        pixels = x.movedim(1, -1)
+        rows = pixels.flatten(1, -3)  # of all slices
         operator = torch.ops.fp4deploy.norm_coefficients
-        a, b = operator(pixels, bias, weight, beta, groups, node.eps / factor**2).unbind(1)
-        y = (pixels.to(torch.float32) * a[:, None, None] + b[:, None, None]).permute(0, 3, 1, 2)
+        ab = operator(rows, bias, weight, beta, groups, node.eps / factor**2)
+        a, b = ab.view(*ab.shape[:2], *(1,) * (x.ndim - 2), channels).unbind(1)
+        y = (pixels.to(torch.float32) * a + b).movedim(-1, 1)
         return y.relu() if isinstance(node, GroupNormReLU) else y
 
     def _factors(self, layers: Sequence[Layer], kept: set[str]) -> dict[str, float]:
@@ -292,7 +294,7 @@ class Writer:
             unit = self.units[name]
             readers = [each for each in self.graph.nodes if name in each.inputs]
             alone = len(node.outputs) == 1 and node.outputs[0].amax is None and name not in kept and bool(readers)
-            convolution = isinstance(node, Conv2d | ConvTranspose2d) and len(node.stride) == 2 and node.bias is None
+            convolution = isinstance(node, Conv2d | ConvTranspose2d) and len(node.stride) > 1 and node.bias is None
             rectified = isinstance(node, Conv2d) and node.relu
             if alone and convolution and not rectified and all(map(_has_kernel, readers)) and unit:
                 factors[name] = unit

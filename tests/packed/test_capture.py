@@ -143,7 +143,7 @@ def test_a_layer_that_is_timed_keeps_what_it_reads() -> None:
 class Layered(Network):
     """A network of the kind that is compiled; its program computes x + 2."""
 
-    steps, file, by_default = (object(),), None, True
+    steps, file, by_default, decodes_layers = (object(),), None, True, False
 
     def named(self, outputs: list[torch.Tensor]) -> torch.Tensor:
         return outputs[0]

@@ -270,3 +270,20 @@ def test_a_network_of_volumes_is_multiplied_in_packed_form(monkeypatch: pytest.M
     layers = [node for node in file.graph.nodes if isinstance(node, Layer) and node.precision == "nvfp4"]
     assert len(multiplied) == len(layers) == 11
     assert [len(node.inputs) for node in layers if "decoder" in node.layer] == [2, 1, 2, 1]
+
+
+@pytest.mark.parametrize(("name", "decodes"), [("InstanceNorm UNet", False), ("InstanceNorm UNet, volumes", True)])
+def test_before_blackwell_layers_of_volumes_are_decoded(
+    name: str, decodes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels of decoded weights take images; a compiler may join what torch computes of volumes."""
+    torch.manual_seed(0)
+    factory, size = NETWORKS[name]
+    x = torch.randn(2, 3, *size)
+    file = packed_file(Path("own.fp4"), None, *pack_model(deployed(factory(), x), x))
+    assert not PackedNetwork(file).decodes_layers
+    monkeypatch.setattr(network_module.decoded, "available", lambda _: True)
+    network = PackedNetwork(file)
+    assert network.decodes_layers == decodes
+    assert bool(network._decoded) != decodes
+    assert not PackedNetwork(file, weights="packed").decodes_layers

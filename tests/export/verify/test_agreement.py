@@ -201,7 +201,7 @@ def test_a_right_file_passes_and_says_what_was_compared(kind: str, tmp_path: Pat
     assert found.layerwise is None
 
 
-@pytest.mark.parametrize(("kind", "fault"), sample(KINDS, FAULTS, every=3))
+@pytest.mark.parametrize(("kind", "fault"), sample(KINDS, FAULTS, every=6))
 def test_a_fault_is_seen_end_to_end_and_layer_by_layer(kind: str, fault: str) -> None:
     """In the first of two batches alone where the fault is of one sample."""
     model = prepared(kind)
@@ -216,7 +216,7 @@ def test_a_fault_is_seen_end_to_end_and_layer_by_layer(kind: str, fault: str) ->
         require_agreement(found, "model")
 
 
-@pytest.mark.parametrize(("kind", "fault"), sample(KINDS, FAULTS, every=3))
+@pytest.mark.parametrize(("kind", "fault"), sample(KINDS, FAULTS, every=6))
 def test_a_fault_is_seen_in_a_packed_network(kind: str, fault: str, tmp_path: Path) -> None:
     model = prepared(kind)
     wrong = with_fault(model, FAULTS[fault])

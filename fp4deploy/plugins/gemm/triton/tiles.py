@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 NATIVE_FROM = 100
 # Taps of a filter for several a step: with more than nine, the masks of the loads spill registers. A 3x3x3 filter of 16
-# or 32 channels has 4 to 14 steps instead of 27 and fewer registers (compiled for SM90, SM100 and SM120 by Triton 3.9,
-# 2026-11-29), not measured.
+# or 32 channels has 4 to 14 steps instead of 27, and on SM100 fewer registers; it spills nowhere (compiled for SM90,
+# SM100 and SM120 by Triton 3.7.1, 2026-11-29). Not measured.
 MAX_TAPS, CUBE = 9, 27
 FILL = 132  # programs of a full wave on a large GPU
 
