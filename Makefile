@@ -39,10 +39,11 @@ emulate: install-dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "emulate or variants"
 
 LIBRARY_TESTS := tests/models tests/cli/test_quantize_networks.py tests/benchmarks/test_architectures.py \
+	tests/benchmarks/test_transformers_table.py \
 	tests/interop/test_modelopt.py tests/interop/test_nnunet*.py tests/experiments/test_sweep_cluster.py tests/train/test_trackers.py
 
 libraries: install-dev
-	$(INSTALL) --editable '.[zoo,nnunet,modelopt,distributed,tensorboard,wandb,mlflow]'
+	$(INSTALL) --editable '.[zoo,nnunet,modelopt,distributed,tensorboard,wandb,mlflow,transformers,diffusers]'
 	FP4DEPLOY_NEED_LIBRARIES=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile $(LIBRARY_TESTS)
 
 GPU_LOG = benchmarks/logs/gpu-tests-$$($(BIN)/fp4deploy --version | cut -d ' ' -f 2).log

@@ -114,10 +114,10 @@ MODELS_HELP = f"Any of {', '.join(MODELS)}, in order."
 DEFAULT = ",".join(DEFAULT_MODELS)
 ModelsOption = Annotated[str, typer.Option("--models", help=MODELS_HELP, autocompletion=completion.models)]
 TaskOption = Annotated[
-    Literal["semantic", "instance", "detection"] | None,
+    Literal["semantic", "instance", "detection", "classification"] | None,
     typer.Option(
         "--task",
-        help="Segment classes (semantic) or objects (instance), or find boxes (detection).",
+        help="Segment classes (semantic) or objects (instance), find boxes (detection), name images (classification).",
         show_default="semantic",
     ),
 ]

@@ -8,7 +8,9 @@ from .export.verify.exported import verify
 from .formats.four_over_six import FourOverSix
 from .formats.mxfp4 import quantize_mxfp4
 from .formats.nvfp4 import quantize_nvfp4
+from .models.generation import generate, with_cache
 from .plugins.gemm.conv import fp4_conv2d
+from .plugins.gemm.grouped import fp4_grouped_linear
 from .plugins.gemm.linear import fp4_cached_linear, fp4_linear, fp4_matmul
 from .plugins.gemm.weight_cache import FP4WeightCache, fp4_quantize
 from .predict.predictor import load
@@ -39,10 +41,12 @@ __all__ = [
     "export_onnx",
     "fp4_cached_linear",
     "fp4_conv2d",
+    "fp4_grouped_linear",
     "fp4_linear",
     "fp4_matmul",
     "fp4_quantize",
     "fuse",
+    "generate",
     "layer_plan",
     "load",
     "load_model",
@@ -54,4 +58,5 @@ __all__ = [
     "quantize_nvfp4",
     "restore",
     "verify",
+    "with_cache",
 ]

@@ -90,6 +90,31 @@ class VolumeScores(Scores):
         return {**super().to_json(), "dice": self.mean_dice, "hd95_mm": self.mean_hd95}
 
 
+@dataclass(frozen=True)
+class LabelScores:
+    """Of images with one class each: the share whose most likely class is right, and of each class; None: no image."""
+
+    top1: float
+    per_class: dict[str, float | None]
+
+    @property
+    def score(self) -> float:
+        """The number that selects the best checkpoint: the larger, the better."""
+        return self.top1
+
+    def line(self) -> dict[str, Any]:
+        """For metrics.jsonl."""
+        return {"top1": self.top1, "per_class": self.per_class}
+
+    def text(self) -> str:
+        """For a person."""
+        return f"top-1 {100 * self.top1:.2f} %"
+
+    def to_json(self) -> dict[str, Any]:
+        """For a JSON file; NaN becomes None."""
+        return {"top1": self.top1 if math.isfinite(self.top1) else None}
+
+
 def _mean_of(values: Mapping[str, float | None]) -> float | None:
     known = [value for value in values.values() if value is not None]
     return sum(known) / len(known) if known else None
@@ -154,3 +179,27 @@ class SegmentationScore:
             },
             pixel_accuracy=float(hit.sum() / total) if total else float("nan"),
         )
+
+
+class LabelScore:
+    """Accumulates classes [N] against classes [N]."""
+
+    def __init__(self, class_names: Sequence[str]) -> None:
+        self.class_names = tuple(class_names)
+        self._right = torch.zeros(len(class_names), 2, dtype=torch.int64)  # of each class: images that are right, all
+
+    def update(self, prediction: torch.Tensor, target: torch.Tensor) -> None:
+        """Add a batch."""
+        prediction, target = prediction.cpu(), target.cpu()
+        counts = torch.bincount(target, minlength=len(self.class_names))
+        right = torch.bincount(target[prediction == target], minlength=len(self.class_names))
+        self._right += torch.stack([right, counts], 1)
+
+    def compute(self) -> LabelScores:
+        """Scores of everything seen so far; NaN where no image was."""
+        right, counts = self._right.sum(0).tolist()
+        each = {
+            name: hit / seen if seen else None
+            for name, (hit, seen) in zip(self.class_names, self._right.tolist(), strict=True)
+        }
+        return LabelScores(right / counts if counts else float("nan"), each)

@@ -124,13 +124,14 @@ NNUNET = Library("nnunetv2", "networks, preprocessing and prediction of nnU-Net"
 RAY = Library("ray", "runs sweeps on a cluster", _extra("distributed"))
 
 
-ZOO = {  # the extra `zoo`: libraries of networks, imported only where a model spec names one
+ZOO = {  # the extras `zoo` and `transformers`: libraries of networks, imported only where a model spec names one
     library.name: library
     for library in (
         Library("segmentation_models_pytorch", "smp:... models", _extra("zoo")),
         Library("torchvision", "torchvision:... models", _extra("zoo")),
         Library("monai", "monai:... models", _extra("zoo")),
         Library("timm", "timm:... backbones", _extra("zoo")),
+        Library("transformers", "hf:... classifiers", _extra("transformers")),
     )
 }
 

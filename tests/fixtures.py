@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,10 +60,10 @@ def _each_unet_is_captured_once() -> Iterator[None]:
     kept: dict[tuple[str, torch.Size, bool], Graph] = {}
 
     def captured(
-        model: nn.Module, example_inputs: Inputs, dynamic_size: bool = False, layers: Collection[str] = ()
+        model: nn.Module, example_inputs: Inputs, dynamic_size: bool = False, layers: Collection[str] = (), *form: Any
     ) -> Graph:
-        if type(model) is not UNet or not isinstance(example_inputs, torch.Tensor):
-            return capture(model, example_inputs, dynamic_size, layers)
+        if type(model) is not UNet or not isinstance(example_inputs, torch.Tensor) or any(form):
+            return capture(model, example_inputs, dynamic_size, layers, *form)
         key = repr(model), example_inputs.shape, dynamic_size
         if key not in kept:
             kept[key] = capture(model, example_inputs, dynamic_size)

@@ -33,6 +33,7 @@ SECTIONS = {
     "ptq": "Post-training quantisation",
     "export": "Export",
     "bench": "Runtimes",
+    "models": "Generation with a cache",
     "predict": "Prediction",
     "plugins": "GEMM and convolution of packed tensors",
     "errors": "Errors",
@@ -43,6 +44,7 @@ RETURNED = (  # classes that public functions return
     *("export.to_onnx.ExportResult", "export.verify.outputs.Agreement", "export.to_packed.PackedResult"),
     *("export.engine.build.BuildResult", "export.ledger.ledger.Ledger", "export.ledger.ledger.LedgerRow"),
     *("bench.runtimes.open.OpenRuntime", "predict.predictor.Predictor", "predict.prediction.Prediction"),
+    "models.generation.CachedDecoder",
 )
 
 

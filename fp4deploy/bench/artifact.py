@@ -20,7 +20,7 @@ from fp4deploy.bench.runtimes.protocol import OpenRuntime
 from fp4deploy.data import VAL
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.instances import InstanceScores
-from fp4deploy.metrics import Scores, VolumeScores
+from fp4deploy.metrics import LabelScores, Scores, VolumeScores
 from fp4deploy.models.spec import UnnamedCodeError
 from fp4deploy.system.files import file_digest
 
@@ -85,6 +85,7 @@ def bench_artifact(
     scores = found.scores if found and isinstance(found.scores, Scores) else None
     volumes = scores if isinstance(scores, VolumeScores) else None
     instances = found.scores if found and isinstance(found.scores, InstanceScores) else None
+    labels = found.scores if found and isinstance(found.scores, LabelScores) else None
     timed = None
     if reason is None:
         one = fixed_batch(runtime.inputs) if batch == 1 else None
@@ -101,6 +102,7 @@ def bench_artifact(
         miou=_finite(scores.miou) if scores else None,
         ap=_finite(instances.ap) if instances else None,
         ap50=_finite(instances.ap50) if instances else None,
+        top1=_finite(labels.top1) if labels else None,
         instances=instances.to_json() if instances else None,
         pixel_accuracy=_finite(scores.pixel_accuracy) if scores else None,
         dice=volumes.mean_dice if volumes else None,

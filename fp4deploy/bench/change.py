@@ -23,7 +23,8 @@ from fp4deploy.tasks import task_of
 
 @dataclass(frozen=True)
 class Change:
-    """unchanged: share of the pixels whose class is the source's; None of models that find objects.
+    """unchanged: share of the pixels, of a classifier of the images (`unit`), whose class is the source's; None of
+    models that find objects.
 
     before, after: the score of source and result, named by `metric`; None where no label has a class.
     """
@@ -33,12 +34,13 @@ class Change:
     metric: str
     before: float | None
     after: float | None
+    unit: str = "pixels"
 
     def sentence(self, source: str) -> str:
         """In words."""
         parts = []
         if self.unchanged is not None:
-            parts.append(f"class unchanged against {source} on {100 * self.unchanged:.2f} % of the pixels")
+            parts.append(f"class unchanged against {source} on {100 * self.unchanged:.2f} % of the {self.unit}")
         if self.before is not None and self.after is not None:
             change = 100 * (self.after - self.before)
             parts.append(f"{self.metric} {100 * self.after:.2f}, {source}'s {100 * self.before:.2f} ({change:+.2f})")
@@ -72,11 +74,13 @@ def compare(
         score = getattr(found.scores, task.key)
         scores.append(float(score) if np.isfinite(score) else None)
         recorded.append(runtime)
+    task = task_of(source.card)
     one, other = recorded
     pairs = [] if task.counts_objects else list(zip(one.classes, other.classes, strict=True))
     same = sum(int((before == after).sum()) for before, after in pairs)
     pixels = sum(before.size for before, _ in pairs)
-    return Change(one.images, same / pixels if pixels else None, task.metric, *scores)
+    unit = "images" if task.whole_images else "pixels"
+    return Change(one.images, same / pixels if pixels else None, task.metric, scores[0], scores[1], unit)
 
 
 class _Recorded:

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from fp4deploy.bench.detail import SegmentationDetail
-from fp4deploy.bench.evidence import Accuracy, VoxelCounts, write_pixels
+from fp4deploy.bench.evidence import Accuracy, LabelCounts, VoxelCounts, write_pixels
 from fp4deploy.bench.instances import evaluate_objects
 from fp4deploy.bench.runtimes.protocol import Runtime
 from fp4deploy.data import VAL, eval_loader, validation_set
@@ -49,6 +50,8 @@ def evaluate_task(
     """
     if task_of(runtime.card).counts_objects:
         return evaluate_objects(runtime, data, batch, progress, max_detections, results, split, limit)
+    if task_of(runtime.card).whole_images and max_detections is None:
+        return _evaluate_images(runtime, data, batch, progress, split, limit, labelled)
     if max_detections is not None:
         raise InputError(
             "--max-dets is for instance models and detectors, and this one predicts a class for every pixel. Leave it "
@@ -99,6 +102,38 @@ def evaluate(
     counts = detail.counts([dataset.names[index] for index in range(len(dataset))])
     hidden = detail.boundary_f1(), detail.recall_by_size(), counts.never_predicted()
     return Accuracy(score.compute(), write_pixels(counts), digest, *hidden)
+
+
+def _evaluate_images(
+    runtime: Runtime,
+    data: Path,
+    batch: int,
+    progress: Progress | None,
+    split: str,
+    limit: int | None,
+    labelled: bool,
+) -> Accuracy:
+    """Top-1 and the recall of each class, of a classifier over a split."""
+    card, task = runtime.card, task_of(runtime.card)
+    opened = task.for_card(card, data, split) if labelled else images_for(card, data, split, known=True)
+    dataset = DigestedDataset(part_of(opened, limit))
+    evaluation: Any = task.evaluation(dataset, card)
+    cells = np.zeros((len(dataset), len(dataset.class_names), 3), np.int64)
+    seen, known = 0, len(dataset.class_names)
+    for images, labels in eval_loader(dataset, task.transform(card.size, card.mean, card.std), batch, 0):
+        logits = torch.from_numpy(runtime.infer(images.numpy()))
+        named = labels < known  # a plain folder of images has no classes
+        evaluation.update(logits[named], labels[named])
+        for place, (truth, found) in enumerate(zip(labels.tolist(), logits.argmax(1).tolist(), strict=True), seen):
+            if truth < known:
+                cells[place, truth, 0] = truth == found
+                cells[place, truth, 1] = cells[place, found, 2] = 1
+        seen += len(images)
+        if progress:
+            progress(seen, len(dataset))
+    digest = dataset.digest()
+    counts = LabelCounts([dataset.names[index] for index in range(len(dataset))], dataset.class_names, cells)
+    return Accuracy(evaluation.compute(), write_pixels(counts), digest, None, {}, counts.never_predicted())
 
 
 def _evaluate_volumes(

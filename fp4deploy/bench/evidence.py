@@ -6,6 +6,7 @@ of a class over any set of images is their sum: hit / (truth + predicted - hit).
 
     pixels    a word a class, hit/truth/predicted, "-" for three zeros           "12/400/410 - 3/5/6"
     voxels    the same, of volumes
+    labels    the same, of classifiers, an image as one pixel
     matches   "objects of each class | class:score:matched:ignored ...", bits of the ten overlaps in hexadecimal
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +23,7 @@ from fp4deploy.bench.records import Evidence
 from fp4deploy.errors import InputError
 from fp4deploy.instances import InstanceScores
 from fp4deploy.instances.matches import OVERLAPS, ClassMatches, Matches
-from fp4deploy.metrics import Scores
+from fp4deploy.metrics import LabelScores, Scores
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Accuracy:
     `detection.errors`.
     """
 
-    scores: Scores | InstanceScores
+    scores: Scores | InstanceScores | LabelScores
     evidence: Evidence
     data_sha256: str
     boundary_f1: float | None = None
@@ -93,11 +95,28 @@ class VoxelCounts(PixelCounts):
         return np.divide(sums, count, out=np.full_like(sums, np.nan), where=count > 0)
 
 
+class LabelCounts(PixelCounts):
+    """The same of images that have one class each, counted as one pixel; the metric is the share that is right."""
+
+    def constant(self) -> tuple[str, float]:
+        """The most frequent class, and the share of the images that have it."""
+        truth = self.truth.sum(0)
+        return self.classes[int(truth.argmax())], float(truth.max() / max(1, truth.sum()))
+
+    def per_class(self, weights: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Top-1 [..., 1] of the images weighted by [..., N]: it is one number, and no mean over classes."""
+        right, all_images = (weights @ counts.sum(1, keepdims=True) for counts in (self.hit, self.truth))
+        return np.divide(right, all_images, out=np.full_like(right, np.nan), where=all_images > 0)
+
+
+KINDS = {"voxels": VoxelCounts, "labels": LabelCounts, "pixels": PixelCounts}
+
+
 def write_pixels(counts: PixelCounts) -> Evidence:
     """Counts as text."""
     stacked = np.stack([counts.hit, counts.truth, counts.predicted], -1)
     lines = [" ".join("/".join(map(str, cell)) if any(cell) else "-" for cell in image) for image in stacked.tolist()]
-    kind = "voxels" if isinstance(counts, VoxelCounts) else "pixels"
+    kind: Any = next(name for name, kind in KINDS.items() if isinstance(counts, kind))
     return Evidence(kind=kind, classes=list(counts.classes), images=list(counts.images), lines=lines)
 
 
@@ -141,8 +160,7 @@ def _pixels(evidence: Evidence) -> PixelCounts:
                 if not 0 <= hit <= min(truth, predicted) or max(truth, predicted) > 1 << 40:
                     raise ValueError(f"'{word[:40]}' are no counts of pixels")
                 counts[image, place] = hit, truth, predicted
-    kind = VoxelCounts if evidence.kind == "voxels" else PixelCounts
-    return kind(evidence.images, evidence.classes, counts)
+    return KINDS[evidence.kind](evidence.images, evidence.classes, counts)
 
 
 def _matches(evidence: Evidence) -> Matches:

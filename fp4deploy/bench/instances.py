@@ -32,6 +32,7 @@ from fp4deploy.instances.panoptic import PanopticWriter
 from fp4deploy.instances.results import Result
 from fp4deploy.models import ModelCard
 from fp4deploy.models.boxes import SHOWN
+from fp4deploy.models.heads import ClassHead
 from fp4deploy.system.files import atomic_write
 from fp4deploy.tasks import task_of
 
@@ -91,6 +92,7 @@ def evaluate_objects(
 
 def _limited(card: ModelCard, max_detections: int | None) -> ModelCard:
     assert card.head is not None
+    assert not isinstance(card.head, ClassHead)
     if not max_detections:
         return card
     return dataclasses.replace(card, head=dataclasses.replace(card.head, max_detections=max_detections))

@@ -28,7 +28,7 @@ class Record(BaseModel):
 class Evidence(Record):
     """Counts of every image of a split, one line of text an image; the form is in `bench.evidence`."""
 
-    kind: Literal["pixels", "voxels", "matches"]
+    kind: Literal["pixels", "voxels", "labels", "matches"]
     classes: Annotated[list[Name], Field(max_length=1000)]
     images: Annotated[list[Name], Field(max_length=MAX_IMAGES)]
     lines: Annotated[list[str], Field(max_length=MAX_IMAGES)]
@@ -58,6 +58,7 @@ class ArtifactEntry(Record):
     miou: float | None = None
     ap: float | None = None
     ap50: float | None = None
+    top1: float | None = None
     instances: Scores | None = None
     pixel_accuracy: float | None = None
     dice: float | None = None  # of volumes: mean over the classes but the background
@@ -85,12 +86,16 @@ class ArtifactEntry(Record):
     @property
     def metric(self) -> str:
         """Name of the accuracy."""
+        if self.top1 is not None:
+            return "top-1"
         return "AP" if self.instances else "Dice" if self.dice is not None else "mIoU"
 
     @property
     def accuracy(self) -> float | None:
-        """mIoU of a semantic model, of volumes Dice, AP of an instance model; None where it was not measured."""
-        return next((value for value in (self.dice, self.miou) if value is not None), self.ap)
+        """mIoU of a semantic model, of volumes Dice, AP of an instance model, top-1 of a classifier; None where it was
+        not measured.
+        """
+        return next((value for value in (self.dice, self.miou, self.top1) if value is not None), self.ap)
 
 
 class Gpu(Record):

@@ -1,7 +1,7 @@
 """The comparison table as text cells, shared by the terminal, report.md and report.html, and numbers as text.
 
-mIoU, Dice and AP are shown in %, differences of them in points. `change` is the row's accuracy minus the baseline's:
-"+0.41" is a gain, "-0.41" a loss. Columns of a metric that no row has are left out.
+mIoU, Dice, top-1 and AP are shown in %, differences of them in points. `change` is the row's accuracy minus the
+baseline's: "+0.41" is a gain, "-0.41" a loss. Columns of a metric that no row has are left out.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 SEMANTIC = (("mIoU %", "miou"),)  # title and key of a metric
 VOLUMES = (("Dice %", "dice"), ("HD95 mm", "hd95_mm"))
+LABELS = (("top-1 %", "top1"),)
 INSTANCE = (("AP %", "ap"), ("AP50 %", "ap50"))
 TIMES = ("p50 ms", "p90 ms", "p99 ms", "images/s")
-NUMERIC = frozenset({"size", "change", *(title for title, _ in (*SEMANTIC, *VOLUMES, *INSTANCE)), *TIMES})
+NUMERIC = frozenset({"size", "change", *(title for title, _ in (*SEMANTIC, *VOLUMES, *LABELS, *INSTANCE)), *TIMES})
 NONE = "–"  # a cell without a number
 BASELINES = ("fp16_control", "fp16")
 MAX_CONFUSIONS = 12  # rows of the table
@@ -30,7 +31,9 @@ def metrics(artifacts: Sequence[ArtifactEntry]) -> tuple[tuple[str, str], ...]:
     instance = any(entry.ap is not None for entry in artifacts)
     semantic = any(entry.miou is not None for entry in artifacts)
     volumes = VOLUMES if any(entry.dice is not None for entry in artifacts) else ()
-    return (SEMANTIC if semantic or not instance else ()) + volumes + (INSTANCE if instance else ())
+    labels = LABELS if any(entry.top1 is not None for entry in artifacts) else ()
+    maps = SEMANTIC if semantic or not (instance or labels) else ()
+    return maps + volumes + labels + (INSTANCE if instance else ())
 
 
 def head(artifacts: Sequence[ArtifactEntry]) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fp4deploy.data.coco.boxes import BoxDataset
 from fp4deploy.data.coco.dataset import CocoDataset
+from fp4deploy.data.folders import class_folders, is_class_folders
 from fp4deploy.data.layouts import LAYOUTS, find_annotations, has_mask_split, has_masks
 from fp4deploy.data.masks import MaskDataset
 from fp4deploy.data.sample import ALL_SPLITS, SegmentationDataset
@@ -20,6 +21,8 @@ def has_split(root: Path, split: str, instances: bool = False) -> bool:
     """Whether a folder has a split, in the layout that it is read in (`instances`: with object instances)."""
     if is_volumes(root):
         return not instances and read_layout(root).has(split)
+    if is_class_folders(root):
+        return not instances and bool(class_folders(root, split))
     if has_masks(root) and not instances:
         return has_mask_split(root, split)
     return find_annotations(root, split) is not None
@@ -30,11 +33,21 @@ def require_folder(root: Path) -> None:
     if not root.is_dir():
         cause = "is not a folder" if root.exists() else "does not exist"
         raise InputError(f"The dataset folder {root} {cause}. To make a generated one: fp4deploy data shapes DIR")
+    if is_class_folders(root):
+        return
     if not is_volumes(root) and not has_masks(root) and not any(find_annotations(root, split) for split in ALL_SPLITS):
         raise InputError(
             f"{root} is not a dataset folder: it needs {LAYOUTS}. Images and masks in other folders, YOLO, Cityscapes "
             f"and nnU-Net become one by: fp4deploy data import {root} --val-share 0.2 --out DIR. To see an example: "
             "fp4deploy data shapes DIR"
+        )
+
+
+def _require_pixels(root: Path) -> None:
+    if is_class_folders(root):
+        raise InputError(
+            f"{root} holds folders of images, one folder a class, and neither masks nor boxes. Train on it with: "
+            "--task classification"
         )
 
 
@@ -74,6 +87,7 @@ def _with_objects(root: Path | str, split: str, masks: str) -> Path:
     root = Path(root)
     require_split(split)
     require_folder(root)
+    _require_pixels(root)
     if find_annotations(root, split) is None and (has_masks(root) or is_volumes(root)):
         raise InputError(
             f"{root} holds semantic masks, {masks} annotations/instances_{split}2017.json; or train with: "
@@ -99,6 +113,7 @@ def open_dataset(
     root = Path(root)
     require_split(split)
     require_folder(root)
+    _require_pixels(root)
     if is_volumes(root):
         return VolumeDataset(root, split, classes, volume)
     return MaskDataset(root, split, classes) if has_masks(root) else CocoDataset(root, split, classes)

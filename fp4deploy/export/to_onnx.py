@@ -110,6 +110,7 @@ def export_checkpoint(
     size: tuple[int, ...] | None = None,
     dynamic_size: bool = False,
     rest: str | None = None,
+    batch: int | None = None,
 ) -> ExportResult:
     """Export a checkpoint to canonical ONNX, verified against torch on real images before anything is written.
 
@@ -126,6 +127,7 @@ def export_checkpoint(
         dynamic_size: leave height and width open; the file is then verified at two other sizes, too (`verify.sizes`).
         rest: what is neither FP4 nor FP8: "fp16", "bf16" or "fp32" (`fp4deploy.rest`), or "auto": by the ranges that
             are seen (`qat.ranges.automatic_rest`); None: as the card says.
+        batch: the only number of images that the file takes; None: any.
 
     Raises:
         GateError: ONNX Runtime and torch disagree by more than FP4 explains (see `verify`).
@@ -143,21 +145,22 @@ def export_checkpoint(
         card = card.resized(size)
     if dynamic_size and card.volume is not None:
         raise InputError("--dynamic-size leaves height and width of images open; a network of volumes has one size.")
-    canonical = export_graph(model, card.input_shape, card, dynamic_size, chosen)
+    canonical = export_graph(model, card.input_shape, card, dynamic_size, chosen, batch=batch)
     _describe(canonical, card, checkpoint)
     decomposed = to_portable(canonical) if portable or verify else None
     verification = None
     if verify and data is not None and decomposed is not None:
-        samples = list(validation_images(data, card, images))
+        samples = [of_batch(each, batch) for each in validation_images(data, card, images)]
         meanings = known_outputs(card)
         verification = verify_decomposed(model, decomposed, samples, meanings=meanings, card=card)
         require_agreement(verification, str(checkpoint))
         if dynamic_size:
-            require_open_sizes(model, decomposed, samples[0], str(checkpoint), meanings)
+            require_open_sizes(model, decomposed, samples[0], str(checkpoint), meanings, batch=batch)
     if portable and decomposed is not None and isinstance(card.head, DetectionHead):
         decomposed = with_boxes(decomposed, card.head, (card.height, card.width))
         if verify and data is not None:
-            require_same_boxes(decomposed, card, validation_images(data, card, images))
+            boxed = (of_batch(each, batch) for each in validation_images(data, card, images))
+            require_same_boxes(decomposed, card, boxed)
     written = _write_all(model, canonical, decomposed if portable else None, out, card, verification)
     for path in filter(None, (written.path, written.portable_path)):
         provenance.record("export", path, [checkpoint])

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import warnings
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from fp4deploy.export.verify.outputs import check_request, rest_for, validation_
 from fp4deploy.export.verify.packed import PackedAgreement, require_packed, verify_packed
 from fp4deploy.export.verify.sizes import packed_differs
 from fp4deploy.graph import UnsettledSizes, capture
-from fp4deploy.graph.capture import Inputs, arguments
+from fp4deploy.graph.capture import Inputs, arguments, of_batch
 from fp4deploy.graph.copies import copied
 from fp4deploy.graph.randomness import refuse_random
 from fp4deploy.models.input_encoding import ENCODED_CHANNELS
@@ -34,12 +35,23 @@ from fp4deploy.packed import Graph, PackedFile, PackedNetwork, packed_file, writ
 from fp4deploy.packed.capture import CapturedNetwork, graphs_enabled
 from fp4deploy.packed.file import SUFFIX
 from fp4deploy.packed.program import compile_mode
-from fp4deploy.qat import load_model, restore, round_to_deployed
+from fp4deploy.qat import load_model, round_to_deployed, unquantized
 from fp4deploy.qat.experts import refuse_experts
 from fp4deploy.qat.layers import QuantizedLayer
 from fp4deploy.qat.ranges import automatic_rest
 from fp4deploy.rest import AUTO, FP16, Rest, rest_of
 from fp4deploy.system.files import file_digest
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Axes of the inputs that stay free by request, and the only batch; None: any."""
+
+    dynamic: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    batch: int | None = None
+
+
+ANY_BATCH = Axes()
 
 
 @dataclass(frozen=True)
@@ -59,6 +71,8 @@ def pack(
     example_inputs: Inputs | None = None,
     outputs: Outputs = None,
     rest: str | None = None,
+    dynamic: Mapping[str, Iterable[int]] | None = None,
+    batch: int | None = None,
 ) -> PackedResult:
     """Export a checkpoint or any module as a packed network, compared with torch before anything is written.
 
@@ -73,6 +87,9 @@ def pack(
         outputs: of a module: what its outputs are, as of `verify`.
         rest: what is not packed: "fp16", "bf16" or "fp32" (`fp4deploy.rest`), or "auto": by the ranges that are seen
             (`qat.ranges.automatic_rest`); None: as the checkpoint's card says, of a module FP16.
+        dynamic: of a module: more axes that stay free, such as the length of texts, {"input_ids": {1: "L"}}; compared
+            at two other sizes, and an error where the network fixes one, or that of the channels of an image.
+        batch: the only number of samples that the file takes; None: any.
 
     Raises:
         GateError: the packed network computes something else than torch (see `verify.packed`).
@@ -84,23 +101,24 @@ def pack(
     """
     out = Path(out)
     if isinstance(checkpoint, nn.Module):
-        return _pack_module(checkpoint, out, example_inputs, verify, known_outputs(said=outputs), rest)
-    if example_inputs is not None or outputs is not None:
+        form = Axes({name: tuple(axes) for name, axes in (dynamic or {}).items()}, batch)
+        return _pack_module(checkpoint, out, example_inputs, verify, known_outputs(said=outputs), rest, form)
+    if example_inputs is not None or outputs is not None or dynamic:
         raise InputError("A checkpoint's card says what it reads and gives; these arguments are for modules.")
     checkpoint, data = Path(checkpoint), None if data is None else Path(data)
     check_request(checkpoint, out, SUFFIX, data, images, verify)
     chosen = None if rest is None else rest_for(rest, checkpoint, data, images)
     model, card = load_model(checkpoint, rest=chosen)
-    example = torch.zeros(1, *card.input_shape)
+    example, form = torch.zeros(1, *card.input_shape), Axes(batch=batch)
     origin = json.dumps(about(card, file_digest(checkpoint)))
-    packed = pack_model(model, example, dynamic_size=card.architecture != "unet", rest=chosen or rest_of(card))
+    packed = pack_model(model, example, card.architecture != "unet", chosen or rest_of(card), form)
     file = packed_file(out, card, *packed, about=origin)
     verification = None
     if verify and data is not None:
-        samples = list(validation_images(data, card, images))
+        samples = [of_batch(each, batch) for each in validation_images(data, card, images)]
         verification = verify_packed(model, file, samples)
         require_packed(verification, str(checkpoint))
-        file = _at_sizes_of_torch(model, file, samples[0], example)
+        file = _at_sizes_of_torch(model, file, samples[0], example, form)
     write_packed(file)
     provenance.record("export", out, [checkpoint])
     return PackedResult(file, verification)
@@ -145,16 +163,18 @@ def _float(x: Any) -> Any:
     return x.cpu().float() if x.is_floating_point() else x.cpu()
 
 
-def _deployed_file(model: nn.Module, out: Path, example_inputs: Inputs, rest: Rest) -> tuple[nn.Module, PackedFile]:
+def _deployed_file(
+    model: nn.Module, out: Path, example_inputs: Inputs, rest: Rest, form: Axes = ANY_BATCH
+) -> tuple[nn.Module, PackedFile]:
     """A module as it is deployed, on the CPU, and its packed network."""
     deployed = copied(model).cpu().float().eval()  # also of a module in FP16
     round_to_deployed(deployed, rest)
-    packed = pack_model(deployed, example_inputs, rest=rest)
+    packed = pack_model(deployed, example_inputs, rest=rest, form=form)
     return deployed, packed_file(out, None, *packed, about=json.dumps(about(None, None)))
 
 
 def pack_model(
-    model: nn.Module, example_inputs: Inputs, dynamic_size: bool = True, rest: Rest = FP16
+    model: nn.Module, example_inputs: Inputs, dynamic_size: bool = True, rest: Rest = FP16, form: Axes = ANY_BATCH
 ) -> tuple[Graph, Tensors]:
     """Graph and tensors of a module, prepared or plain, with its parameters as deployed (`qat.round_to_deployed`).
 
@@ -162,6 +182,7 @@ def pack_model(
         dynamic_size: capture height and width as free sizes, where every node can be packed so; else as they are, with
             a warning that says why. A network whose nodes hold no sizes, such as our UNet, takes any size without.
         rest: the precision of what is not packed.
+        form: axes that have to stay free, and a batch that does not.
 
     Raises:
         InputError: a module that cannot be captured, an operation or recipe without packed form, a value that is not
@@ -171,7 +192,7 @@ def pack_model(
     if not any(True for _ in model.children()):  # a single layer has no name of its own
         model = nn.Sequential(model)
     digits = bool(getattr(model, "digits", False))
-    plain = restore(copied(model))
+    plain = unquantized(copied(model))
     refuse_random(plain, *arguments(example_inputs))
     # Not `quantized_layers`, which names each once: a captured layer may have another of its names.
     quantised = {name for name, each in model.named_modules(remove_duplicate=False) if isinstance(each, QuantizedLayer)}
@@ -183,8 +204,8 @@ def pack_model(
         example_inputs = torch.zeros(n, ENCODED_CHANNELS, *size)
 
     def written(dynamic: bool) -> tuple[Graph, Tensors]:
-        captured = capture(plain, example_inputs, dynamic, quantised)
-        return packed_graph(captured, model, digits, not dynamic_size, rest)
+        captured = capture(plain, example_inputs, dynamic, quantised, form.dynamic, form.batch)
+        return packed_graph(captured, model, digits, not dynamic_size, rest, form.dynamic)
 
     if not dynamic_size:
         return written(False)
@@ -203,18 +224,25 @@ def _cause(error: InputError) -> str:
 
 
 def _at_sizes_of_torch(
-    model: nn.Module, file: PackedFile, sample: Inputs, example: Inputs, meanings: OutputMeanings | None = None
+    model: nn.Module,
+    file: PackedFile,
+    sample: Inputs,
+    example: Inputs,
+    form: Axes,
+    meanings: OutputMeanings | None = None,
 ) -> PackedFile:
     """A packed network that takes the example's size alone if it computes something else than torch at others."""
 
     def packed(plain: nn.Module) -> PackedFile:
-        return packed_file(file.path, file.card, *pack_model(plain, example, rest=rest_of(file.graph)))
+        return packed_file(file.path, file.card, *pack_model(plain, example, rest=rest_of(file.graph), form=form))
 
     differs = packed_differs(model, file, sample, packed, meanings)
     if not differs:
         return file
+    if form.dynamic:
+        raise InputError(f"{differs} Nothing was written. Pack it for one size, without dynamic.")
     warnings.warn(f"{differs} The packed network takes inputs of the example's size alone.", stacklevel=3)
-    fixed = [each.model_copy(update={"free": [0]}) for each in file.graph.inputs]
+    fixed = [each.model_copy(update={"free": [axis for axis in each.free if axis == 0]}) for each in file.graph.inputs]
     return replace(file, graph=file.graph.model_copy(update={"inputs": fixed}))
 
 
@@ -225,6 +253,7 @@ def _pack_module(
     verify: bool,
     meanings: OutputMeanings,
     rest: str | None,
+    form: Axes,
 ) -> PackedResult:
     if example_inputs is None:
         raise InputError(
@@ -232,12 +261,12 @@ def _pack_module(
         )
     if out.suffix != SUFFIX:
         raise InputError(f"The name of a packed network should end in {SUFFIX}, and {out.name} does not.")
-    example_inputs = tree_map(_float, example_inputs)
-    deployed, file = _deployed_file(model, out, example_inputs, _chosen(rest, model, example_inputs))
+    example_inputs = of_batch(tree_map(_float, example_inputs), form.batch)
+    deployed, file = _deployed_file(model, out, example_inputs, _chosen(rest, model, example_inputs), form)
     verification = None
     if verify:
         verification = verify_packed(deployed, file, [example_inputs], meanings)
         require_packed(verification, type(model).__name__)
-        file = _at_sizes_of_torch(deployed, file, example_inputs, example_inputs, meanings)
+        file = _at_sizes_of_torch(deployed, file, example_inputs, example_inputs, form, meanings)
     write_packed(file)
     return PackedResult(file, verification)

@@ -10,6 +10,7 @@ fixed.
 
 from __future__ import annotations
 
+import inspect
 import io
 import logging
 import operator
@@ -21,7 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import fx, nn
@@ -46,7 +47,17 @@ DECOMPOSITIONS = 4  # rounds: a decomposition may give calls that are to be deco
 Inputs = torch.Tensor | Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
 
 
-def capture(model: nn.Module, example_inputs: Inputs, dynamic_size: bool = False, kept: Collection[str] = ()) -> Graph:
+Dynamic = Mapping[str, Iterable[int]]  # input -> its open axes behind the batch
+
+
+def capture(
+    model: nn.Module,
+    example_inputs: Inputs,
+    dynamic_size: bool = False,
+    kept: Collection[str] = (),
+    dynamic: Dynamic | None = None,
+    batch: int | None = None,
+) -> Graph:
     """The graph of a module in evaluation mode; the module is not changed.
 
     Args:
@@ -56,6 +67,8 @@ def capture(model: nn.Module, example_inputs: Inputs, dynamic_size: bool = False
         dynamic_size: height and width are dynamic too.
         kept: layers whose products are nodes even where no input of the network has a part in them; else these are
             constants.
+        dynamic: more axes that are dynamic, and an error where the module fixes one.
+        batch: the only number of samples; None: any.
 
     Raises:
         InputError: fake-quantised layers; no such inputs; control flow that depends on values, with the line it is in;
@@ -67,8 +80,8 @@ def capture(model: nn.Module, example_inputs: Inputs, dynamic_size: bool = False
     [('conv', '0'), ('relu', '1')]
     """
     _refuse_fake_quantized(model)
-    positional, named = arguments(example_inputs)
-    program = _export(model, positional, named, dynamic_size)
+    positional, named = arguments(example_inputs, batch)
+    program = _export(model, positional, named, dynamic_size, dynamic or {}, batch)
     with quiet():
         inline_regions(program)
         if not made_functional(program):
@@ -110,7 +123,10 @@ def arguments(
     return tuple(several[:count]), dict(zip(named, several[count:], strict=True))
 
 
-def of_batch(inputs: Inputs, batch: int | None) -> Inputs:
+Given = TypeVar("Given", bound=Inputs)
+
+
+def of_batch(inputs: Given, batch: int | None) -> Given:
     """Inputs of so many samples, repeated or cut; as they are where it is None."""
     return inputs if batch is None else tree_map(lambda x: _rows(x, batch), inputs)
 
@@ -119,18 +135,45 @@ def _rows(x: torch.Tensor, count: int) -> torch.Tensor:
     return x if len(x) == count else x[torch.arange(count) % len(x)]
 
 
+def argument_names(model: nn.Module, count: int) -> list[str]:
+    """What the forward calls the first `count` of its arguments, of several positional ones too."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    names = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    return (names + [f"input_{number}" for number in range(len(names), count)])[:count]
+
+
+def require_axes(dynamic: Dynamic, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse open axes that no input has.
+
+    Raises:
+        InputError: with the inputs and the axes that they have behind the batch.
+    """
+    for name, axes in dynamic.items():
+        if name not in tensors or any(not 0 < axis < tensors[name].ndim for axis in axes):
+            valid = ", ".join(f"'{each}' with the axes 1 to {x.ndim - 1}" for each, x in tensors.items())
+            raise InputError(f"dynamic names the axes {[*axes]} of '{name}'. Inputs: {valid}.")
+
+
 def _export(
-    model: nn.Module, positional: tuple[torch.Tensor, ...], named: dict[str, torch.Tensor], dynamic_size: bool
+    model: nn.Module,
+    positional: tuple[torch.Tensor, ...],
+    named: dict[str, torch.Tensor],
+    dynamic_size: bool,
+    dynamic: Dynamic,
+    batch: int | None,
 ) -> torch.export.ExportedProgram:
-    auto = torch.export.Dim.AUTO
+    tensors = named or dict(zip(argument_names(model, len(positional)), positional, strict=True))
+    require_axes(dynamic, tensors)
 
     def shapes(most: int | None = None) -> Any:
-        batch = torch.export.Dim("batch", min=1, max=most)
+        several = {} if batch else {0: torch.export.Dim("batch", min=1, max=most)}
 
-        def axes(x: torch.Tensor) -> dict[int, Any]:
-            return {0: batch} | (dict.fromkeys(range(2, x.ndim), auto) if dynamic_size else {})
+        def axes(name: str, x: torch.Tensor) -> dict[int, Any]:
+            sizes = dict.fromkeys(range(2, x.ndim), torch.export.Dim.AUTO) if dynamic_size else {}
+            return several | sizes | dict.fromkeys(dynamic.get(name, ()), torch.export.Dim.DYNAMIC)
 
-        return tuple(axes(x) for x in positional) if positional else {name: axes(x) for name, x in named.items()}
+        found = {name: axes(name, x) for name, x in tensors.items()}
+        return found if named else tuple(found.values())
 
     def exported(most: int | None = None) -> torch.export.ExportedProgram:
         return torch.export.export(plain, positional, named, dynamic_shapes=shapes(most), strict=False)
@@ -192,7 +235,8 @@ def why_not_captured(model: nn.Module, error: Exception, watched: Callable[[], S
             f"{kind} decides by values of its tensors which way to go{place}, so that it is not one graph. Write the "
             "decision with torch.where, or let it depend on shapes and settings of the module."
         )
-    if fixed := re.match(r"Constraints violated \(([\w, ]+)\)", message):
+    asked = re.sub(r"L(?:\['\w+'\])*\['(\w+)'\]\.size\(\)\[(\d+)\]", r"axis \2 of \1", message)
+    if fixed := re.match(r"Constraints violated \(([\w, ]+)\)", asked):
         return fixes_an_axis(kind, fixed[1], watched and watched())
     if "user-specified ranges and inferred ranges" in message or "inconsistencies were found" in message:
         return fixes_an_axis(kind, "height or width", watched and watched())
@@ -202,7 +246,8 @@ def why_not_captured(model: nn.Module, error: Exception, watched: Callable[[], S
         if "cache" in kept.lower():
             advice = (
                 "Export it without the cache of keys and values: model.config.use_cache = False, or use_cache=False in "
-                "its configuration. The file then computes a whole sequence in each call."
+                "its configuration; the file then computes a whole sequence in each call. Or with a cache of tensors: "
+                "fp4deploy.with_cache(model)."
             )
         return f"{kind} returns a {kept}, which is no tensor. {advice}"
     if "translating node return" in message:

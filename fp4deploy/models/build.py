@@ -20,9 +20,10 @@ from fp4deploy.errors import InputError, suggest
 from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.card import ModelCard
 from fp4deploy.models.detector import UNetDetector, pyramid_detector
+from fp4deploy.models.heads import ClassHead
 from fp4deploy.models.nnunet.network import untrained_network
 from fp4deploy.models.output import with_logits
-from fp4deploy.models.sources import BACKBONES, SOURCES, call_factory, torchvision_detector
+from fp4deploy.models.sources import BACKBONES, CLASSIFIERS, SOURCES, call_factory, torchvision_detector
 from fp4deploy.models.spec import KNOWN, NNUNET, UNET, ModelSpec, require_named
 from fp4deploy.models.torchvision_detectors import require_layout
 from fp4deploy.models.unet import build_unet
@@ -35,7 +36,7 @@ def build_model(
     channels: int,
     scale: float = 1.0,
     digits: bool = False,
-    head: DetectionHead | None = None,
+    head: DetectionHead | ClassHead | None = None,
     inputs: NetworkInput = IMAGES,
 ) -> nn.Module:
     """A freshly initialised network. User's code is imported and run: `spec` is one that the user gave.
@@ -43,7 +44,7 @@ def build_model(
     Args:
         channels: of the logits.
         scale, digits: of this project's UNet; the spec's own scale comes first.
-        head: of a detector, which the spec's network is the backbone of, or has itself.
+        head: of a detector, which the spec's network is the backbone of, or has itself; or of a classifier.
         inputs: what the network reads; of a factory of the user's, which says so itself, not looked at.
 
     Raises:
@@ -55,6 +56,8 @@ def build_model(
     >>> build_model(parse_spec("unet:0.125"), 4).head.out_channels
     4
     """
+    if isinstance(head, ClassHead):
+        return with_logits(_classifier(spec, channels, inputs), spec.text, channels, spec.output, maps=False)
     if head is not None:
         require_layout(spec, head)
     if spec.source == UNET:
@@ -91,10 +94,23 @@ def network_for(card: ModelCard, where: object = "The model card", model: str | 
         InputError: as of `build_model`, another model, or code of the user that they did not name.
         UnavailableError: the library is not installed.
     """
-    head = card.head if isinstance(card.head, DetectionHead) else None
+    head = card.head if isinstance(card.head, DetectionHead | ClassHead) else None
     return build_model(
         require_named(card.spec, where, model), card.channels, card.scale, card.digits, head, card.inputs
     )
+
+
+def _classifier(spec: ModelSpec, channels: int, inputs: NetworkInput) -> nn.Module:
+    if not spec.known and spec.source != NNUNET:
+        return call_factory(_factory(spec), spec.text, channels, spec.arguments)
+    if spec.source not in CLASSIFIERS:
+        raise InputError(
+            f"{spec.text} gives a map of logits, and a classifier one class an image. Take "
+            f"{', '.join(f'{name}:NAME' for name in CLASSIFIERS)}, such as timm:convnext_atto or hf:vit, or a function "
+            "of your own that returns [N, classes]."
+        )
+    with offline(spec.text):
+        return CLASSIFIERS[spec.source](spec.name, channels, spec.arguments, inputs)
 
 
 def _backbone(spec: ModelSpec, channels: int, head: DetectionHead) -> nn.Module:

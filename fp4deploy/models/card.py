@@ -17,19 +17,19 @@ from pydantic import ConfigDict, Field
 
 from fp4deploy.errors import InputError
 from fp4deploy.models.boxes import DetectionHead
-from fp4deploy.models.heads import MAX_CLASSES, InstanceHead
+from fp4deploy.models.heads import MAX_CLASSES, ClassHead, InstanceHead
 from fp4deploy.models.spec import KNOWN, ModelSpec, parse_spec
 from fp4deploy.models.volumes import MAX_CHANNELS, NetworkInput, Side, Size, VolumeInput
 from fp4deploy.rest import RestName
 from fp4deploy.system.schema import Bool, Float, Name, parse_json, validated
 
 CARD_KEY = "fp4deploy.card"
-HEADS = ("centres", "set", "fcos", "fcos_relu", "retinanet")  # `method` of a head
+HEADS = ("centres", "set", "label", "fcos", "fcos_relu", "retinanet")  # `method` of a head
 AGAIN = "Export or train the model again."
 
 Channel = Annotated[Float, Field(ge=-100, le=100)]  # a mean, in units of [0, 1] RGB
 Spread = Annotated[Float, Field(ge=0.01, le=100)]  # a standard deviation; the largest input still fits FP16
-TaskName = Literal["semantic", "instance", "detection"]
+TaskName = Literal["semantic", "instance", "detection", "classification"]
 Precision = Literal["fp16", "nvfp4", "unknown"]  # unknown: of an engine without a ledger, never of a file
 Patterns = Annotated[tuple[Name, ...], Field(max_length=1000)]
 
@@ -50,7 +50,8 @@ class ModelCard:
     `height` and `width` are in pixels, `mean` and `std` in units of [0, 1] RGB; `background` says that class 0 stands
     for everything unlabelled (COCO layouts) rather than for a class of its own (semantic masks). `include` and
     `exclude` are the patterns that chose the quantised layers, `fp8` those of them that are FP8; None for the default
-    choice. `task` is "semantic", "instance" or "detection", and `head` the layout of the output of the latter two.
+    choice. `task` is "semantic", "instance", "detection" or "classification", and `head` the layout of the output of
+    all but the first.
     `digits`: the model encodes the image in several FP4 terms before its first layer (`models.input_encoding`); its
     input is the same.
     `architecture` is the model spec (`models.spec`), `scale` a UNet's own, `arguments` those of the spec's network, and
@@ -75,7 +76,7 @@ class ModelCard:
     exclude: Patterns | None = None
     fp8: Patterns | None = None
     task: TaskName = "semantic"
-    head: Annotated[InstanceHead | DetectionHead, Field(discriminator="method")] | None = None
+    head: Annotated[InstanceHead | ClassHead | DetectionHead, Field(discriminator="method")] | None = None
     digits: Bool = False
     arguments: Annotated[dict[Name, Any], Field(max_length=100)] = field(default_factory=dict, hash=False)
     output: Name | None = None
@@ -168,7 +169,10 @@ class ModelCard:
                 f"task = '{self.task}' {_with(head)} a detection head",
             ),
         ]
-        if self.task != "detection":
+        if isinstance(head, ClassHead) or self.task == "classification":
+            fits = self.task == "classification" and isinstance(head, ClassHead)
+            checks.append((fits, f"task = '{self.task}' {_with(head)} a classifier's head"))
+        elif self.task != "detection":
             fits = (self.task == "instance") == isinstance(head, InstanceHead)
             checks.append((fits, f"task = '{self.task}' {_with(head)} an instance head"))
         channels = 3 if self.volume is None else len(self.volume.channels)
@@ -186,6 +190,8 @@ class ModelCard:
                 (head.classes == names - 1, f"head.classes = {head.classes}, and there are {names} class_names"),
                 (list(head.strides) == sorted(set(head.strides)), "head.strides: they do not ascend"),
             ]
+        if isinstance(head, ClassHead):
+            checks.append((head.classes == names, f"head.classes = {head.classes}, and there are {names} class_names"))
         if isinstance(head, InstanceHead):
             few = (names,) if head.method == "centres" else (0, names)
             checks += [

@@ -1,7 +1,7 @@
-"""The output channels of an instance model, and when two such outputs agree.
+"""The output channels of an instance model, or of a classifier, and when two such outputs agree.
 
-A model returns one tensor [N, channels, H, W], whatever its task, so that quantisation, export and every runtime treat
-all tasks alike. The card records which of the two layouts the channels have:
+A model returns one tensor [N, channels, H, W], a classifier [N, classes], whatever its task, so that quantisation,
+export and every runtime treat all tasks alike. The card records which of the two layouts the channels have:
 
     centres    classes | 1 heatmap | 2 offsets (down, right)      any number of instances
     set        [classes |] K masks                                at most K instances
@@ -123,6 +123,40 @@ class InstanceHead:
     def mask_logits(self, outputs: torch.Tensor) -> torch.Tensor:
         """Mask logits [..., masks, H, W]."""
         return outputs.narrow(-3, self.classes, self.masks)
+
+
+@dataclass(frozen=True)
+class ClassHead:
+    """One class an image: logits [N, classes] without spatial axes."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    unit: ClassVar[str] = "images"
+
+    method: Literal["label"]
+    classes: Annotated[Count, Field(ge=2, le=MAX_CLASSES)]
+
+    @property
+    def channels(self) -> int:
+        """Outputs of the model."""
+        return self.classes
+
+    @property
+    def compared(self) -> str:
+        """What two outputs agree on, for messages."""
+        return "class"
+
+    @property
+    def layout(self) -> str:
+        """The outputs, for messages."""
+        return f"'label' of {self.classes} classes"
+
+    def output_size(self, height: int, width: int) -> tuple[int, ...]:
+        """No axes after the classes."""
+        return ()
+
+    def agreeing(self, expected: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        """Images [N] of the same class."""
+        return given.isfinite().all(1) & (expected.argmax(1) == given.argmax(1))
 
 
 def _mask(logits: torch.Tensor) -> torch.Tensor:

@@ -33,10 +33,13 @@ class LogitsOutput:
     logits_output: str | None
     logits_channels: int
     logits_spec: str
+    logits_maps: bool
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Images [N, C, H, W] -> logits [N, channels, H, W]; volumes likewise, with D before H."""
         found = pick_logits(self._outputs(x), self.logits_spec, self.logits_output)
+        if not self.logits_maps:
+            return self._of_images(found, x)
         if found.ndim != x.ndim or found.shape[0] != x.shape[0] or found.shape[1] != self.logits_channels:
             size = ", ".join("dhw"[5 - x.ndim :])
             raise InputError(
@@ -48,6 +51,16 @@ class LogitsOutput:
             return found
         mode = "bilinear" if x.ndim == 4 else "trilinear"
         return F.interpolate(found, x.shape[2:], mode=mode, align_corners=False)
+
+    def _of_images(self, found: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Logits [N, classes] of a classifier."""
+        if found.ndim != 2 or found.shape[0] != x.shape[0] or found.shape[1] != self.logits_channels:
+            raise InputError(
+                f"The output of {self.logits_spec} has the shape {list(found.shape)}, and logits of images have "
+                f"[N, {self.logits_channels}]. Let the factory take the number of classes, or name the right output "
+                "with --set model.output=NAME."
+            )
+        return found
 
     def _outputs(self, x: torch.Tensor) -> Any:
         """What the network's own forward returns; an error in it is named with the line of the user's code."""
@@ -70,12 +83,15 @@ class LogitsOutput:
             ) from error
 
 
-def with_logits(network: nn.Module, spec: str, channels: int, output: str | None = None) -> nn.Module:
+def with_logits(
+    network: nn.Module, spec: str, channels: int, output: str | None = None, maps: bool = True
+) -> nn.Module:
     """Let `network`, in place, return the logits map [N, channels, H, W] alone; names of layers and tensors stay.
 
     Args:
         spec: how messages name the network.
         output: key or number of the logits among several outputs.
+        maps: the logits are a map; else [N, channels], one row an image.
     """
     kind = type(network)
     network.__class__ = type(
@@ -84,6 +100,7 @@ def with_logits(network: nn.Module, spec: str, channels: int, output: str | None
     if not hasattr(network, "output_layers"):
         network.output_layers = ()  # type: ignore[assignment]  # one output: that of the last layer, for qat
     network.logits_output, network.logits_channels, network.logits_spec = output, channels, spec  # type: ignore[assignment]
+    network.logits_maps = maps  # type: ignore[assignment]
     return network
 
 

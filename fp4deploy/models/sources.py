@@ -183,12 +183,62 @@ def _as_nchw(module: nn.Module, images: Any, features: list[torch.Tensor]) -> li
     return [feature.permute(0, 3, 1, 2) for feature in features]
 
 
+def _timm_classifier(name: str, channels: int, arguments: Arguments, inputs: NetworkInput) -> nn.Module:
+    """timm's own classifier; one that is built for a size of images is built for that of the data."""
+    timm = _library("timm")
+    given = _harmless(f"timm:{name}", arguments, ("model_name", "num_classes"))
+    if not timm.is_model(_plain_name(name)):
+        raise InputError(f"timm has no model '{name}'.{suggest(name, timm.list_models())} Write timm:NAME.")
+    if getattr(timm.get_pretrained_cfg(name, allow_unregistered=True), "fixed_input_size", False):
+        given.setdefault("img_size", inputs.size)
+    wanted = {"model_name": name, "pretrained": False, "num_classes": channels}
+    return call_factory(timm.create_model, f"timm:{name}", channels, {**given, **wanted})
+
+
+def _hf_classifier(name: str, channels: int, arguments: Arguments, inputs: NetworkInput) -> nn.Module:
+    """The image classifier of a model type of transformers, as its configuration class builds it."""
+    transformers = _library("transformers")
+    given = _harmless(f"hf:{name}", arguments, ("model_type", "num_labels"))
+    kinds = transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
+    names = {config.model_type: config for config in kinds if config.model_type}
+    config = _chosen(name, names, "hf:TYPE")
+    sized = {"image_size": inputs.size[0]} if "image_size" in _parameters(config) and len({*inputs.size}) == 1 else {}
+    settings = call_config(config, f"hf:{name}", {**sized, **given, "num_labels": channels})
+    kind = kinds[config]
+    return call_factory(lambda: (kind[0] if isinstance(kind, tuple) else kind)(settings), f"hf:{name}", channels, {})
+
+
+def call_config(config: Callable[..., Any], name: str, given: Arguments) -> Any:
+    """A configuration of transformers.
+
+    Raises:
+        InputError: it has no such setting, or refuses a value.
+    """
+    known = _parameters(config)
+    if unknown := [key for key in given if known and key not in known and key not in ("num_labels", "image_size")]:
+        listed = ", ".join(key for key in known if key not in ("self", "kwargs"))
+        raise InputError(f"{name} has no setting {unknown[0]}.{suggest(unknown[0], known)} Its settings: {listed}.")
+    try:
+        return config(**given)
+    except Exception as error:
+        raise InputError(f"{name} cannot be built with {_listed(given)}: {named_cause(error, 300)}.") from error
+
+
+def _no_map(name: str, channels: int, arguments: Arguments, inputs: NetworkInput) -> nn.Module:
+    raise InputError(f"hf:{name} is an image classifier: add --task classification, or name a segmentation network.")
+
+
+CLASSIFIERS: dict[str, Callable[[str, int, Arguments, NetworkInput], nn.Module]] = {
+    "timm": _timm_classifier,
+    "hf": _hf_classifier,
+}
 BACKBONES: dict[str, Callable[[str, Sequence[int], Arguments], nn.Module]] = {"timm": _timm_maps}
 SOURCES: dict[str, Callable[[str, int, Arguments, NetworkInput], nn.Module]] = {
     "smp": _smp,
     "torchvision": _torchvision,
     "monai": _monai,
     "timm": _timm,
+    "hf": _no_map,
 }
 
 

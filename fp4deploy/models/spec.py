@@ -6,7 +6,8 @@
 | `smp:Unet/resnet34` | segmentation-models-pytorch: architecture / encoder | known |
 | `torchvision:deeplabv3_resnet50` | torchvision's segmentation models; FCOS and RetinaNet for boxes | known |
 | `monai:BasicUNet` | MONAI's networks, with the spatial axes of the data | known |
-| `timm:resnet18` | a timm backbone under the decoder of `models.pyramid` | known |
+| `timm:resnet18` | a timm backbone under the decoder of `models.pyramid`; to classify, timm's classifier | known |
+| `hf:vit` | of transformers, the image classifier of that model type | known |
 | `FILE.py:factory` | what a function (or class) of a file returns | user's code |
 | `package.module:factory` | what a function (or class) of an importable module returns | user's code |
 | `nnunet:FOLDER` | the network of a results folder of nnU-Net v2 | user's folder |
@@ -29,7 +30,7 @@ from fp4deploy.errors import InputError, suggest
 
 UNET = "unet"
 NNUNET = "nnunet"
-KNOWN = (UNET, "smp", "torchvision", "monai", "timm")
+KNOWN = (UNET, "smp", "torchvision", "monai", "timm", "hf")
 EXAMPLES = "unet:1.0, smp:Unet/resnet34, torchvision:deeplabv3_resnet50, monai:BasicUNet, timm:resnet18, net.py:build"
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z")
 

@@ -136,8 +136,14 @@ def _check_inputs(graph: Graph) -> None:
         raise InputError(f"Two inputs of the graph have one name. {AGAIN}")
     for each in graph.inputs:
         channels = 1 in each.free and len(each.shape) > 3
-        if 0 not in each.free or channels or each.shape[0] != 1 or max(each.free) >= len(each.shape):
-            raise InputError(f"The input '{each.name}' needs a free batch of 1 as its first axis, and fixed channels.")
+        batch = 0 not in each.free or each.shape[0] == 1
+        if channels or not batch or max(each.free, default=0) >= len(each.shape):
+            raise InputError(
+                f"The input '{each.name}' needs a free batch of 1 as its first axis, or a fixed one, and fixed "
+                "channels."
+            )
+        if (0 in each.free) != (0 in graph.inputs[0].free):
+            raise InputError(f"The batch of '{each.name}' is free where that of another input is not. {AGAIN}")
         if each.dtype == "int64" and any(form.amax or form.pooled for form in each.outputs):
             raise InputError(f"The input '{each.name}' holds whole numbers, which are never packed. {AGAIN}")
     if graph.digits and (len(graph.inputs) != 1 or len(graph.inputs[0].shape) != 4 or graph.inputs[0].shape[1] != 3):

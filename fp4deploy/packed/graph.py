@@ -47,6 +47,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from fp4deploy.rest import FP16, FP32, RestName
 
 MAX_NODES = 4096
+MAX_PORTS = 512  # inputs, or outputs: keys and values of each layer of a decoder are one each
 MAX_FORMS = 64
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 Count = Annotated[int, Field(ge=1, le=1 << 16)]
@@ -95,7 +96,7 @@ class Form(Strict):
 class Input(Strict):
     """An input of the network.
 
-    shape: an example, batch 1; free: the axes that may have another size than there, the batch included. dtype: what is
+    shape: an example, batch 1 where it is free; free: the axes that may have another size than there. dtype: what is
     given; whole numbers, such as token ids, keep their values until a node computes with them.
     """
 
@@ -470,9 +471,9 @@ class Graph(Strict):
     (`fp4deploy.rest`). wide: path of a module -> activations that its code writes, in FP32 whatever the rest is.
     """
 
-    inputs: Annotated[list[Input], Field(min_length=1, max_length=8)]
+    inputs: Annotated[list[Input], Field(min_length=1, max_length=MAX_PORTS)]
     nodes: Annotated[list[Node], Field(min_length=1, max_length=MAX_NODES)]
-    outputs: Annotated[list[Output], Field(min_length=1, max_length=64)]
+    outputs: Annotated[list[Output], Field(min_length=1, max_length=MAX_PORTS)]
     tensors: dict[Name, TensorInfo]
     digits: bool = False
     rest: RestName = "fp16"
@@ -488,9 +489,15 @@ class Graph(Strict):
 
     def format(self) -> int:
         """The oldest format `packed/N` that has all of it."""
-        typed = any(each.dtype != "float32" or 1 in each.free for each in self.inputs)
+        typed = any(each.dtype != "float32" or 1 in each.free or 0 not in each.free for each in self.inputs)
         beside = 7 if self.rest != "fp16" or self.wide else 3
         return max(8 if typed else beside, *map(format_of, self.nodes))
+
+    @property
+    def batch(self) -> int | None:
+        """The only number of samples that it takes; None: any."""
+        first = self.inputs[0]
+        return None if 0 in first.free else first.shape[0]
 
     def forms(self) -> dict[str, Form]:
         """Every form that an input or a node writes, by name."""

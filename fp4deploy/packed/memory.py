@@ -48,7 +48,7 @@ def input_shapes(graph: Graph, size: Sequence[int], batch: int = 1) -> dict[str,
         sides = maps.get(each.name, each.shape[2:])
         if each.name in maps:
             sides = [side * own // of for side, own, of in zip(size, sides, first, strict=True)]
-        shapes[each.name] = (batch, *each.shape[1:2], *sides)
+        shapes[each.name] = (batch if 0 in each.free else each.shape[0], *each.shape[1:2], *sides)
     return shapes
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
 from fp4deploy.data.coco.regions import box, encode_ids, pixel_count
@@ -17,6 +18,7 @@ from fp4deploy.instances.decode import Instances
 from fp4deploy.instances.draw import draw_instances, label_objects
 from fp4deploy.models.boxes import SHOWN
 
+MAX_LABELS = 5  # classes of an image that a classifier is asked for
 MAX_TEXTS = 20  # objects of an image, the surest ones, that carry class and score
 
 
@@ -26,7 +28,8 @@ class Prediction:
 
     mask: [H, W] of class ids, uint8, or uint16 of more than 255 classes. palette: a colour of each class, None for
         background.
-    instances: of an instance model. detections: of a detector, whose mask is empty.
+    instances: of an instance model. detections: of a detector, whose mask is empty. scores: of a classifier, of each
+        class in 0..1; its mask has the likeliest everywhere.
     """
 
     mask: ClassIds
@@ -34,22 +37,36 @@ class Prediction:
     palette: Palette
     instances: Instances | None = None
     detections: Detections | None = None
+    scores: NDArray[np.float32] | None = None
 
     def __repr__(self) -> str:
         height, width = self.mask.shape
-        named = ", ".join(f"{each['name']} {each.get('objects', each.get('pixels'))}" for each in self.classes()[:8])
+        named = ", ".join(f"{each['name']} {self._figure(each)}" for each in self.classes()[:8])
         return f"Prediction({height} x {width} pixels: {named or 'nothing found'})"
+
+    @staticmethod
+    def _figure(found: dict[str, Any]) -> str:
+        return f"{found['score']:.2f}" if "score" in found else str(found.get("objects", found.get("pixels")))
 
     @property
     def counts_objects(self) -> bool:
         """Whether objects were looked for."""
         return self.instances is not None or self.detections is not None
 
+    @property
+    def has_mask(self) -> bool:
+        """Whether pixels have classes of their own: not of boxes, or of a class of the whole image."""
+        return self.detections is None and self.scores is None
+
     def classes(self) -> list[dict[str, Any]]:
         """The classes in this image, the largest first: id, name, pixels, and the share of the image in 0..1.
 
-        Of a detector those of its boxes, the most frequent first: id, name, and how many objects.
+        Of a detector those of its boxes, the most frequent first: id, name, and how many objects. Of a classifier the
+        `MAX_LABELS` likeliest ones: id, name and score.
         """
+        if self.scores is not None:
+            likeliest = np.argsort(-self.scores, kind="stable")[:MAX_LABELS].tolist()
+            return [{"id": at, "name": self.class_names[at], "score": float(self.scores[at])} for at in likeliest]
         if self.detections is not None:
             numbers, counts = np.unique(self.detections.classes, return_counts=True)
             order = np.argsort(-counts, kind="stable")
@@ -120,6 +137,11 @@ class Prediction:
 
     def overlay(self, image: Pixels) -> Pixels:
         """Classes, or objects with class and score, drawn over the image uint8 [H, W, 3] of this prediction."""
+        if self.scores is not None:
+            height, width = self.mask.shape
+            likeliest = np.array([self.scores.argmax()])
+            whole = Detections(np.array([[0, 0, width, height]], np.float32), likeliest, self.scores[likeliest])
+            return draw_boxes(image, whole, self.class_names)
         if self.detections is not None:
             return draw_boxes(image, self.detections.above(SHOWN), self.class_names)
         if self.instances is not None:

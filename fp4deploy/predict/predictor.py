@@ -30,7 +30,7 @@ from fp4deploy.detection import Detections, decode_boxes
 from fp4deploy.errors import InputError
 from fp4deploy.instances.decode import Instances, decode
 from fp4deploy.models.boxes import DetectionHead
-from fp4deploy.models.heads import InstanceHead
+from fp4deploy.models.heads import ClassHead, InstanceHead
 from fp4deploy.predict.prediction import Prediction
 from fp4deploy.tasks import task_of
 
@@ -158,6 +158,8 @@ class Predictor:
             return self._semantic(class_map(logits, size), len(output))
         if isinstance(self.card.head, DetectionHead):
             return self._boxes(decode_boxes(logits, self.card.head, (self.card.height, self.card.width), size), size)
+        if isinstance(self.card.head, ClassHead):
+            return self._label(logits, size)
         if logits.shape[0] * size[0] * size[1] > LARGEST_INSTANCES:
             raise TooLarge(
                 f"An image of {size[1]}x{size[0]} pixels is too large to find objects in. Make it smaller first."
@@ -189,6 +191,11 @@ class Predictor:
     def _semantic(self, mask: ClassIds, channels: int) -> Prediction:
         names = self.class_names or tuple(f"class {number}" for number in range(channels))
         return Prediction(mask, names, colours(names, self.background))
+
+    def _label(self, logits: torch.Tensor, size: tuple[int, int]) -> Prediction:
+        scores = logits.float().softmax(0).numpy()
+        mask = np.full(size, scores.argmax(), class_type(len(scores)))
+        return Prediction(mask, self.class_names, colours(self.class_names, self.background), scores=scores)
 
     def _boxes(self, found: Detections, size: tuple[int, int]) -> Prediction:
         names = self.class_names

@@ -189,7 +189,7 @@ def _image_entry(
 ) -> dict[str, Any]:
     height, width = found.mask.shape
     entry: dict[str, Any] = {"height": height, "width": width, "mask": None, "overlay": None}
-    if found.detections is None:
+    if found.has_mask:
         entry["mask"] = f"{source.name}.mask.png"
         _write_png(found.mask_image(), out / entry["mask"])
     if overlays:
@@ -236,6 +236,17 @@ def objects_of_classes(entries: Sequence[dict[str, Any]]) -> list[tuple[str, int
     """(class, images that have it, objects in all images) of a detector's entries; [] for other models."""
     counts: dict[str, list[int]] = {}
     for entry in entries:
-        for found in (each for each in entry.get("classes", []) if "share" not in each):
+        for found in (each for each in entry.get("classes", []) if "objects" in each):
             counts.setdefault(found["name"], []).append(found["objects"])
     return [(name, len(values), sum(values)) for name, values in counts.items()]
+
+
+def likeliest_classes(entries: Sequence[dict[str, Any]]) -> list[tuple[str, int, float]]:
+    """(class, images whose likeliest it is, their mean score in 0..1) of a classifier's entries, the most first."""
+    scores: dict[str, list[float]] = {}
+    for entry in entries:
+        for found in entry.get("classes", [])[:1]:
+            if "score" in found:
+                scores.setdefault(found["name"], []).append(found["score"])
+    rows = [(name, len(values), float(np.mean(values))) for name, values in scores.items()]
+    return sorted(rows, key=lambda row: -row[1])

@@ -12,7 +12,7 @@ from fp4deploy.qat.layers import (
 )
 from fp4deploy.qat.load import deployed, load_model, prepare_as, round_to_deployed
 from fp4deploy.qat.plan import LayerPlan, layer_plan
-from fp4deploy.qat.prepare import calibrate, prepare, quantized_layers, restore, set_products
+from fp4deploy.qat.prepare import calibrate, prepare, quantized_layers, restore, set_products, unquantized
 from fp4deploy.qat.recipes import RECIPES, QuantSpec, Recipe, find_recipe
 
 __all__ = [
@@ -39,4 +39,5 @@ __all__ = [
     "restore",
     "round_to_deployed",
     "set_products",
+    "unquantized",
 ]

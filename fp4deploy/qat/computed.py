@@ -32,8 +32,9 @@ from torch.overrides import TorchFunctionMode
 from fp4deploy.graph.copies import copied
 from fp4deploy.graph.own_linear import weight_axis
 from fp4deploy.models.checkpoint import QUANTIZER_BUFFERS
+from fp4deploy.qat.attention import Projection, unquantized_rows
 from fp4deploy.qat.experts import QuantExperts
-from fp4deploy.qat.layers import QUANTIZED, QuantizedLayer
+from fp4deploy.qat.layers import QUANTIZED, QuantizedLayer, QuantLinear
 from fp4deploy.rest import Rest
 
 GEOMETRY = ("stride", "padding", "dilation", "groups")
@@ -91,6 +92,16 @@ class OwnLinear(ComputedWeight):
         return self.weight.shape[0]
 
 
+class QuantProjection(ComputedWeight, QuantLinear, Projection):
+    """A projection of attention, whose weight is a view of a parameter."""
+
+    plain = Projection
+    weight = Projection.weight
+
+
+EXACT: dict[type[nn.Module], type[QuantizedLayer]] = {**QUANTIZED, Projection: QuantProjection}
+
+
 def masters(model: nn.Module) -> set[str]:
     """Names of the parameters and buffers that the weights of quantised layers are, or are computed from."""
     found = set()
@@ -106,10 +117,11 @@ def masters(model: nn.Module) -> set[str]:
 def rest_tensors(model: nn.Module, rest: Rest) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of the parameters and buffers that are deployed in the precision of the rest."""
     quantized = masters(model)
+    rows = unquantized_rows(model, lambda layer: isinstance(layer, QuantizedLayer))
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         own = name in quantized or name.endswith(QUANTIZER_BUFFERS)  # a learned amax is a parameter
         if tensor.is_floating_point() and not own and not rest.is_wide_number(tensor):
-            yield name, tensor
+            yield from ((name, part) for part in rows.get(name, [tensor]))
 
 
 def torch_class(layer: nn.Module) -> type[nn.Module] | None:
@@ -120,7 +132,7 @@ def torch_class(layer: nn.Module) -> type[nn.Module] | None:
 
 def quantized_class(layer: nn.Module) -> type[QuantizedLayer]:
     """The class that `prepare` gives a layer without reasons against it."""
-    exact = QUANTIZED.get(type(layer))
+    exact = EXACT.get(type(layer))
     if exact is None and not isinstance(layer, cast(Any, torch_class(layer))):
         return _linear_of(
             cast(Any, type(layer)), cast(int, weight_axis(layer)), layer._parameters.get("bias") is not None
@@ -154,7 +166,7 @@ def why_not_plain(layer: nn.Module) -> str | None:
     Args:
         layer: of a class for which `torch_class` has one.
     """
-    if type(layer) in QUANTIZED or isinstance(layer, QuantizedLayer) or weight_axis(layer) is not None:
+    if type(layer) in EXACT or isinstance(layer, QuantizedLayer) or weight_axis(layer) is not None:
         return None
     if isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention multiplies its weight itself"

@@ -116,7 +116,7 @@ def _say_assumed(network: str, first: str, last: str) -> None:
         "produce the output, and stay in FP16. Give an input of it, example_inputs=x, or name the layers that produce "
         'outputs in an attribute of the network, output_layers = ("head", "depth"); with output_layers = () this is '
         "not said.",
-        stacklevel=4,
+        stacklevel=5,
     )
 
 
@@ -145,13 +145,6 @@ class _Calls:
         return Ends(*(tuple(dict.fromkeys(self.names[call] for call in calls)) for calls in (first, last)))
 
 
-def _is_opaque(layer: nn.Module, is_gemm: IsGemm) -> bool:
-    """A module of torch that holds GEMM layers and may read their weights without calling them."""
-    return isinstance(
-        layer, nn.MultiheadAttention | nn.TransformerEncoderLayer | nn.TransformerDecoderLayer | nn.Transformer
-    ) and any(map(is_gemm, layer.modules()))
-
-
 def _is_product(layer: nn.Module, is_gemm: IsGemm) -> bool:
     """A layer that ends the search: also a subclass of torch's layers that cannot be quantised."""
     return is_gemm(layer) or isinstance(layer, nn.modules.conv._ConvNd | nn.Linear | nn.Bilinear)
@@ -177,8 +170,6 @@ def _traced(model: nn.Module, is_gemm: IsGemm) -> Ends | None:
             read = _Origin()
         if layer is not None and _is_product(layer, is_gemm):
             read = calls.add(str(node.target), read)
-        elif layer is not None and _is_opaque(layer, is_gemm):
-            read = _Origin(all=read.all)
         origins[node] = read
         if _writes(node) and isinstance(written := node.args[0], fx.Node):
             _write(written, read, origins)
@@ -187,14 +178,16 @@ def _traced(model: nn.Module, is_gemm: IsGemm) -> Ends | None:
 
 
 class _Tracer(fx.Tracer):
-    """Keeps GEMM layers as one node each, also those of classes outside torch."""
+    """Keeps GEMM layers as one node each, also those of classes outside torch, and those inside modules of torch."""
 
     def __init__(self, is_gemm: IsGemm) -> None:
         super().__init__()
         self._is_gemm = is_gemm
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return _is_product(m, self._is_gemm) or super().is_leaf_module(m, module_qualified_name)
+        if _is_product(m, self._is_gemm):
+            return True
+        return super().is_leaf_module(m, module_qualified_name) and not any(map(self._is_gemm, m.modules()))
 
 
 def _writes(node: fx.Node) -> bool:
@@ -242,11 +235,6 @@ def _run(model: nn.Module, is_gemm: IsGemm, inputs: Inputs, meta: bool) -> Ends:
                 lambda layer, args, kwargs, result: origins.set(
                     result, calls.add(names[id(layer)], origins.of((args, kwargs)))
                 ),
-                with_kwargs=True,
-            )
-        elif _is_opaque(layer, is_gemm):
-            layer.register_forward_hook(
-                lambda _, args, kwargs, result: origins.set(result, _Origin(all=origins.of((args, kwargs)).all)),
                 with_kwargs=True,
             )
     moved: Any = _like_parameters(inputs, copy)
@@ -368,6 +356,8 @@ def _copied(module: nn.Module, copies: dict[int, nn.Module]) -> nn.Module:
             name: None if each is None else each.clone() for name, each in module._buffers.items()
         }
         copy.__dict__["_modules"] = dict(_children(module, copies))
+        others = {name: each for name, each in module.__dict__.items() if isinstance(each, nn.Module)}
+        copy.__dict__.update({name: _copied(each, copies) for name, each in others.items()})  # as of `attention`
     return copies[id(module)]
 
 

@@ -24,7 +24,7 @@ from fp4deploy.models import ModelCard, load_weights, read_card
 from fp4deploy.models.checkpoint import network_of
 from fp4deploy.qat.computed import rest_tensors, torch_class
 from fp4deploy.qat.plan import layer_plan
-from fp4deploy.qat.prepare import prepare, quantized_layers, restore
+from fp4deploy.qat.prepare import prepare, quantized_layers, unquantized
 from fp4deploy.rest import FP16, Rest, rest_of
 
 AMAX = ".input_amax"
@@ -76,7 +76,7 @@ def _uncalibrated(network: nn.Module, card: ModelCard) -> list[str]:
     idle = {name for name, layer in layers.items() if layer.input_amax is not None and not layer.input_amax > 0}
     called: dict[str, None] = {}
     if idle:
-        plain = restore(copied(network)).eval()
+        plain = unquantized(copied(network)).eval()
         for name in idle:
             plain.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: called.update({name: None}))
         with torch.inference_mode():

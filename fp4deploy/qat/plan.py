@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 from fp4deploy.errors import InputError
 from fp4deploy.formats import MXFP4_BLOCK, NVFP4_BLOCK
 from fp4deploy.graph.own_linear import weight_axis
+from fp4deploy.qat.attention import OpenAttention, opened
 from fp4deploy.qat.computed import torch_class, why_not_plain
 from fp4deploy.qat.ends import Ends, Inputs, ends_of
 from fp4deploy.qat.experts import PRECISION as EXPERTS
@@ -79,6 +80,19 @@ def layer_plan(
     1 FP4 blocks of 16 along 16 input channels
     2 FP16 output layer: its error goes straight into the logits
     """
+    with opened(model, is_quantized):
+        return planned(model, recipe, include, exclude, fp8, example_inputs)
+
+
+def planned(
+    model: nn.Module,
+    recipe: str | Recipe | None,
+    include: Selection,
+    exclude: Selection,
+    fp8: Selection,
+    example_inputs: Inputs | None,
+) -> list[LayerPlan]:
+    """`layer_plan`, attention open (`qat.attention`)."""
     layers = _layers_with_weights(model)
     lazy = next((name for name, layer in layers if any(map(is_lazy, layer.parameters(recurse=False)))), None)
     if lazy is not None:
@@ -101,11 +115,9 @@ def layer_plan(
     require_possible(include, impossible | of_groups)
     as_it_is = include is None and exclude is None and fp8 is None
     prepared = as_it_is and any(isinstance(layer, QuantizedLayer | QuantExperts) for _, layer in layers)
-    hidden = _hidden_children(model)
     plans = []
     for name, layer in layers:
-        kept = hidden.get(name) or impossible[name]
-        kept = kept or _reason_to_keep(name, layer, ends, included, excluded)
+        kept = impossible[name] or _reason_to_keep(name, layer, ends, included, excluded)
         kept = kept or of_groups.get(name)
         if prepared and isinstance(layer, QuantizedLayer | QuantExperts):
             kept = None
@@ -142,8 +154,14 @@ def _layers_with_weights(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [
         (name, layer)
         for name, layer in model.named_modules()
-        if torch_class(layer) is not None or any(True for _ in layer.parameters(recurse=False))
+        if torch_class(layer) is not None
+        or (any(True for _ in layer.parameters(recurse=False)) and not isinstance(layer, OpenAttention))
     ]
+
+
+def is_quantized(layer: nn.Module) -> bool:
+    """A layer, or experts, of a prepared model."""
+    return isinstance(layer, QuantizedLayer | QuantExperts)
 
 
 def is_gemm(layer: nn.Module) -> bool:
@@ -216,7 +234,9 @@ def _reason_impossible(layer: nn.Module, recipe: Recipe) -> str | None:
     if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
         return "embedding: rows are looked up, and nothing is multiplied"
     if isinstance(layer, nn.MultiheadAttention):
-        return "multiplies its weights itself; write its projections as Linear layers to quantise them"
+        return (
+            "a subclass of nn.MultiheadAttention multiplies its weights itself; write its projections as Linear layers"
+        )
     return f"{type(layer).__name__} is none of {', '.join(kind.__name__ for kind in QUANTIZED)}"
 
 
@@ -229,18 +249,6 @@ def _hooked(layer: nn.Module) -> str | None:
         f"a hook computes its {' and '.join(set_by_hook)} (weight_norm, spectral_norm or prune of torch.nn.utils); use "
         "torch.nn.utils.parametrizations, or make it permanent with remove_weight_norm or prune.remove"
     )
-
-
-def _hidden_children(model: nn.Module) -> dict[str, str]:
-    """Layers whose parent reads their weights without calling them, with the reason."""
-    reason = "inside nn.TransformerEncoderLayer, which multiplies its weights itself in evaluation"
-    return {
-        f"{name}.{child}" if name else child: reason
-        for name, parent in model.named_modules()
-        if isinstance(parent, nn.TransformerEncoderLayer)
-        for child, layer in parent.named_modules()
-        if is_gemm(layer)
-    }
 
 
 def _block(recipe: Recipe) -> int:

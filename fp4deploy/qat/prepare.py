@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fp4deploy.errors import InputError
+from fp4deploy.qat.attention import close_attention, opened
 from fp4deploy.qat.batches import batches_of, run
 from fp4deploy.qat.computed import plain_class, quantized_class
 from fp4deploy.qat.ends import Inputs
@@ -18,7 +19,7 @@ from fp4deploy.qat.experts import PRECISION as EXPERTS
 from fp4deploy.qat.experts import attach, detach, experts_of
 from fp4deploy.qat.fp4_gemms.requirements import PRODUCTS, require_packed
 from fp4deploy.qat.layers import QUANTIZED, QuantizedLayer
-from fp4deploy.qat.plan import LayerPlan, is_gemm, layer_plan, recipe_of
+from fp4deploy.qat.plan import LayerPlan, is_gemm, is_quantized, planned, recipe_of
 from fp4deploy.qat.ranges import Ranges
 from fp4deploy.qat.recipes import Recipe, find_recipe
 from fp4deploy.qat.selection import Selection, predicate_of
@@ -49,21 +50,22 @@ def prepare(
     X NVFP4 RN static along C, W^T NVFP4 RN along C, G -, W -, G^T -, X (dW) -, straight-through)
     """
     chosen = find_recipe(recipe)
-    plans = {plan.name: plan for plan in layer_plan(model, chosen, include, exclude, fp8, example_inputs)}
-    names = [name for name, plan in plans.items() if plan.precision != "FP16"]
-    eight = predicate_of(fp8, plans)
-    if not names:
-        raise InputError(_nothing_to_quantize(model, plans))
-    calibrated = {name: layer.input_amax for name, layer in quantized_layers(model).items()}
-    restore(model)
-    for name in names:
-        layer = model.get_submodule(name)
-        if plans[name].precision == EXPERTS:
-            attach(layer, chosen)
-            continue
-        layer.__class__ = quantized_class(layer)
-        layer.attach(recipe_of(chosen, name, layer, eight), calibrated.get(name), name)  # type: ignore[operator]
-    return model
+    with opened(model, is_quantized):
+        plans = {plan.name: plan for plan in planned(model, chosen, include, exclude, fp8, example_inputs)}
+        names = [name for name, plan in plans.items() if plan.precision != "FP16"]
+        eight = predicate_of(fp8, plans)
+        if not names:
+            raise InputError(_nothing_to_quantize(model, plans))
+        calibrated = {name: layer.input_amax for name, layer in quantized_layers(model).items()}
+        unquantized(model)
+        for name in names:
+            layer = model.get_submodule(name)
+            if plans[name].precision == EXPERTS:
+                attach(layer, chosen)
+                continue
+            layer.__class__ = quantized_class(layer)
+            layer.attach(recipe_of(chosen, name, layer, eight), calibrated.get(name), name)  # type: ignore[operator]
+        return model
 
 
 def _nothing_to_quantize(model: nn.Module, plans: Mapping[str, LayerPlan]) -> str:
@@ -108,6 +110,13 @@ def restore(model: nn.Module) -> nn.Module:
     >>> restore(model)[0]
     Linear(in_features=64, out_features=32, bias=True)
     """
+    unquantized(model)
+    close_attention(model)
+    return model
+
+
+def unquantized(model: nn.Module) -> nn.Module:
+    """`restore`, in place, but the projections of attention stay layers: every name of a layer is still one."""
     for layer in quantized_layers(model).values():
         layer.detach()
         layer.__class__ = plain_class(layer)  # type: ignore[assignment]

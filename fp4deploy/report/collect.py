@@ -101,6 +101,7 @@ def _model(name: str, model: TrainedModel, found: RunData) -> ModelEntry:
         task=found.task,
         miou=score if key == "miou" else None,
         ap=score if key == "ap" else None,
+        top1=score if key == "top1" else None,
         ap50=checkpoint.ap50 if checkpoint else None,
         per_class=model.measured_per_class or (model.best.per_class if model.best else {}),
         accuracy_from="measured" if measured else "validation during training",

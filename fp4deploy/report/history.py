@@ -20,10 +20,11 @@ class Epoch(Record):
     loss: float | None = None
     miou: float | None = None
     ap: float | None = None
+    top1: float | None = None
     per_class: Scores = Field(default_factory=dict)
 
     def score(self, task: TaskName) -> float | None:
-        """mIoU of a semantic model, AP of one that finds objects."""
+        """Of the task's metric."""
         found: float | None = getattr(self, TASKS[task].key)
         return found
 

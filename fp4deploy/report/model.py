@@ -40,13 +40,14 @@ class ModelEntry(Record):
     miou: float | None
     ap: float | None
     ap50: float | None
+    top1: float | None = None
     per_class: Scores
     accuracy_from: Literal["measured", "validation during training"]
 
     @property
     def accuracy(self) -> float | None:
-        """mIoU of a semantic model, AP of an instance model."""
-        return self.miou if self.miou is not None else self.ap
+        """mIoU of a semantic model, AP of an instance model, top-1 of a classifier."""
+        return next((value for value in (self.miou, self.top1) if value is not None), self.ap)
 
 
 class EngineEntry(Record):

@@ -33,7 +33,12 @@ from fp4deploy.report.telemetry_page import page_path
 from fp4deploy.runs import Run, open_run
 from fp4deploy.system.files import atomic_write
 
-DRAWN = {"semantic": draw_overlays, "instance": draw_instance_overlays, "detection": draw_box_overlays}
+DRAWN = {
+    "semantic": draw_overlays,
+    "instance": draw_instance_overlays,
+    "detection": draw_box_overlays,
+    "classification": lambda *_: [],  # a picture shows no class
+}
 NO_SAMPLES = "Samples are left out"
 
 

@@ -4,6 +4,7 @@ protocol.py     what every stage asks of a task
 semantic.py     a class for every pixel
 instance.py     an object for every pixel of a thing
 detection.py    a box for every object
+classification.py  a class for every image
 """
 
 from __future__ import annotations
@@ -12,19 +13,31 @@ from pathlib import Path
 
 from fp4deploy.data import PhotoDataset, SegmentationDataset, are_photos
 from fp4deploy.models.card import ModelCard
+from fp4deploy.tasks.classification import ClassificationTask
 from fp4deploy.tasks.detection import DetectionTask
 from fp4deploy.tasks.instance import InstanceTask
 from fp4deploy.tasks.protocol import Evaluation, Task, TaskScores, readable
 from fp4deploy.tasks.semantic import SemanticTask
 
-TASKS: dict[str, Task] = {task.name: task for task in (SemanticTask(), InstanceTask(), DetectionTask())}
+TASKS: dict[str, Task] = {
+    task.name: task for task in (SemanticTask(), InstanceTask(), DetectionTask(), ClassificationTask())
+}
 
-__all__ = ["TASKS", "Evaluation", "Task", "TaskScores", "images_for", "readable", "task_of"]
+__all__ = ["TASKS", "Evaluation", "Task", "TaskScores", "images_for", "key_of", "readable", "task_of"]
 
 
 def task_of(card: ModelCard) -> Task:
     """The task that a model was trained for."""
     return TASKS[card.task]
+
+
+def key_of(metric: str) -> str:
+    """The key in files of a score by its title.
+
+    >>> key_of("mIoU")
+    'miou'
+    """
+    return next(task.key for task in TASKS.values() if task.metric == metric)
 
 
 def images_for(card: ModelCard, data: Path, split: str, known: bool = False) -> SegmentationDataset:

@@ -30,7 +30,7 @@ class DetectionTask:
     """`Task` of object detection."""
 
     name, key, metric, per_class = "detection", "ap", "AP", "AP"
-    counts_objects, at_input_size, boxes = True, False, True
+    counts_objects, at_input_size, boxes, whole_images = True, False, True, False
     unused: Mapping[str, str] = {
         "augment.rotate": "the box around a rotated box is larger than its object; leave it 0 for task=detection",
         **dict.fromkeys(("train.class_weights", "train.class_balance", "train.label_smoothing"), OVER_PIXELS),

@@ -34,7 +34,7 @@ class InstanceTask:
     """`Task` of instance segmentation."""
 
     name, key, metric, per_class = "instance", "ap", "AP", "AP"
-    counts_objects, at_input_size, boxes = True, False, False
+    counts_objects, at_input_size, boxes, whole_images = True, False, False, False
     unused: Mapping[str, str] = {"augment.mosaic": MOSAIC, "distill.weight": SOFTMAX}
 
     def transform(

@@ -8,6 +8,7 @@
 | predict, serving | `counts_objects`; `untiled`: why an image cannot be cut |
 | report | `key`, `metric`, `per_class`: names of the scores; `at_input_size` |
 | data check | `boxes`: labels that are enough |
+| all that look at pixels | `whole_images`: there are none in outputs and labels |
 
 What a stage has of its own for each task is a table by its name there: losses and heads in `train.tasks`, pictures in
 `report.write`, `report.figures.predictions` and `report.figures.lost`.
@@ -90,8 +91,8 @@ class Task(Protocol):
 
     name: in settings and model cards. key: of its score in files. metric, per_class: titles of its score and of a
     class's. counts_objects: its output is a list of objects, scored by COCO's AP. at_input_size: scores are of pixels
-    at the size of the network's input. boxes: annotations need no masks. unused: settings that it has no use for, as
-    "section.name", and why.
+    at the size of the network's input. boxes: annotations need no masks. whole_images: labels are of images and outputs
+    [N, classes], without pixels. unused: settings that it has no use for, as "section.name", and why.
     """
 
     @property
@@ -108,6 +109,8 @@ class Task(Protocol):
     def at_input_size(self) -> bool: ...
     @property
     def boxes(self) -> bool: ...
+    @property
+    def whole_images(self) -> bool: ...
     @property
     def unused(self) -> Mapping[str, str]: ...
     def transform(self, size: Size, mean: Rgb = IMAGE_MEAN, std: Rgb = IMAGE_STD, whole: bool = False) -> Transform:

@@ -34,7 +34,7 @@ class SemanticTask:
     """`Task` of semantic segmentation."""
 
     name, key, metric, per_class = "semantic", "miou", "mIoU", "IoU"
-    counts_objects, at_input_size, boxes = False, True, False
+    counts_objects, at_input_size, boxes, whole_images = False, True, False, False
     unused: Mapping[str, str] = {"augment.mosaic": MOSAIC}
 
     def transform(self, size: Size, mean: Rgb = IMAGE_MEAN, std: Rgb = IMAGE_STD, whole: bool = False) -> Transform:

@@ -46,7 +46,7 @@ class Config(Section):
     """A whole training."""
 
     seed: int = Field(0, ge=0, lt=1 << 63, description="of initial weights, shuffling and augmentation")
-    task: TaskName = Field("semantic", description="segment classes or objects, or find boxes")
+    task: TaskName = Field("semantic", description="segment classes or objects, find boxes, or name images")
     recipe: str = Field("nvfp4_qat", description="what is quantised, and how")
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()

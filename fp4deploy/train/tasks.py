@@ -6,9 +6,10 @@
 | instance, centres | classes and numbers [N, 2, H, W] | semantic + heatmap + offsets | AP at the images' own size |
 | instance, set | classes and numbers [N, 2, H, W] | matched BCE + Dice, and semantic | AP at the images' own size |
 | detection | boxes [N, M, 5] | focal + GIoU + centre-ness | AP at the images' own size |
+| classification | classes [N] | cross-entropy | share of images whose class is right |
 
-A validation batch of the last three comes with the indices of its images in place of labels, because AP is measured
-against the annotations.
+A validation batch of instances and boxes comes with the indices of its images in place of labels, because AP is
+measured against the annotations.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 from fp4deploy.data import CocoDataset, SegmentationDataset, cached_counts, class_balance
 from fp4deploy.errors import InputError
 from fp4deploy.models import DetectionHead, InstanceHead, ModelCard
-from fp4deploy.models.heads import Head
+from fp4deploy.models.heads import ClassHead, Head
 from fp4deploy.models.spec import parse_spec
 from fp4deploy.models.torchvision_detectors import own_layout
 from fp4deploy.runs import Run
@@ -32,6 +33,7 @@ from fp4deploy.tasks.volumes import applied_by_torch
 from fp4deploy.train.config import Config
 from fp4deploy.train.losses.boxes import BoxLoss
 from fp4deploy.train.losses.centres import CentreLoss
+from fp4deploy.train.losses.labels import LabelLoss
 from fp4deploy.train.losses.loss import Loss
 from fp4deploy.train.losses.segmentation import SegmentationLoss
 from fp4deploy.train.losses.sets import SetLoss
@@ -91,7 +93,16 @@ def _detection(config: Config, card: ModelCard, balance: ByName | None) -> BoxLo
     return BoxLoss(card.head, (card.height, card.width), weights, chosen.alpha, chosen.gamma)
 
 
-LOSSES: dict[str, Any] = {"semantic": _semantic, "instance": _instance, "detection": _detection}
+def _classification(config: Config, card: ModelCard, balance: ByName | None) -> LabelLoss:
+    return LabelLoss(config.train.label_smoothing)
+
+
+LOSSES: dict[str, Any] = {
+    "semantic": _semantic,
+    "instance": _instance,
+    "detection": _detection,
+    "classification": _classification,
+}
 
 
 def class_weights(config: Config, run: Run, train_data: SegmentationDataset) -> ByName | None:
@@ -108,9 +119,9 @@ def class_weights(config: Config, run: Run, train_data: SegmentationDataset) -> 
     return class_balance(counts, config.train.class_balance, config.train.balance_power)
 
 
-def make_head(config: Config, data: SegmentationDataset) -> InstanceHead | DetectionHead | None:
+def make_head(config: Config, data: SegmentationDataset) -> InstanceHead | ClassHead | DetectionHead | None:
     """Layout of the output that the configuration asks for on this data; None of a semantic model."""
-    found: InstanceHead | DetectionHead | None = HEADS[config.task](config, data)
+    found: InstanceHead | ClassHead | DetectionHead | None = HEADS[config.task](config, data)
     return found
 
 
@@ -149,7 +160,16 @@ def _detection_head(config: Config, data: SegmentationDataset) -> DetectionHead:
     )
 
 
-HEADS: dict[str, Any] = {"semantic": _no_head, "instance": _instance_head, "detection": _detection_head}
+def _class_head(config: Config, data: SegmentationDataset) -> ClassHead:
+    return ClassHead("label", len(data.class_names))
+
+
+HEADS: dict[str, Any] = {
+    "semantic": _no_head,
+    "instance": _instance_head,
+    "detection": _detection_head,
+    "classification": _class_head,
+}
 
 
 def semantic_loss(settings: TrainSection, card: ModelCard, balance: ByName | None = None) -> SegmentationLoss:

@@ -12,10 +12,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
 
+from fp4deploy.bench.runtimes.open import open_runtime
 from fp4deploy.errors import Interrupted
 from fp4deploy.export import to_onnx
 from fp4deploy.models import read_card
@@ -84,6 +86,14 @@ def test_export_takes_a_run_or_a_checkpoint(at_home: Invoke, tmp_path: Path) -> 
     one = at_home("export", run / "nvfp4" / "best.safetensors", "--out", tmp_path / "one.onnx", "--images", 2)
     assert one.exit_code == 0, one.stderr
     assert (tmp_path / "one.onnx").read_bytes() == (tmp_path / "whole" / "unet.nvfp4.onnx").read_bytes()
+    for form in ("onnx", "packed"):
+        given = ("--format", form, "--batch", 2, "--no-verify", "--out", tmp_path)
+        two = at_home("export", run / "nvfp4" / "best.safetensors", *given)
+        assert two.exit_code == 0, two.stderr
+        runtime = open_runtime(next(tmp_path.glob("*.nvfp4.*")))
+        assert runtime.inputs[0].extents[:2] == (2, 3)
+        assert len(runtime.infer(np.zeros((3, 3, 32, 32), np.float32))) == 3
+        next(tmp_path.glob("*.nvfp4.*")).unlink()
     many = at_home("export", run, "--out", tmp_path / "two.onnx")
     assert many.exit_code == 2
     assert "--out must be a folder" in many.stderr

@@ -89,14 +89,14 @@ def traced_once(trace: Callable[..., onnx.ModelProto]) -> Callable[..., onnx.Mod
     """`export_graph` that traces a model once: for equal tensors, layers and arguments it gives a copy."""
     kept: dict[tuple[str, str, str], bytes] = {}
 
-    def traced(model: nn.Module, *arguments: object) -> onnx.ModelProto:
+    def traced(model: nn.Module, *arguments: object, **options: object) -> onnx.ModelProto:
         digest = hashlib.sha256()
         for name, tensor in model.state_dict().items():
             digest.update(name.encode())
             digest.update(tensor.numpy().tobytes())
-        key = digest.hexdigest(), repr(model), repr(arguments)
+        key = digest.hexdigest(), repr(model), repr((arguments, options))
         if key not in kept:
-            kept[key] = trace(model, *arguments).SerializeToString()
+            kept[key] = trace(model, *arguments, **options).SerializeToString()
         return onnx.ModelProto.FromString(kept[key])
 
     return traced

@@ -139,3 +139,68 @@ def test_axes_are_open_by_name_and_the_batch_may_be_fixed(tmp_path: Path) -> Non
     assert [port.extents for port in fd.open_runtime(tmp_path / "three.onnx").inputs] == [(3, "L"), (3, "L")]
     with pytest.raises(InputError, match=r"dynamic names the axes \[2\] of 'ids'. Inputs: 'ids' with the axes 1 to 1"):
         fd.export_onnx(model, inputs, tmp_path / "no.onnx", dynamic={"ids": {2: "L"}})
+
+
+class Pooled(nn.Module):
+    """Tokens that are not hidden, averaged; without a position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.inner, self.head = nn.Embedding(96, 32), nn.Linear(32, 32), nn.Linear(32, 4)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = F.gelu(self.inner(self.embed(ids))) * mask.unsqueeze(-1)
+        return self.head(x.sum(1) / mask.sum(1, keepdim=True))
+
+
+class OfThree(nn.Module):
+    """Written for three samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.head = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.cat([F.gelu(self.inner(self.first(each[None]))) for each in x]))
+
+
+def test_a_packed_network_has_free_axes_by_request_or_the_true_reason(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    inputs = {"ids": torch.randint(96, (2, 6)), "mask": torch.ones(2, 6, dtype=torch.int64)}
+    model = fd.prepare(Pooled().eval(), example_inputs=inputs)
+    fd.calibrate(model, inputs)
+    dynamic = {name: {1: "L"} for name in inputs}
+    fd.pack(model, tmp_path / "open.fp4", example_inputs=inputs, dynamic=dynamic)
+    runtime = fd.open_runtime(tmp_path / "open.fp4")
+    assert [port.extents for port in runtime.inputs] == [("N", None), ("N", None)]
+    longer = {name: x.repeat(2, 3)[:3] for name, x in inputs.items()}
+    with torch.no_grad():
+        assert torch.allclose(torch.from_numpy(runtime(longer)), deployed(model)(**longer), atol=5e-3)
+    with pytest.raises(InputError, match=r"aten.arange, .*has no packed form"):
+        fd.pack(Tokens().eval(), tmp_path / "no.fp4", example_inputs=inputs, dynamic=dynamic)
+    with pytest.raises(InputError, match=r"size of an axis \(axis 1 of x\) for a constant at linear in 'first'"):
+        fd.pack(OfThree(), tmp_path / "no.fp4", example_inputs=torch.zeros(3, 32), dynamic={"x": {1: "C"}}, batch=3)
+    assert [each.name for each in tmp_path.iterdir()] == ["open.fp4"]
+
+
+@pytest.mark.parametrize("suffix", [".onnx", ".fp4"])
+def test_a_network_of_one_batch_goes_into_files_of_that_batch(tmp_path: Path, suffix: str) -> None:
+    torch.manual_seed(0)
+    path, x = tmp_path / f"three{suffix}", torch.randn(3, 32)
+    model = fd.prepare(OfThree().eval(), example_inputs=x)
+    fd.calibrate(model, x)
+    with pytest.raises(InputError, match=r"the size of an axis \((N|batch)\) for a constant"):
+        fd.pack(model, path, example_inputs=x) if suffix == ".fp4" else fd.export_onnx(model, x, path)
+    if suffix == ".fp4":
+        assert fd.pack(model, path, example_inputs=x[:2], batch=3).file.graph.format() == 8
+    else:
+        fd.export_onnx(model, x[:2], path, batch=3)
+    runtime = fd.open_runtime(path)
+    assert runtime.inputs[0].extents == (3, 32)
+    with torch.no_grad():
+        expected = deployed(model)(x)
+    assert torch.allclose(torch.from_numpy(runtime(x)), expected, atol=5e-3)
+    five = runtime.infer(torch.cat([x, x[:2]]).numpy())  # in two calls, the second one filled up
+    assert np.allclose(five, torch.cat([expected, expected[:2]]).numpy(), atol=5e-3)
+    with pytest.raises(InputError, match=r"takes float32 \[3, 32\], and was given \[2, 32\]"):
+        runtime(x[:2])

@@ -11,6 +11,6 @@ from fp4deploy.requirements import ZOO
 def need_library_of(text: str) -> None:
     """Skip a test whose model spec names a library that is not installed."""
     source = parse_spec(text).source
-    reason = ZOO["segmentation_models_pytorch" if source == "smp" else source].why_missing()
+    reason = ZOO[{"smp": "segmentation_models_pytorch", "hf": "transformers"}.get(source, source)].why_missing()
     if reason is not None:
         pytest.skip(f"{reason}")

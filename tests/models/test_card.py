@@ -45,7 +45,7 @@ def head(**changed: Any) -> dict[str, Any]:
         ({"recipe": 5}, "recipe = 5"),
         ({"recipe": "nvfp4_qat"}, "precision = 'fp16' with recipe = 'nvfp4_qat'"),
         ({"architecture": "vit"}, "architecture = 'vit': known are: unet"),
-        ({"task": "pose"}, "task = 'pose': input should be 'semantic', 'instance' or 'detection'"),
+        ({"task": "pose"}, "task = 'pose': input should be 'semantic', 'instance', 'detection' or 'classification'"),
         ({"task": "semantic"}, "task = 'semantic' with an instance head"),
         ({"head": None}, "task = 'instance' without an instance head"),
         ({"head": []}, "head = []"),
@@ -62,7 +62,7 @@ def head(**changed: Any) -> dict[str, Any]:
         (head(threshold=1), "head.threshold = 1"),
         (
             head(method="boxes"),
-            "head.method = 'boxes': input should be one of 'centres', 'set', 'fcos', 'fcos_relu', 'retinanet'",
+            "head.method = 'boxes': input should be one of 'centres', 'set', 'label', 'fcos', 'fcos_relu', 'retinanet'",
         ),
         (head(masks=3), "head.masks = 3 with 'centres'"),
         (head(stuff=[3]), "head.stuff: a number is no class"),

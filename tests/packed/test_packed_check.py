@@ -126,7 +126,7 @@ CASES: dict[str, tuple[Change, str]] = {
         lambda g: g["outputs"][0].update(activation=form(g, "encoder.1.conv1")["name"]),
         "model card has|never used",
     ),
-    "a fixed batch": (lambda g: g["inputs"][0].update(free=[2, 3]), "free batch"),
+    "a free batch of two": (lambda g: g["inputs"][0].update(shape=[2, 3, 32, 32]), "free batch of 1"),
     "digits of four channels": (
         lambda g: (g["inputs"][0].update(shape=[1, 4, 32, 32]), g.update(digits=True)),
         "Only an RGB image",

@@ -218,7 +218,6 @@ def test_layers_that_cannot_be_quantised_say_why() -> None:
         {
             "own": OwnConv(32, 32, 1),
             "line": nn.ConvTranspose1d(32, 32, 3),
-            "attention": nn.MultiheadAttention(32, 4),
             "embedding": nn.Embedding(10, 32),
             "norm": nn.LayerNorm(32),
             "weight_norm": nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)),
@@ -228,11 +227,10 @@ def test_layers_that_cannot_be_quantised_say_why() -> None:
     reasons = {plan.name: plan.reason for plan in layer_plan(model, include=["*"]) if plan.precision == "FP16"}
     assert "subclass of Conv2d" in reasons["own"]
     assert reasons["line"] == f"ConvTranspose1d is none of {', '.join(kind.__name__ for kind in QUANTIZED)}"
-    assert "projections" in reasons["attention"]
     assert reasons["embedding"].startswith("embedding: rows")
     assert "normalisation" in reasons["norm"]
     assert "weight_norm" not in reasons
-    for name in ("own", "line", "attention", "embedding", "norm"):
+    for name in ("own", "line", "embedding", "norm"):
         with pytest.raises(InputError, match=f"'{name}' includes nothing that can be quantised"):
             prepare(model, include=[name])
     prepare(model, include=["*"])
@@ -336,15 +334,6 @@ def test_a_static_checkpoint_loads_strictly_into_a_dynamic_recipe() -> None:
     dynamic = prepare(nn.Sequential(nn.Linear(32, 32)), "tetrajet", include=["0"])
     dynamic.load_state_dict(static.state_dict(), strict=True)
     assert torch.equal(dynamic[0].weight, static[0].weight)
-
-
-def test_layers_inside_a_transformer_encoder_layer_say_why_they_stay() -> None:
-    model = nn.Sequential(nn.Linear(32, 32), nn.TransformerEncoderLayer(32, 4, 64), nn.Linear(32, 32), nn.Linear(32, 3))
-    plans = {plan.name: plan for plan in layer_plan(model, "tetrajet")}
-    assert plans["1.linear1"].precision == "FP16"
-    assert "TransformerEncoderLayer" in plans["1.linear1"].reason
-    assert plans["2"].precision == "FP4"
-    assert "blocks of 32" in plans["2"].reason
 
 
 def test_recipes_refuse_what_means_nothing() -> None:

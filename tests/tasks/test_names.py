@@ -12,7 +12,10 @@ from fp4deploy.tasks import TASKS
 from fp4deploy.train import Config, load_config
 
 ROOT = Path(__file__).resolve().parents[2]
-OWN = ("fp4deploy/tasks/", "fp4deploy/models/")  # tasks themselves, and the card that names them
+OWN = (
+    *("fp4deploy/tasks/", "fp4deploy/models/"),  # tasks themselves, and the card that names them
+    "fp4deploy/detection/errors.py",  # a kind of error of a detector is called as one of them
+)
 FILES = [path for folder in ("fp4deploy", "cli") for path in sorted((ROOT / folder).rglob("*.py"))]
 
 

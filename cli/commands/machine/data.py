@@ -50,7 +50,7 @@ def check(
         typer.Option("--sheet", help="Draw images with their labels into this PNG.", show_default="not drawn"),
     ] = None,
     task: Annotated[
-        Literal["semantic", "instance", "detection"],
+        Literal["semantic", "instance", "detection", "classification"],
         typer.Option("--task", help="What it is to be trained for; for detection, boxes alone are enough."),
     ] = "semantic",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of text.")] = False,

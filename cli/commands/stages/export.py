@@ -61,6 +61,10 @@ def export(
     dynamic_size: Annotated[
         bool, typer.Option("--dynamic-size", help="Leave height and width of the ONNX graph open.")
     ] = False,
+    batch: Annotated[
+        int | None,
+        typer.Option("--batch", min=1, help="The only number of images that the file takes.", show_default="any"),
+    ] = None,
     rest: ExportedRestOption = None,
     max_batch: Annotated[
         int, typer.Option("--max-batch", min=1, help="Largest batch of the server (--format triton).")
@@ -74,11 +78,15 @@ def export(
         raise InputError("--portable is an option of --format onnx; remove it, or export with --format onnx.")
     if form != "onnx" and (size is not None or dynamic_size):
         raise InputError("--size and --dynamic-size are options of --format onnx.")
+    if form == "triton" and batch is not None:
+        raise InputError("--batch is an option of --format onnx and packed; a server's largest batch is --max-batch.")
     if form == "triton" and rest is not None:
         raise InputError("--rest is an option of --format onnx and packed: a model repository serves their files.")
     if source is not None and nnunet.is_folder(source):
-        if size is not None or dynamic_size:
-            raise InputError("--size and --dynamic-size are not for a folder of nnU-Net: its plans say the patch size.")
+        if size is not None or dynamic_size or batch is not None:
+            raise InputError(
+                "--size, --dynamic-size and --batch are not for a folder of nnU-Net: its plans say the patch size."
+            )
         nnunet.export(source, fold, form, portable, data, out, verify, rest)
         return
     if fold:
@@ -99,9 +107,9 @@ def export(
         try:
             with progress(f"tracing{' and comparing with torch' if verify else ''}"):
                 if form == "packed":
-                    line = _packed(checkpoint, target, verify_on, images, verify, rest)
+                    line = _packed(checkpoint, target, verify_on, images, verify, rest, batch)
                 else:
-                    sizes = {"size": pixels, "dynamic_size": dynamic_size, "rest": rest}
+                    sizes = {"size": pixels, "dynamic_size": dynamic_size, "rest": rest, "batch": batch}
                     line = describe(_onnx(checkpoint, target, portable, verify_on, images, verify, **sizes))
         except (GateError, InputError) as error:
             failed.append((checkpoint, error))
@@ -163,14 +171,14 @@ def _onnx(*arguments: Any, **options: Any) -> ExportResult:
 
 
 def _packed(
-    checkpoint: Path, target: Path, data: Path | None, images: int, verify: bool, rest: str | None = None
+    checkpoint: Path, target: Path, data: Path | None, images: int, verify: bool, rest: str | None, batch: int | None
 ) -> str:
     from fp4deploy.bench.tables import size
     from fp4deploy.export.to_packed import pack
     from fp4deploy.packed import plain_bytes
     from fp4deploy.packed.shapes import expected
 
-    result = pack(checkpoint, target, data, images, verify, rest=rest)
+    result = pack(checkpoint, target, data, images, verify, rest=rest, batch=batch)
     graph = result.file.graph
     weights, plain = result.file.weight_bytes, plain_bytes(graph)
     fixed = [expected(graph, each) for each in graph.inputs if not {*range(2, len(each.shape))} <= {*each.free}]

@@ -230,8 +230,8 @@ def _pipe(predictor: Predictor, model: Path, as_json: bool) -> None:
             entry["objects"] = prediction.objects()
         print_json({**describe(predictor, model), "images": [entry]})
         return
-    if prediction.detections is not None:
-        raise InputError("A detector gives boxes and no mask: add --json, or predict a file into a folder.")
+    if not prediction.has_mask:
+        raise InputError("This model gives boxes or classes and no mask: add --json, or predict a file into a folder.")
     if sys.stdout.isatty():
         raise InputError(
             "The mask is a PNG and stdout is a terminal; redirect it: fp4deploy predict - < in.jpg > mask.png"
@@ -289,16 +289,18 @@ def _files(
 def _print(document: dict[str, Any], out: Path) -> None:
     from rich.table import Table
 
-    from fp4deploy.predict.write import mean_shares, objects_of_classes
+    from fp4deploy.predict.write import likeliest_classes, mean_shares, objects_of_classes
 
     entries = document["images"]
     boxes = sorted(objects_of_classes(entries), key=lambda row: -row[2])
-    table = Table("class", "images", "objects" if boxes else "pixels", box=None, pad_edge=False)
+    labels = likeliest_classes(entries)
+    figure = "objects" if boxes else "score" if labels else "pixels"
+    table = Table("class", "images", figure, box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
     for name, count, objects in boxes:
         table.add_row(name, str(count), str(objects))
-    for name, count, share in mean_shares(entries):
+    for name, count, share in (*mean_shares(entries), *labels):
         table.add_row(name, str(count), f"{100 * share:.1f} %")
     console = results()
     console.print(table)

@@ -28,7 +28,7 @@ from fp4deploy.system.files import file_digest
 from fp4deploy.system.schema import Share, read_json, validated
 
 MAX_BYTES = 256 << 20
-METRICS = {"pixels": "mIoU", "voxels": "Dice", "matches": "AP"}  # kind of counts -> what they give
+METRICS = {"pixels": "mIoU", "voxels": "Dice", "labels": "top-1", "matches": "AP"}  # kind of counts -> what they give
 AGREE = 1e-6  # accuracy stated and computed of the counts
 
 
@@ -52,13 +52,14 @@ class RecordedEntry(Record):
     miou: Share | None = None
     dice: Share | None = None
     ap: Share | None = None
+    top1: Share | None = None
     split: str | None = None
     data_sha256: str | None = None
 
     @property
     def metric(self) -> tuple[str, float | None]:
         """Name and value of the accuracy; of volumes, which have mIoU too, Dice."""
-        found = (("Dice", self.dice), ("mIoU", self.miou), ("AP", self.ap))
+        found = (("Dice", self.dice), ("mIoU", self.miou), ("top-1", self.top1), ("AP", self.ap))
         return next((pair for pair in found if pair[1] is not None), found[-1])
 
 

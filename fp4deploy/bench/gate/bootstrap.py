@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4deploy.bench.evidence import PixelCounts, VoxelCounts
+from fp4deploy.bench.evidence import LabelCounts, PixelCounts, VoxelCounts
 from fp4deploy.instances.matches import Matches
 
 LEVEL = 0.95
@@ -105,14 +105,14 @@ def _interval(drop: float, replicates: Floats, level: float) -> Interval:
 def _by_image(baseline: Counts, other: Counts) -> Floats:
     """What each image costs [N].
 
-    Voxels: the drop of Dice. Pixels: the drop of mIoU where this image alone is predicted by `other`. Matches: objects
-    found less.
+    Voxels: the drop of Dice. Labels: whether it is right. Pixels: the drop of mIoU where this image alone is predicted
+    by `other`. Matches: objects found less.
     """
     if isinstance(baseline, Matches) and isinstance(other, Matches):
         return baseline.found() - other.found()
     assert isinstance(baseline, PixelCounts)
     assert isinstance(other, PixelCounts)
-    if isinstance(baseline, VoxelCounts):  # a mean over the volumes: each costs its share
+    if isinstance(baseline, VoxelCounts | LabelCounts):  # a mean over volumes or images: each costs its share
         before, after = (each.per_class(np.eye(len(each.images))) for each in (baseline, other))
         return (_mean(before) - _mean(after)) / len(baseline.images)
     hit = baseline.hit.sum(0) + other.hit - baseline.hit

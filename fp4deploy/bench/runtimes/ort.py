@@ -20,7 +20,7 @@ from fp4deploy.bench.environment import cpu_name
 from fp4deploy.bench.latency import time_cpu
 from fp4deploy.bench.runtimes.like import Like
 from fp4deploy.bench.runtimes.onnx_file import find_card, is_fp4, ports_of, require_card, weights
-from fp4deploy.bench.runtimes.ports import Outputs, fed, fixed_batch, named, warn_of_others
+from fp4deploy.bench.runtimes.ports import Outputs, fed, in_batches, named, warn_of_others
 from fp4deploy.bench.runtimes.precision import of_onnx, of_rest
 from fp4deploy.bench.runtimes.protocol import EXPORT_AGAIN, TIMEOUT, Array, Given, checked, described, finite
 from fp4deploy.detection.decode import FoundBoxes
@@ -76,23 +76,15 @@ class OrtRuntime:
 
     def infer(self, images: Array) -> Array:
         """Logits float32 [N, classes, H, W]."""
-        batch = fixed_batch(self.inputs) or len(images)
-        parts = [self._first(images[at : at + batch], batch) for at in range(0, len(images), batch)]
-        found: Array = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        found: Array = in_batches(self.inputs, images, self._first, self._path, self._advice)
         if self._card is None:
             warn_of_others(self._names, self._path)
             return finite(found, images, self._path) if found.dtype.kind == "f" else found
         return checked(found, images, self._card, self._path, self._advice)
 
-    def _first(self, images: Array, batch: int) -> Array:
-        """The first output of at most `batch` images; the last one is repeated where there are fewer."""
-        full = np.concatenate([images, images[-1:].repeat(batch - len(images), 0)])
-        found = self._outputs(fed(self.inputs, [full], self._path))[0]
-        if not isinstance(found, np.ndarray) or found.shape[:1] != (batch,):
-            raise InputError(
-                f"{self._path}: its first output is no array with one entry for each image. {self._advice}"
-            )
-        return found[: len(images)]
+    def _first(self, images: Array) -> Any:
+        """The first output of one call."""
+        return self._outputs(fed(self.inputs, [images], self._path))[0]
 
     def __call__(self, *inputs: Any) -> Outputs:
         """The output of these inputs, or several by name (`ports`)."""

@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves
 from fp4deploy import __version__
 from fp4deploy.bench.environment import cpu_name
 from fp4deploy.bench.latency import time_cpu, time_cuda
-from fp4deploy.bench.runtimes.ports import Outputs, Port, fed, named, warn_of_others
+from fp4deploy.bench.runtimes.ports import Outputs, Port, fed, in_batches, named, warn_of_others
 from fp4deploy.bench.runtimes.precision import of_rest
-from fp4deploy.bench.runtimes.protocol import Array, Given, described, finite
+from fp4deploy.bench.runtimes.protocol import EXPORT_AGAIN, Array, Given, described, finite
 from fp4deploy.graph.capture import file_names
 from fp4deploy.models.card import ModelCard
 from fp4deploy.packed import PackedFile, PackedNetwork, activation_bytes, full_precision, plain_bytes, read_packed
@@ -75,10 +75,15 @@ class PackedRuntime:
 
     def infer(self, images: Array) -> Array:
         """Logits float32 [N, classes, H, W]."""
-        outputs: Array = first_output(self._network(*self._given([images]))).float().cpu().numpy()
+        outputs: Array = in_batches(self.inputs, images, self._first, self._path, EXPORT_AGAIN)
         if self._network.network.file.card is None:
             warn_of_others(self._names, self._path)
         return finite(outputs, images, self._path)
+
+    def _first(self, images: Array) -> Array:
+        """The first output of one call."""
+        found: Array = first_output(self._network(*self._given([images]))).float().cpu().numpy()
+        return found
 
     def __call__(self, *inputs: Any) -> Outputs:
         """The output of these inputs, or several by name (`ports`)."""

@@ -12,7 +12,7 @@ Floating point inputs take any floating point type; integers are never converted
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from fp4deploy.errors import InputError
 
 Extent = int | str | tuple[int, int] | None  # fixed; one size for all axes of this name; least and most; any
+NEVER_EMPTY = ("N", "C", "D", "H", "W")  # axes of images; one of another name, such as of a cache, may have no element
 Outputs = NDArray[Any] | dict[str, NDArray[Any]]
 
 
@@ -62,6 +63,27 @@ def fixed_batch(ports: Sequence[Port]) -> int | None:
     """The only number of images that a file takes, where its writer fixed it; else None."""
     extents = ports[0].extents if len(ports) == 1 else None
     return extents[0] if extents and isinstance(extents[0], int) else None
+
+
+def in_batches(
+    ports: Sequence[Port], images: NDArray[Any], run: Callable[[NDArray[Any]], Any], source: object, advice: str
+) -> Any:
+    """Run a file on images, in parts where its batch is fixed; the last image is repeated to fill one.
+
+    Raises:
+        InputError: what it gives has not one entry for each image.
+    """
+    batch = fixed_batch(ports) or len(images)
+
+    def part(at: int) -> Any:
+        own = images[at : at + batch]
+        found = run(np.concatenate([own, own[-1:].repeat(batch - len(own), 0)]))
+        if not isinstance(found, np.ndarray) or found.shape[:1] != (batch,):
+            raise InputError(f"{source}: its first output is no array with one entry for each image. {advice}")
+        return found[: len(own)]
+
+    parts = [part(at) for at in range(0, len(images), batch)]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def fed(ports: Sequence[Port], given: Sequence[Any], source: object) -> dict[str, NDArray[Any]]:
@@ -160,7 +182,9 @@ def _same_kind(given: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
 def _fits(extent: Extent, size: int) -> bool:
     if isinstance(extent, tuple):
         return extent[0] <= size <= extent[1]
-    return size == extent if isinstance(extent, int) else size > 0
+    if isinstance(extent, int):
+        return size == extent
+    return size > 0 or (isinstance(extent, str) and extent not in NEVER_EMPTY)
 
 
 def _text(extent: Extent) -> str:

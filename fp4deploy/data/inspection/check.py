@@ -19,6 +19,7 @@ import numpy as np
 from fp4deploy.data.coco.annotations import Annotation, CocoFile, Defect, ImageRecord
 from fp4deploy.data.coco.regions import MIN_COORDINATES, RegionError, encode, pixel_count
 from fp4deploy.data.dataset import has_split
+from fp4deploy.data.folders import EXAMPLE, class_folders, images_of, is_class_folders
 from fp4deploy.data.images import ImageError, check_size, read_class_ids, read_image
 from fp4deploy.data.inspection.labels import Histogram, annotation_defect, mask_defects
 from fp4deploy.data.inspection.summary import Shared, parse_splits, shared_images
@@ -61,6 +62,8 @@ def check_dataset(
     if is_volumes(root):
         shared = shared_images(root, files)
         return check_volumes(root, progress) + [_shared(pair) for pair in shared]
+    if is_class_folders(root):
+        return [*_check_folders(root, progress), *map(_shared, shared_images(root, files))]
     defects: list[Defect] = []
     masks = has_masks(root) and not boxes
     counts: dict[str, Histogram] = {}
@@ -88,6 +91,24 @@ def check_dataset(
         except InputError as error:
             defects.append(Defect("masks", None, "no-classes", str(error)))
     return defects
+
+
+def _check_folders(root: Path, progress: Phase) -> Iterator[Defect]:
+    """Classes that validation has no image of, or training none; images that cannot be decoded."""
+    known = class_folders(root, TRAIN)
+    for split in (*SPLITS, TEST) if class_folders(root, TEST) else SPLITS:
+        found = class_folders(root, split)
+        if not found:
+            yield Defect(split, None, "missing-folder", f"has no images in folders of classes: {EXAMPLE}.")
+            continue
+        for name in (name for name in found if name not in known):
+            yield Defect(f"{split}/{name}", None, "unknown-class", "is a class that the training split has not.")
+        for name in (name for name in known if name not in found):
+            yield Defect(f"{split}/{name}", None, "missing-class", "holds no image: the class is not measured.")
+        images: list[tuple[Path, tuple[int, int] | None]] = [
+            (path, None) for folder in found.values() for path in images_of(folder)
+        ]
+        yield from _check_images(root, images, partial(progress, f"images of {split}"))
 
 
 def _shared(pair: Shared) -> Defect:

@@ -17,6 +17,7 @@ import numpy as np
 
 from fp4deploy.data.coco.annotations import CocoFile, parse
 from fp4deploy.data.dataset import has_split, require_folder
+from fp4deploy.data.folders import class_folders, images_of, is_class_folders, labels_of
 from fp4deploy.data.images import ImageError, image_size, read_class_ids
 from fp4deploy.data.layouts import find_annotations, find_images, has_masks, mask_files, split_images
 from fp4deploy.data.masks import class_colours, class_values
@@ -35,7 +36,7 @@ class SplitSummary:
     Of volumes: width, height and depth; `spacings`: millimetres along them of the finest, median and coarsest grid.
 
     `annotations` counts regions by class, None for semantic masks; `in_masks` counts the masks that a class is in, None
-    where there are none.
+    where there are none. Of folders of classes, `annotations` counts the images of each.
     """
 
     split: str
@@ -109,6 +110,8 @@ def _summary(root: Path, split: str, parsed: CocoFile | None, phase: Phase) -> S
         sizes = _three([grid.size[::-1] for grid in grids])
         spacings = _three([tuple(round(step, 6) for step in grid.spacing[::-1]) for grid in grids])
         return SplitSummary(split, len(grids), None, sizes, masks_with(root, split, phase), spacings)
+    if is_class_folders(root):
+        return SplitSummary(split, len(files), labels_of(root, split), _sizes(files))
     annotations = None
     if parsed is not None and not has_masks(root):
         annotations = dict.fromkeys(parsed.categories.values(), 0)
@@ -136,6 +139,8 @@ def _in_masks(root: Path, split: str, phase: Phase) -> dict[str, int]:
 def _files(root: Path, split: str, parsed: CocoFile | None) -> list[Path]:
     if is_volumes(root):
         return [path for case in read_layout(root).cases(split) for path in case.images]
+    if is_class_folders(root):
+        return [path for folder in class_folders(root, split).values() for path in images_of(folder)]
     if has_masks(root):
         return list(split_images(root, split).values())
     folder = find_images(root, split)

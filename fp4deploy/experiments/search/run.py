@@ -137,7 +137,8 @@ def search(
     gpu = find_gpu(arch)
     times, timed_on = measured_layers(measured) if measured is not None else (None, gpu.name)
     card = read_card(checkpoint)
-    if card.precision != "fp16" or task_of(card).counts_objects:
+    task = task_of(card)
+    if card.precision != "fp16" or task.counts_objects or task.whole_images:
         raise InputError(f"search takes the FP16 checkpoint of a semantic model, and {checkpoint} is another one.")
     with hold(out):
         model, _ = load_model(checkpoint, device)

@@ -26,6 +26,7 @@ from fp4deploy.experiments.sweep.test_split import read_test
 from fp4deploy.runs import Run
 from fp4deploy.system.files import atomic_write
 from fp4deploy.system.schema import Count, Float, Share, read_json, read_lines, validated
+from fp4deploy.tasks import key_of
 from fp4deploy.train.schedule import training_job
 from fp4deploy.train.state import read_progress
 
@@ -84,6 +85,7 @@ class _Epoch(Record):
     epoch: Count
     miou: Share | None = None
     ap: Share | None = None
+    top1: Share | None = None
     loss_spikes: Count | None = None
     images_per_s: Float | None = None
 
@@ -91,7 +93,7 @@ class _Epoch(Record):
 def _scores(metrics: Path, last_epoch: int, metric: str) -> dict[str, Any]:
     every = [validated(_Epoch, line, f"{metrics}, line {number}") for number, line in read_lines(metrics)]
     lines = [line for line in every if line.epoch <= last_epoch]
-    scores = [(line.epoch, line.ap if metric == "AP" else line.miou) for line in lines]
+    scores = [(line.epoch, getattr(line, key_of(metric))) for line in lines]
     scored = [(score, epoch) for epoch, score in scores if score is not None]
     if not scored:
         return {}
@@ -109,7 +111,7 @@ def _scores(metrics: Path, last_epoch: int, metric: str) -> dict[str, Any]:
 def collect(sweep: Sweep, out: Path) -> dict[str, Any]:
     """Everything as JSON: of each variant its runs by seed, mean and standard deviation, and the paired difference.
 
-    Scores are mIoU or AP (`metric`) in [0, 1]; differences are in points, positive where the variant is better.
+    Scores are mIoU, AP or top-1 (`metric`) in [0, 1]; differences are in points, positive where the variant is better.
     """
     rows: dict[str, Any] = {}
     for variant in sweep.variants:

@@ -24,7 +24,7 @@ from fp4deploy.rest import rest_of
 from fp4deploy.runs import Run
 from fp4deploy.system.files import atomic_write
 from fp4deploy.system.schema import Share, read_json, validated
-from fp4deploy.tasks import TASKS, TaskScores, readable, task_of
+from fp4deploy.tasks import TASKS, TaskScores, key_of, readable, task_of
 from fp4deploy.train.batches import validation_loader
 from fp4deploy.train.config import Config
 from fp4deploy.train.tasks import make_task
@@ -66,10 +66,11 @@ def needs_test_score(config: Config, run: Run, model: str) -> bool:
 class _TestScores(Record):
     miou: Share | None = None
     ap: Share | None = None
+    top1: Share | None = None
 
 
 def read_test(run: Run, model: str, metric: str) -> float | None:
-    """The "mIoU" or "AP" that `score_test` has written; None where it has not.
+    """The score of this metric that `score_test` has written; None where it has not.
 
     Raises:
         InputError: the file cannot be read.
@@ -78,7 +79,8 @@ def read_test(run: Run, model: str, metric: str) -> float | None:
     if not path.is_file():
         return None
     found = validated(_TestScores, read_json(path), path)
-    return found.ap if metric == "AP" else found.miou
+    score: float | None = getattr(found, key_of(metric))
+    return score
 
 
 def forget_test(run: Run, model: str) -> None:

@@ -15,7 +15,6 @@ The names are private to torch: where a version has others, it works as before.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cache, partial
@@ -34,6 +33,7 @@ from fp4deploy.export.onnx.mixed_types import MixedTypes
 from fp4deploy.export.onnx.pooling import Divisors
 from fp4deploy.export.onnx.qdq import MARKER_DOMAIN
 from fp4deploy.graph.capture import (
+    argument_names,
     file_names,
     fixes_an_axis,
     output_names,
@@ -175,9 +175,7 @@ def input_names(model: nn.Module, positional: tuple[torch.Tensor, ...], named: d
         return list(named)
     if len(positional) == 1:
         return [INPUT]
-    parameters = inspect.signature(model.forward).parameters.values()
-    names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
-    return (names + [f"input_{number}" for number in range(len(names), len(positional))])[: len(positional)]
+    return argument_names(model, len(positional))
 
 
 def _name_outputs(program: torch.onnx.ONNXProgram) -> None:

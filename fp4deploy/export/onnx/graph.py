@@ -41,16 +41,13 @@ from fp4deploy.export.onnx.markers import traceable
 from fp4deploy.export.onnx.mixed_types import one_type_of_norms
 from fp4deploy.export.onnx.naming import ForgetTracing, NameAfterModules, aliases_of
 from fp4deploy.export.onnx.qdq import LowerMarkers, marked_layers
-from fp4deploy.graph.capture import (
-    Inputs,
-    arguments,
-)
+from fp4deploy.graph.capture import Inputs, arguments, require_axes
 from fp4deploy.graph.copies import copied
 from fp4deploy.graph.randomness import refuse_random
 from fp4deploy.models.card import CARD_KEY, ModelCard
 from fp4deploy.qat.experts import refuse_experts
 from fp4deploy.qat.plan import layer_plan
-from fp4deploy.qat.prepare import quantized_layers, restore
+from fp4deploy.qat.prepare import quantized_layers, unquantized
 from fp4deploy.rest import BF16, FP16, FP32, Rest, rest_of
 
 SIZES = ("H", "W")
@@ -101,7 +98,7 @@ def export_graph(
     # The multi-term FP4 encoding reads FP16.
     examples = _examples(input_shape, FP16 if getattr(model, "digits", False) else precision, batch)
     open_axes = _open_axes(model, examples, dynamic or {}, dynamic_size, batch)
-    refuse_random(restore(copied(model)), *examples)
+    refuse_random(unquantized(copied(model)), *examples)
     traced = trace(traceable(model, constants, refused, precision), examples, open_axes, dynamic_size, precision)
     reached = marked_layers(traced)
     operators = WidenOperators()
@@ -239,10 +236,7 @@ def _open_axes(
     """
     positional, named = examples
     tensors = dict(zip(input_names(model, positional, named), (*positional, *named.values()), strict=True))
-    for name, axes in dynamic.items():
-        if name not in tensors or any(not 0 < axis < tensors[name].ndim for axis in axes):
-            valid = ", ".join(f"'{each}' with the axes 1 to {x.ndim - 1}" for each, x in tensors.items())
-            raise InputError(f"dynamic names the axes {[*axes]} of '{name}'. Inputs: {valid}.")
+    require_axes(dynamic, tensors)
     several = {} if batch else {0: torch.export.Dim(BATCH, min=1)}
     return {
         name: several

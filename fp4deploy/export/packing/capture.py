@@ -7,6 +7,7 @@ from torch import nn
 from fp4deploy.export.packing import norms, operators
 from fp4deploy.export.packing.writer import Tensors, Write, Writer
 from fp4deploy.graph import ir
+from fp4deploy.graph.capture import Dynamic
 from fp4deploy.graph.operators import UNARY
 from fp4deploy.packed.graph import Graph
 from fp4deploy.packed.operators import ATEN
@@ -14,7 +15,12 @@ from fp4deploy.rest import FP16, Rest
 
 
 def packed_graph(
-    captured: ir.Graph, model: nn.Module, digits: bool = False, free: bool = True, rest: Rest = FP16
+    captured: ir.Graph,
+    model: nn.Module,
+    digits: bool = False,
+    free: bool = True,
+    rest: Rest = FP16,
+    dynamic: Dynamic | None = None,
 ) -> tuple[Graph, Tensors]:
     """The packed network of a model.
 
@@ -24,12 +30,13 @@ def packed_graph(
         digits: its input is encoded as multi-term FP4 before the graph begins.
         free: a graph of fixed sizes takes any height and width if none of its nodes holds one.
         rest: the precision of what is not packed.
+        dynamic: axes that the graph was captured with as open by request.
 
     Raises:
         InputError: an operation that no node computes, a layer whose recipe has no packed form, a value that is not
             finite.
     """
-    return Writer(captured, model, digits, WRITERS, free, rest).write()
+    return Writer(captured, model, digits, WRITERS, free, rest, dynamic or {}).write()
 
 
 WRITERS: dict[str, Write] = {

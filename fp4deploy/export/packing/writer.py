@@ -13,6 +13,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.layer_constants import Fp8Constants, LayerConstants, layer_constants
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.graph import ir
+from fp4deploy.graph.capture import Dynamic
 from fp4deploy.graph.operators import ARITHMETIC
 from fp4deploy.graph.sizes import Size, axes_of
 from fp4deploy.packed import graph as packed
@@ -34,10 +35,17 @@ class Writer:
     """Nodes, forms and tensors as they are written; `operators` maps an operation to the function that writes it."""
 
     def __init__(
-        self, captured: ir.Graph, model: nn.Module, digits: bool, operators: Mapping[str, Write], free: bool, rest: Rest
+        self,
+        captured: ir.Graph,
+        model: nn.Module,
+        digits: bool,
+        operators: Mapping[str, Write],
+        free: bool,
+        rest: Rest,
+        dynamic: Dynamic,
     ) -> None:
         self.captured, self.model, self.digits, self.operators, self.free = captured, model, digits, operators, free
-        self.rest = rest
+        self.rest, self.dynamic = rest, dynamic
         self.modules = dict(model.named_modules(remove_duplicate=False))  # a module may have several names
         owned = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         self.state = {**captured.constants, **dict(owned)}
@@ -212,9 +220,9 @@ class Writer:
         holding = [node for node in self.captured.nodes if self._holds_sizes(node)]
         free = self._free(name)
         if self.free and not dynamic and not holding and self._rank(name) == 4:
-            free = [0, 2, 3]
+            free = [*free, 2, 3]
         forms = self.needed.get(name, [Form(name=self._name(name))])
-        sizes[0] = 1
+        sizes[0] = 1 if 0 in free else sizes[0]
         if self.digits:
             sizes[1] = 3
         self._amaxes(forms)
@@ -237,7 +245,10 @@ class Writer:
         return any(size > 1 for shape in shapes for size in tuple(shape)[max(0, 2 - rank + len(shape)) :])
 
     def _free(self, name: str) -> list[int]:
-        """The axes of an input that may have any size; axes that the code makes equal, of all inputs, are fixed."""
+        """The axes of an input that may have any size; axes that the code makes equal, of all inputs, are fixed.
+
+        But for those that were asked for: what the network computes refuses sizes that differ.
+        """
         shapes = {each: self.captured.values[each].shape for each in self.captured.inputs}
         depends = {
             (each, axis): axes_of([size]) - {f"{each}.{axis}"}
@@ -246,10 +257,14 @@ class Writer:
             if axis
         }
         equal = {other for others in depends.values() for other in others}
-        return [0] + [
+        asked = {(each, axis) for each, axes in self.dynamic.items() for axis in axes}
+        batch = [] if isinstance(shapes[name][0], int) else [0]
+        return batch + [
             axis
             for (each, axis), others in depends.items()
-            if each == name and not isinstance(shapes[each][axis], int) and not others and f"{each}.{axis}" not in equal
+            if each == name
+            and not isinstance(shapes[each][axis], int)
+            and ((each, axis) in asked or (not others and f"{each}.{axis}" not in equal))
         ]
 
     def _emit(self, node: ir.Node) -> None:

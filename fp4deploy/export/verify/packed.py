@@ -24,7 +24,7 @@ from fp4deploy.export.verify.flat import flat_difference
 from fp4deploy.export.verify.outputs import ALLOWED_ELEMENTS, NOTHING_WRITTEN
 from fp4deploy.export.verify.tensors import leaves
 from fp4deploy.formats import NVFP4_BLOCK, Nvfp4Tensor, pad_to_blocks
-from fp4deploy.graph.capture import Inputs, file_names
+from fp4deploy.graph.capture import Inputs, file_names, of_batch
 from fp4deploy.models.meaning import OutputMeanings, known_outputs
 from fp4deploy.packed import PackedFile, PackedNetwork
 from fp4deploy.packed.graph import GroupNormReLU, Layer, Node
@@ -98,7 +98,11 @@ def verify_packed(
         agreement = replace(agreement, nodes=nodes, referenced=referenced)
     if not agreement.passed:
         return agreement
-    runs = (lambda x: leaves(model(*_copies(x))), lambda x: leaves(network(*_copies(x))))
+
+    def sized(x: Inputs) -> tuple[torch.Tensor, ...]:
+        return _copies(of_batch(cast("tuple[torch.Tensor, ...]", x), file.graph.batch))
+
+    runs = (lambda x: leaves(model(*sized(x))), lambda x: leaves(network(*sized(x))))
     return replace(agreement, flat=flat_difference(*runs, kept[0], file.card, bool(quantized_layers(model))))
 
 

@@ -35,7 +35,7 @@ from fp4deploy.graph.capture import Inputs
 from fp4deploy.graph.copies import copied
 from fp4deploy.models.meaning import CLOSE, UNKNOWN, OutputMeanings
 from fp4deploy.packed import PackedFile, PackedNetwork
-from fp4deploy.qat import quantized_layers, restore
+from fp4deploy.qat import quantized_layers, unquantized
 from fp4deploy.rest import Rest, rest_of
 
 STEPS = (1, 2, 4, 8, 16, 32, 64)  # what divides the extents of a candidate; 1: odd ones
@@ -117,7 +117,7 @@ def packed_differs(
     """
     axes = {each.name: {axis: f"{each.name}.{axis}" for axis in each.free if axis} for each in file.graph.inputs}
     network, rest = PackedNetwork(file), rest_of(file.graph)
-    for other in other_sizes(partial(_outputs, model, rest=rest), example, axes):
+    for other in other_sizes(partial(_outputs, model, rest=rest), example, axes, file.graph.batch or SAMPLES):
         try:
             given = leaves(network(*positional(other.inputs, file)))
         except Exception as error:  # torch's own, of an operator
@@ -154,7 +154,7 @@ def _other_shapes(expected: Sequence[torch.Tensor], given: Sequence[Any]) -> str
 
 def _plain(model: nn.Module) -> nn.Module:
     """A copy whose layers are not quantised."""
-    return restore(copied(model))
+    return unquantized(copied(model))
 
 
 def _open_axes(model: onnx.ModelProto) -> dict[str, dict[int, str]]:

@@ -24,7 +24,7 @@ MODEL_COLOURS = {"fp16": "#4c6ef5", "nvfp4": "#0ca678", "fp16_control": "#adb5bd
 RUN_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 LINES: dict[str, Any] = {"fp16": "-", "nvfp4": "--", "fp16_control": ":", "nvfp4_ptq": "None"}
-METRICS = {"miou": "mIoU", "ap": "AP"}
+METRICS = {"miou": "mIoU", "ap": "AP", "top1": "top-1"}
 STYLE: Any = {
     "font.size": 9.5,
     "axes.titlesize": 10.5,

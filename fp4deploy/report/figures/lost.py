@@ -112,7 +112,16 @@ def _boxes(card: ModelCard, sample: Sample, models: Sequence[Runtime]) -> Pixels
     return np.concatenate([sample.image, draw_boxes(sample.image, true_boxes(sample)), *drawn], axis=1)
 
 
-DRAWN = {"semantic": _semantic, "instance": _instances, "detection": _boxes}
+def _labels(card: ModelCard, sample: Sample, models: Sequence[Runtime]) -> Pixels:
+    """The columns of one image at its own size, in the colours of its class and of those that the models give it."""
+    transform = task_of(card).transform(card.size, card.mean, card.std)
+    image = transform(sample)[0].numpy()[None]
+    predictions = [np.full(sample.mask.shape, model.infer(image)[0].argmax(), np.uint8) for model in models]
+    palette = colours(card.class_names, card.background)
+    return _row(sample.image, sample.mask.astype(np.uint8), predictions, palette)
+
+
+DRAWN = {"semantic": _semantic, "instance": _instances, "detection": _boxes, "classification": _labels}
 
 
 def _row(image: Pixels, truth: Pixels, predictions: Sequence[Pixels], palette: Palette) -> Pixels:

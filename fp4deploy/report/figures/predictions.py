@@ -7,7 +7,7 @@ one on which the models differ most.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +133,11 @@ def _classes(model: TorchRuntime, sample: Any) -> NDArray[Any]:
     return np.asarray(mask.resize((width, height), Image.Resampling.NEAREST))
 
 
+def _class_of_image(model: TorchRuntime, sample: Any) -> NDArray[Any]:
+    """The class of the image at each of its pixels, [H, W]."""
+    return np.full(sample.mask.shape, _output(model, sample).argmax(), np.uint8)
+
+
 def _numbers(model: TorchRuntime, sample: Any) -> NDArray[Any]:
     """Numbers of objects [H, W] at the image's own size."""
     head = model.card.head
@@ -172,3 +177,4 @@ KINDS = {
         unit="boxes",
     ),
 }
+KINDS["classification"] = replace(KINDS["semantic"], predict=_class_of_image)

@@ -33,7 +33,7 @@ from fp4deploy.train.sections import TelemetrySection
 STATE = "telemetry.safetensors"
 STEP_KEY = "fp4deploy.step"
 CODES, GRADIENTS = "codes.", "gradients."
-METRICS = ("loss", "lr", "miou", "ap", "skipped_steps")
+METRICS = ("loss", "lr", "miou", "ap", "top1", "skipped_steps")
 
 
 @dataclass(frozen=True)
