@@ -94,7 +94,7 @@ class OpenAttention(nn.MultiheadAttention):
         q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for x in (q, k, v))
         if self.add_zero_attn:
             k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
-        mask = self._mask(attn_mask, key_padding_mask, q, k)
+        mask = self._mask(attn_mask, key_padding_mask, k)
         dropout = self.dropout if self.training else 0.0
         if need_weights:
             scores = q / math.sqrt(self.head_dim) @ k.transpose(-2, -1)
@@ -117,20 +117,16 @@ class OpenAttention(nn.MultiheadAttention):
         return (lambda x: x.transpose(0, 1)), (lambda x: x.transpose(0, 1))
 
     def _mask(
-        self, attention: torch.Tensor | None, padding: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor
+        self, attention: torch.Tensor | None, padding: torch.Tensor | None, key: torch.Tensor
     ) -> torch.Tensor | None:
-        """Both masks as numbers to add to scores [N, heads, L, S]; what was appended to `key` [N, heads, S, D] is seen.
-
-        L is written out: ONNX Runtime's attention takes no mask with one row for all queries.
-        """
+        """Both masks as numbers to add to scores [N, heads, L, S]; what was appended to `key` is seen."""
         masks = []
         if attention is not None:
             attention = _added(attention, key.dtype)
             masks.append(attention if attention.dim() == 2 else attention.unflatten(0, (-1, self.num_heads)))
         if padding is not None:
             padding = _added(padding, key.dtype)
-            rows = (padding if padding.dim() == 2 else padding.unsqueeze(0))[:, None, None]
-            masks.append(rows.expand(-1, -1, query.shape[2], -1))
+            masks.append((padding if padding.dim() == 2 else padding.unsqueeze(0))[:, None, None])
         if not masks:
             return None
         whole = masks[0] if len(masks) == 1 else masks[0] + masks[1]

@@ -204,3 +204,26 @@ def test_a_network_of_one_batch_goes_into_files_of_that_batch(tmp_path: Path, su
     assert np.allclose(five, torch.cat([expected, expected[:2]]).numpy(), atol=5e-3)
     with pytest.raises(InputError, match=r"takes float32 \[3, 32\], and was given \[2, 32\]"):
         runtime(x[:2])
+
+
+class Hidden(nn.Module):
+    """Attention whose mask has one row for all queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.head = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        heads = self.inner(self.first(x)).unflatten(-1, (2, 16)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask[:, None, None] != 0)
+        return self.head(y.transpose(1, 2).flatten(2))
+
+
+def test_a_mask_of_one_row_for_all_queries_is_exported(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    mask = torch.ones(2, 5, dtype=torch.int64)
+    mask[1, 3:] = 0
+    inputs = {"x": torch.randn(2, 5, 32), "mask": mask}
+    model = fd.prepare(Hidden().eval(), example_inputs=inputs)
+    fd.calibrate(model, inputs)
+    assert fd.export_onnx(model, inputs, tmp_path / "net.onnx").verification.passed

@@ -96,6 +96,7 @@ def trace(model: nn.Module, examples: Examples, open_axes: OpenAxes, dynamic_siz
             Unpooling(),
             MixedTypes(),
             Divisors(),
+            AttentionMasks(),
         ):
             try:
                 program = export()
@@ -148,6 +149,22 @@ def _require_free(
             if isinstance(size, int) and axis in open_axes[str(value.name)]:
                 name = f"axis {axis} of {value.name}" if axis else BATCH
                 raise InputError(fixes_an_axis(kind, name, watched_again()))
+
+
+class AttentionMasks(TorchFunctionMode):
+    """Write a mask of one row for all queries, [..., 1, S], as [..., L, S]: ONNX Runtime's attention takes no other."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call, with the mask expanded where it is one of attention."""
+        kwargs = kwargs or {}
+        if function is not F.scaled_dot_product_attention:
+            return function(*args, **kwargs)
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        mask, queries = given.get("attn_mask"), given["query"].shape[-2]
+        if mask is not None and mask.ndim > 1 and mask.shape[-2] == 1:
+            given["attn_mask"] = mask.expand(*mask.shape[:-2], queries, mask.shape[-1])
+        return function(given.pop("query"), given.pop("key"), given.pop("value"), **given)
 
 
 class AttentionOfFourAxes(TorchFunctionMode):
