@@ -48,6 +48,10 @@ def with_cache(model: nn.Module, length: int | None = None, **others: torch.Tens
 
     Raises:
         InputError: a model without such a cache, or with a window shorter than it.
+
+    >>> with_cache(torch.nn.Linear(2, 2))
+    Traceback (most recent call last):
+    fp4deploy.errors.InputError: Linear takes no input_ids with a cache of keys and values: nothing to hold.
     """
     return CachedDecoder(model, length, others)
 
@@ -213,6 +217,10 @@ def generate(
 
     Raises:
         InputError: a file of something else, or a static cache that is too short.
+
+    >>> generate(print, np.array([[1, 2]]), 3)  # no runtime of such a file
+    Traceback (most recent call last):
+    fp4deploy.errors.InputError: This file takes no inputs by name, and no input_ids with a cache.
     """
     ports = {port.name: port for port in getattr(run, "inputs", ())}
     past = [port for name, port in ports.items() if name.startswith(f"{PAST}_")]

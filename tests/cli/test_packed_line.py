@@ -28,6 +28,6 @@ class Ramp(nn.Module):
 def test_a_fixed_size_is_said(size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     file = packed_file(Path("own.fp4"), None, *to_packed.pack_model(Ramp(size), torch.zeros(1, 3, 8, 12)))
     monkeypatch.setattr(to_packed, "pack", lambda *_, **__: to_packed.PackedResult(file, None))
-    line = export._packed(Path("best.safetensors"), Path("own.fp4"), None, 1, False)
+    line = export._packed(Path("best.safetensors"), Path("own.fp4"), None, 1, False, None, None)
     assert (", for RGB images [N, 3, H, 12] alone" in line) == (size is not None)
     assert ("alone" in line) == (size is not None)

@@ -57,6 +57,7 @@ def fp4_grouped_linear(
         InputError: shapes, types, devices or ends do not fit; an operand requires a gradient.
         UnavailableError: "decoded", and torch has no grouped_mm (before 2.10).
 
+    >>> from fp4deploy.plugins import fp4_quantize
     >>> caches = [fp4_quantize(scale * torch.eye(32)) for scale in (1.0, 2.0)]
     >>> fp4_grouped_linear(torch.ones(3, 32).half(), caches, torch.tensor([1, 3]))[:, 0]
     tensor([1., 2., 2.], dtype=torch.float16)
