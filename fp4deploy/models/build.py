@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -101,29 +101,33 @@ def network_for(card: ModelCard, where: object = "The model card", model: str | 
 
 
 def _classifier(spec: ModelSpec, channels: int, inputs: NetworkInput) -> nn.Module:
-    if not spec.known and spec.source != NNUNET:
-        return call_factory(_factory(spec), spec.text, channels, spec.arguments)
-    if spec.source not in CLASSIFIERS:
-        raise InputError(
-            f"{spec.text} gives a map of logits, and a classifier one class an image. Take "
-            f"{', '.join(f'{name}:NAME' for name in CLASSIFIERS)}, such as timm:convnext_atto or hf:vit, or a function "
-            "of your own that returns [N, classes]."
-        )
-    with offline(spec.text):
-        return CLASSIFIERS[spec.source](spec.name, channels, spec.arguments, inputs)
+    refused = (
+        f"{spec.text} gives a map of logits, and a classifier one class an image. Take "
+        f"{', '.join(f'{name}:NAME' for name in CLASSIFIERS)}, such as timm:convnext_atto or hf:vit, or a function "
+        "of your own that returns [N, classes]."
+    )
+    return _made(spec, channels, CLASSIFIERS, (channels, spec.arguments, inputs), refused)
 
 
 def _backbone(spec: ModelSpec, channels: int, head: DetectionHead) -> nn.Module:
+    refused = (
+        f"{spec.text} gives a map of logits, and a detector needs feature maps of several strides. Take unet, "
+        f"{', '.join(f'{name}:NAME' for name in BACKBONES)}, torchvision:fcos_resnet50_fpn, or a function of your "
+        "own that returns them."
+    )
+    return _made(spec, channels, BACKBONES, (head.strides, spec.arguments), refused)
+
+
+def _made(
+    spec: ModelSpec, channels: int, sources: Mapping[str, Callable[..., nn.Module]], rest: tuple[Any, ...], refused: str
+) -> nn.Module:
+    """The network of one of `sources`, or of the user's own function; `refused` is said of any other source."""
     if not spec.known and spec.source != NNUNET:
         return call_factory(_factory(spec), spec.text, channels, spec.arguments)
-    if spec.source not in BACKBONES:
-        raise InputError(
-            f"{spec.text} gives a map of logits, and a detector needs feature maps of several strides. Take unet, "
-            f"{', '.join(f'{name}:NAME' for name in BACKBONES)}, torchvision:fcos_resnet50_fpn, or a function of your "
-            "own that returns them."
-        )
+    if spec.source not in sources:
+        raise InputError(refused)
     with offline(spec.text):
-        return BACKBONES[spec.source](spec.name, head.strides, spec.arguments)
+        return sources[spec.source](spec.name, *rest)
 
 
 def _factory(spec: ModelSpec) -> Callable[..., Any]:

@@ -28,14 +28,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from fp4deploy import __version__
 from fp4deploy.errors import Fp4DeployError, InputError, UnavailableError, named_cause
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.fusion import values, windows
 from fp4deploy.packed.file import PackedFile
 from fp4deploy.packed.graph import Conv2d, GroupNormReLU, Layer, Pool, Reshape
 from fp4deploy.packed.producers import Move, Produce, Step
-from fp4deploy.packed.program_cache import keep_program, program_key, read_program
+from fp4deploy.packed.program_cache import keep_program, program_key, read_program, versions
 from fp4deploy.packed.shapes import shapes_of
 from fp4deploy.packed.writer import Key, Writer
 from fp4deploy.plugins.runtime.cache import cache_folder, keep_compiled_private, keep_entry, key, read_entry
@@ -149,12 +148,9 @@ def _has_partial_blocks(file: PackedFile) -> bool:
 
 def choice_key(file: PackedFile, inputs: Sequence[torch.Tensor], graphs: bool) -> str:
     """What a choice depends on: the network without the numbers of its weights, shapes, GPU, versions, CUDA graphs."""
-    from fp4deploy.plugins.aot.compile import triton_version
-
     graph = file.graph.to_json(exclude={"tensors": {"__all__": {"sha256"}}})
     shapes = f"{[tuple(x.shape) for x in inputs]} {graphs}"
-    versions = f"{__version__} {torch.__version__} {triton_version()} {torch.backends.cudnn.version()}"
-    return key(["packed program 1", graph, shapes, torch.cuda.get_device_name(inputs[0].device), versions])
+    return key(["packed program 1", graph, shapes, torch.cuda.get_device_name(inputs[0].device), versions()])
 
 
 def remembered(name: str) -> str | None:

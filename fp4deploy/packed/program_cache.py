@@ -30,13 +30,17 @@ SOURCES = ("formats", "fusion", "graph", "models", "packed", "plugins")  # what 
 
 def program_key(file: PackedFile, inputs: Sequence[torch.Tensor], dtype: torch.dtype) -> str:
     """What a program depends on."""
-    from fp4deploy.plugins.aot.compile import triton_version
-
     device = inputs[0].device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     places = [(tuple(x.shape), x.stride(), str(x.dtype)) for x in inputs]
-    versions = f"{fp4deploy.__version__} {torch.__version__} {triton_version()} {torch.backends.cudnn.version()}"
-    return key(["program 1", file.graph.to_json(), str(places), str(dtype), str(device), name, versions, _source()])
+    return key(["program 1", file.graph.to_json(), str(places), str(dtype), str(device), name, versions(), _source()])
+
+
+def versions() -> str:
+    """Of this package and of what compiles and runs its networks."""
+    from fp4deploy.plugins.aot.compile import triton_version
+
+    return f"{fp4deploy.__version__} {torch.__version__} {triton_version()} {torch.backends.cudnn.version()}"
 
 
 def read_program(

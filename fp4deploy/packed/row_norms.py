@@ -44,6 +44,7 @@ def row_norms(graph: Graph, wide: Collection[str], dtype: torch.dtype, device: t
         and (node.op, len(node.inputs), node.alpha, len(node.outputs)) == ("add", 2, 1.0, 1)
         and node.outputs[0].amax is None
         and not node.outputs[0].pooled
+        and not {*node.inputs} & set(wide)
         and any(readers.get(node.outputs[0].name) is norm for norm in norms)
     }
     return RowNorms(frozenset(norm.outputs[0].name for norm in norms), frozenset(sums - outputs - set(wide)))

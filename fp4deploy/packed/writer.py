@@ -122,7 +122,7 @@ class Writer:
 
     def outputs(self, tensors: Tensors, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The outputs of the network, from `tensors()` and inputs of the sizes that are to be written down."""
-        live: dict[str, torch.Tensor] = {}
+        live: dict[str, Any] = {}  # a tensor, or the two parts of a sum that the LayerNorm which reads it first adds up
         sizes = {
             f"{each.name}.{axis}": size
             for each, x in zip(self.graph.inputs, inputs, strict=True)
@@ -132,27 +132,21 @@ class Writer:
             if each.dtype != "int64":
                 x = encode_input(x).to(self.dtype) if self.graph.digits else x.to(self.dtype)
             live |= {form.name: self._form(x, form, tensors) for form in each.outputs}
-        sums: dict[str, Any] = {}  # the two parts of each that a LayerNorm adds up
         for number, node in enumerate(self.graph.nodes):
-            first = node.outputs[0].name
+            first, read = node.outputs[0].name, [live[name] for name in node.inputs]
             if first in self.rows.norms:
-                live |= self._row_norm(cast(Norm, node), sums.pop(node.inputs[0], live.get(node.inputs[0])), tensors)
-                for name in self.last_read[number]:
-                    live.pop(name)
-                continue
-            read = [live[name] for name in node.inputs]
-            if first in self.rows.sums and read[0].shape == read[1].shape:
-                sums[first] = (read[0], read[1])
-                for name in self.last_read[number]:
-                    live.pop(name)
+                live |= self._row_norm(cast(Norm, node), read[0], tensors)
+            elif first in self.rows.sums and read[0].shape == read[1].shape:
+                live[first] = (read[0], read[1])
+            for name in self.last_read[number]:
+                live.pop(name)
+            if first in live:
                 continue
             dtype = self.dtype
             if self.wide:
                 dtype = torch.float32 if any(form.name in self.wide for form in node.outputs) else dtype
                 read = [x.to(dtype) if x.is_floating_point() else x for x in read]
             context = Context(tensors.__getitem__, sizes, self.positions, dtype)
-            for name in self.last_read[number]:
-                live.pop(name)
             early = [form for form in node.outputs if only_moves(node, form, read)]
             for form in early:
                 y = self._compute(node, [self._form(x, form, tensors) for x in read], context)

@@ -73,6 +73,15 @@ def test_a_norm_takes_in_the_sum_before_it(monkeypatch: pytest.MonkeyPatch) -> N
         assert torch.equal(y, again)
 
 
+def test_a_sum_of_what_is_in_float32_is_no_part_of_a_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = network("SegFormer block")[0].graph
+    monkeypatch.setattr(row_norms, "layer_norm", SimpleNamespace(supports=lambda width, *_: width % 16 == 0))
+    (name, *_) = row_norms.row_norms(graph, (), torch.float16, CPU).sums
+    (node,) = (each for each in graph.nodes if each.outputs[0].name == name)
+    for part in node.inputs:
+        assert name not in row_norms.row_norms(graph, {part}, torch.float16, CPU).sums
+
+
 @pytest.mark.parametrize(
     ("name", "mode", "dtype"),
     sample(NETWORKS, [torch.no_grad, torch.inference_mode], [torch.float32, torch.float16], every=2),

@@ -18,6 +18,7 @@ GPU, and from how many rows on, has not been measured. Nothing here has a gradie
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal, cast
 
 import torch
@@ -89,9 +90,8 @@ def _packed(
 def _rows(x: torch.Tensor | Nvfp4Tensor, start: int, stop: int) -> torch.Tensor | Nvfp4Tensor:
     if isinstance(x, torch.Tensor):
         return x[start:stop]
-    return Nvfp4Tensor(
-        x.codes[start:stop], x.scales[start:stop], x.amax, torch.Size((stop - start, x.shape[1])), x.e4m3_max
-    )
+    shape = torch.Size((stop - start, x.shape[1]))
+    return replace(x, codes=x.codes[start:stop], scales=x.scales[start:stop], shape=shape)
 
 
 def _decoded(
