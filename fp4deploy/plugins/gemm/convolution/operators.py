@@ -103,6 +103,8 @@ def _by_own_kernel(
     """By the kernel of this package that takes the layer, if there is one and it runs."""
     stride, padding, dilation = ((a, b) for a, b in places)
     module = own_kernel(x.device, weight, stride, padding, dilation, groups)
+    if module is None:
+        return None
     filters = weight.permute(0, 2, 3, 1)
     try:
         if module is depthwise and depthwise.is_aligned(x, weight, padding):
