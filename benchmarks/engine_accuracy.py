@@ -45,6 +45,7 @@ from fp4deploy.bench.gate.bootstrap import Interval, mean_drop, paired_drop, val
 from fp4deploy.bench.records import Evidence
 from fp4deploy.bench.runtimes.pytorch import TorchRuntime
 from fp4deploy.data import IGNORE, TEST, VAL, eval_loader, has_split, validation_set
+from fp4deploy.data.inspection.digest import DigestedDataset
 from fp4deploy.data.part import part_of
 from fp4deploy.errors import InputError
 from fp4deploy.experiments.sweep.results import interval
@@ -164,10 +165,10 @@ def measure(checkpoint: Path, data: Path, forms: list[str], limit: int | None = 
 
 def _batches(card: ModelCard, data: Path, split: str, limit: int | None, device: str) -> tuple[list[str], Batches]:
     """Names of the images, and images with masks on the device, as `bench` sizes and normalises them."""
-    dataset: Any = part_of(validation_set(card, data, split), limit)
+    dataset = DigestedDataset(part_of(validation_set(card, data, split), limit))
     transform = task_of(card).transform(card.size, card.mean, card.std)
-    loaded = eval_loader(dataset, transform, BATCH, 0)
-    return [dataset.names[index] for index in range(len(dataset))], [(x.to(device), y.to(device)) for x, y in loaded]
+    loaded = [(x.to(device), y.to(device)) for x, y in eval_loader(dataset, transform, BATCH, 0)]
+    return [dataset.names[index] for index in range(len(dataset))], loaded
 
 
 @torch.inference_mode()
