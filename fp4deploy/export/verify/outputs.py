@@ -111,16 +111,17 @@ def verify_decomposed(
     enough: float = REQUIRED_AGREEMENT,
     meanings: OutputMeanings = UNKNOWN,
     card: ModelCard | None = None,
+    flat: bool = True,
 ) -> Agreement:
     """Compare end to end; where that fails and the model is quantised, layer by layer too. Then on flat images.
 
-    card: of the model, whose mean and standard deviation say what black and white are.
+    card: of the model, whose mean and standard deviation say what black and white are; flat: compare these, too.
     """
     kept = list(images)
     agreement = compare_with_torch(model, portable, kept, meanings)
     if not all(each.reaches(enough) for each in agreement.outputs) and quantized_layers(model):
         agreement = replace(agreement, layerwise=compare_layerwise(model, portable, kept, meanings))
-    if not agreement.passed:
+    if not (agreement.passed and flat):
         return agreement
     return replace(agreement, flat=_flat_difference(model, portable, kept[0], card))
 
