@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from fp4deploy.data import VAL
+from fp4deploy.data.sample import spread
 from fp4deploy.detection import decode_boxes
 from fp4deploy.detection.decode import in_image, iou
 from fp4deploy.errors import GateError, InputError
@@ -254,6 +255,5 @@ def validation_images(data: Path, card: ModelCard, count: int) -> Iterator[torch
     if not len(dataset):
         raise InputError(f"{data} has no validation images to verify the export on. Give another --data.")
     transform = task.transform(card.size, card.mean, card.std)
-    indices = np.unique(np.linspace(0, len(dataset) - 1, min(count, len(dataset))).round().astype(int))
-    for index in indices:
-        yield transform(dataset.load(int(index)))[0][None]
+    for index in spread(len(dataset), count):
+        yield transform(dataset.load(index))[0][None]
