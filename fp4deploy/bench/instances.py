@@ -30,11 +30,10 @@ from fp4deploy.instances import Instances, write_results
 from fp4deploy.instances.draw import draw_instances
 from fp4deploy.instances.evaluation import ObjectEvaluation
 from fp4deploy.instances.panoptic import PanopticWriter
-from fp4deploy.instances.results import Result
 from fp4deploy.models import ModelCard
 from fp4deploy.models.boxes import SHOWN
 from fp4deploy.models.heads import ClassHead
-from fp4deploy.system.files import atomic_write
+from fp4deploy.system.files import atomic_write, write_json
 from fp4deploy.tasks import task_of
 
 OVERLAYS = 16  # pictures written with the results, evenly spaced
@@ -131,10 +130,5 @@ class _Files:
     def finish(self, scores: dict[str, Any]) -> None:
         if self.panoptic is not None:
             self.panoptic.finish()
-        _write(self.folder, self.evaluation.results(), scores)
-
-
-def _write(folder: Path, results: list[Result], scores: dict[str, Any]) -> None:
-    write_results(results, folder / "results.json")
-    with atomic_write(folder / "scores.json") as temporary:
-        temporary.write_text(json.dumps(scores, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        write_results(self.evaluation.results(), self.folder / "results.json")
+        write_json(self.folder / "scores.json", scores)
