@@ -34,7 +34,7 @@ from pathlib import Path
 
 from fp4deploy.errors import InputError
 from fp4deploy.system.children import owned_folder
-from fp4deploy.system.files import atomic_write, digest_of
+from fp4deploy.system.files import digest_of, write_whole
 
 _DIGEST = hashlib.sha256().digest_size
 MAX_UNUSED_DAYS = 30
@@ -138,8 +138,7 @@ def write_entry(entry: Path, content: bytes) -> None:
     Raises:
         InputError: the folder cannot be written.
     """
-    with atomic_write(entry) as temporary:
-        temporary.write_bytes(content + hashlib.sha256(content).digest())
+    write_whole(entry, content + hashlib.sha256(content).digest())
 
 
 def keep_entry(entry: Path, content: bytes) -> None:
