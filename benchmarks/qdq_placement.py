@@ -2,9 +2,9 @@
 
     python -m benchmarks.qdq_placement [--json benchmarks/results/qdq_placement_sm120.json]
 
-One small network with residuals, BatchNorm, a skip connection, pooling and upsampling, quantised by ONNX Runtime's tool, by
-torchao's export quantisation (torch.ao's successor, as for QAT) and by ModelOpt, each with its defaults and as a
-user may have set it. Every file is built for SM120 without a GPU; the ledger counts kernels and what multiplies in
+One small network with residuals, BatchNorm, a skip connection, pooling and upsampling, quantised by ONNX Runtime's
+tool, by torchao's export quantisation (torch.ao's successor, as for QAT) and by ModelOpt, each with its defaults and as
+a user may have set it. Every file is built for SM120 without a GPU; the ledger counts kernels and what multiplies in
 INT8. Decibels: the fixed file against the original one in ONNX Runtime. Nothing was timed. The tools that are not
 installed are left out: pip install onnxruntime torchao nvidia-modelopt.
 """

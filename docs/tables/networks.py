@@ -48,7 +48,7 @@ def mutants() -> str:
 
 def qdq_placement() -> str:
     """Engines of other tools' INT8 files, before and after their pairs were moved."""
-    heads = ["file", "changes", "before", "after", "plan MB, before", "after", "dB"]
+    heads = ["file", "changes", "before", "after", "plan before, MB", "after, MB", "dB"]
     rows = []
     for row in result("qdq_placement_sm120")["rows"]:
         states = [row["before"], row["after"]]
