@@ -26,7 +26,9 @@ def _needs(*headers: str) -> None:
         pytest.skip("no C++ compiler")
     for header in headers:
         source = f"#if !__has_include(<{header}>)\n#error absent\n#endif\n"
-        found = subprocess.run([program, "-x", "c++", "-fsyntax-only", "-"], input=source, text=True, capture_output=True)
+        found = subprocess.run(
+            [program, "-x", "c++", "-fsyntax-only", "-"], input=source, text=True, capture_output=True
+        )
         if found.returncode:
             pytest.skip(f"{header} is not among the headers of this machine: name its folder in CPLUS_INCLUDE_PATH")
 
