@@ -16,6 +16,10 @@ from fp4deploy.models import ModelCard
 card = ModelCard("fp16", 0.125, ("a", "b", "c", "d"), 32, 32, (0.5,) * 3, (0.5,) * 3, True)
 export_graph(model, (3, 32, 32), card)
 """
+CALIBRATE = """
+import fp4deploy as fd
+fd.calibrate(fd.prepare(model), images)
+"""
 TRAIN = "from fp4deploy.train.optimizer import make_optimizer; make_optimizer(model, 1e-3, 0)"
 CODE = """
 import os, sys, torch
@@ -26,8 +30,11 @@ assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == (sys.argv[2] or None)
 """
 
 
-@pytest.mark.parametrize("trace", [CAPTURE, EXPORT, TRAIN], ids=["capture", "export", "train"])
-@pytest.mark.parametrize("chosen", ["", "chosen"])
+@pytest.mark.parametrize(
+    ("trace", "chosen"),
+    [(CAPTURE, "chosen"), (EXPORT, ""), (TRAIN, ""), (CALIBRATE, "")],
+    ids=["capture", "export", "train", "calibrate"],
+)
 def test_a_trace_makes_no_folder_for_compiled_code(tmp_path: Path, trace: str, chosen: str) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
     environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
