@@ -46,6 +46,7 @@ MEASURED = {  # by script, or command of fp4deploy: folders of fp4deploy
     "data_loading": ("data",),
     "direct_conv": ("plugins/gemm",),
     "emulated": ("plugins",),
+    "engine_accuracy": (*_TRAINING, *_ENGINES, "interop"),
     "engine_forms": _ENGINES,
     "estimate": _TRAINING,
     "first_hour": ("data", "models", "ptq", "export", "bench", "predict", "train"),
