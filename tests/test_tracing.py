@@ -16,6 +16,10 @@ from fp4deploy.models import ModelCard
 card = ModelCard("fp16", 0.125, ("a", "b", "c", "d"), 32, 32, (0.5,) * 3, (0.5,) * 3, True)
 export_graph(model, (3, 32, 32), card)
 """
+CALIBRATE = """
+import fp4deploy as fd
+fd.calibrate(fd.prepare(model), images)
+"""
 TRAIN = "from fp4deploy.train.optimizer import make_optimizer; make_optimizer(model, 1e-3, 0)"
 CODE = """
 import os, sys, torch
@@ -36,7 +40,7 @@ def test_a_trace_makes_no_folder_for_compiled_code(tmp_path: Path, chosen: str) 
     environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
     if chosen:
         chosen = environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / chosen)
-    command = [sys.executable, "-c", CODE, chosen, str(tmp_path), CAPTURE, EXPORT, TRAIN]
+    command = [sys.executable, "-c", CODE, chosen, str(tmp_path), CAPTURE, EXPORT, TRAIN, CALIBRATE]
     done = subprocess.run(command, env=environment, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
     assert list(tmp_path.iterdir()) == []
