@@ -479,6 +479,7 @@ OPERATORS: dict[str, Callable[[Call], Any]] = {
     "ReduceMean": _reduce(torch.mean),
     "ReduceMin": _reduce(torch.amin),
     "ReduceSum": _reduce(torch.sum),
+    "ReduceSumSquare": _reduce(lambda x, *rest: x.square().sum(*rest)),
     "Relu": _unary(torch.relu),
     "Reshape": _reshape,
     "Resize": _resize,

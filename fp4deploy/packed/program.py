@@ -31,6 +31,7 @@ from torch import fx
 from fp4deploy.errors import Fp4DeployError, InputError, UnavailableError, named_cause
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.fusion import values, windows
+from fp4deploy.fusion.concatenate import register_lowering
 from fp4deploy.packed.file import PackedFile
 from fp4deploy.packed.graph import Conv2d, GroupNormReLU, Layer, Pool, Reshape
 from fp4deploy.packed.producers import Move, Produce, Step
@@ -123,6 +124,7 @@ def compile_program(file: PackedFile, inputs: Sequence[torch.Tensor], dtype: tor
 
         from fp4deploy.fusion.expand import Expand
 
+        register_lowering()
         writer, name = Writer(file, device, dtype), program_key(file, inputs, dtype)
         kept = read_program(name, writer.tensors(), device)
         if kept is not None:

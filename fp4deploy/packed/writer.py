@@ -30,6 +30,7 @@ import torch.nn.functional as F
 
 from fp4deploy.formats import Nvfp4Tensor, global_scale
 from fp4deploy.formats.constants import NVFP4_BLOCK, nvfp4_range
+from fp4deploy.fusion.concatenate import concatenate
 from fp4deploy.fusion.layer_norm import layer_norm_values
 from fp4deploy.fusion.resize import interpolate_linear, interpolate_nearest
 from fp4deploy.fusion.values import EXPONENTS, Scale, scale_of, values
@@ -63,7 +64,8 @@ from fp4deploy.packed.operators import Context, compute, positions_of, read_tens
 from fp4deploy.packed.row_norms import row_norms
 from fp4deploy.packed.shapes import Shape, shapes_of, weight_order, weight_shape
 from fp4deploy.packed.wide import wide_activations
-from fp4deploy.plugins.gemm.convolution.operators import has_small_kernel
+from fp4deploy.plugins.gemm.convolution.depthwise import in_order
+from fp4deploy.plugins.gemm.convolution.operators import own_kernel
 from fp4deploy.plugins.quantize import norm_pack as _norm_pack  # noqa: F401 - registers norm_coefficients
 from fp4deploy.rest import rest_of
 
@@ -122,7 +124,9 @@ class Writer:
 
     def outputs(self, tensors: Tensors, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The outputs of the network, from `tensors()` and inputs of the sizes that are to be written down."""
-        live: dict[str, Any] = {}  # a tensor, or the two parts of a sum that the LayerNorm which reads it first adds up
+        # A tensor; a tuple of the two parts of a sum that the LayerNorm which reads it first adds up; or a list of the
+        # parts of a concatenation that a layer reads.
+        live: dict[str, Any] = {}
         sizes = {
             f"{each.name}.{axis}": size
             for each, x in zip(self.graph.inputs, inputs, strict=True)
@@ -133,7 +137,8 @@ class Writer:
                 x = encode_input(x).to(self.dtype) if self.graph.digits else x.to(self.dtype)
             live |= {form.name: self._form(x, form, tensors) for form in each.outputs}
         for number, node in enumerate(self.graph.nodes):
-            first, read = node.outputs[0].name, [live[name] for name in node.inputs]
+            first, found = node.outputs[0].name, [live[name] for name in node.inputs]
+            read = [part for each in found for part in (each if isinstance(each, list) else [each])]
             if first in self.rows.norms:
                 live |= self._row_norm(cast(Norm, node), read[0], tensors)
             elif first in self.rows.sums and read[0].shape == read[1].shape:
@@ -149,8 +154,9 @@ class Writer:
             context = Context(tensors.__getitem__, sizes, self.positions, dtype)
             early = [form for form in node.outputs if only_moves(node, form, read)]
             for form in early:
-                y = self._compute(node, [self._form(x, form, tensors) for x in read], context)
-                live[form.name] = in_channels_last(y) if isinstance(node, Resize) else y
+                moved = [self._form(x, form, tensors) for x in read]
+                joins = isinstance(node, Concat)
+                live[form.name] = moved if joins else in_channels_last(self._compute(node, moved, context))
             if len(early) == len(node.outputs):
                 continue
             y = self._layer(node, read, tensors) if isinstance(node, Layer) else self._compute(node, read, context)
@@ -196,7 +202,7 @@ class Writer:
         bias = tensors[node.bias] if node.bias else None
         if isinstance(node, Linear):
             return self._linear(node, inputs[0], weight, bias, scale)
-        x = _concatenated(inputs) if len(inputs) > 1 else inputs[0]
+        x = inputs[0] if len(inputs) == 1 else concatenate([x.movedim(1, -1) for x in inputs]).movedim(-1, 1)
         if isinstance(node, Conv2d) and _is_of_patches(node, weight, x):
             rows, filters = _patches(x.movedim(1, -1), weight.shape[2:]), weight.movedim(1, -1).flatten(1)
             return self._linear(node, rows, filters, bias, scale).movedim(-1, 1)
@@ -216,10 +222,10 @@ class Writer:
         a ConvNeXt, one image, one H200, torch 2.11, 2026-11-29).
         """
         relu, whole = isinstance(node, Conv2d) and node.relu, scale == 1
-        if isinstance(node, Conv2d) and _is_depthwise(node, weight):
+        if isinstance(node, Conv2d) and _is_depthwise(node, weight) and math.prod(weight.shape[2:]) <= MAX_TAPS:
             y = depthwise_conv2d(x, weight, node.stride, node.padding, node.dilation) * scale
         else:
-            within = whole and _has_small_kernel(node, weight, x.device)
+            within = whole and _has_own_kernel(node, weight, x.device)
             beyond = node.output_padding if isinstance(node, ConvTranspose2d) else [0] * len(node.stride)
             transposed = isinstance(node, ConvTranspose2d)
             places = (node.stride, node.padding, node.dilation, beyond, node.groups, transposed, relu and within)
@@ -251,7 +257,7 @@ class Writer:
             node = cast(Pool, node)
             return max_pool2d(x, node.kernel, node.stride, node.padding, node.dilation)
         if isinstance(node, Concat) and node.dim == 1 and any(map(is_channels_last, inputs)):
-            return _concatenated(inputs)
+            return torch.cat([x.movedim(1, -1) for x in inputs], -1).movedim(-1, 1)  # in channels_last
         if isinstance(node, Resize) and node.mode != "bicubic":
             size = None if node.size is None else context.sizes_of(node.size)
             if node.mode.startswith("nearest"):
@@ -321,7 +327,8 @@ class Writer:
         names = weight_names(node)
         if node.precision != "nvfp4":
             kept = file.tensors[names[0]].to(device, self.dtype)
-            return Weight(kept.permute(weight_order(node, kept.ndim)), 1.0)
+            kept = kept.permute(weight_order(node, kept.ndim))
+            return Weight(in_order(kept) if isinstance(node, Conv2d) and _is_depthwise(node, kept) else kept, 1.0)
         codes, scales, amax = (file.tensors[name].to(device) for name in names)
         axis = -1 if isinstance(node, Linear) else 1
         channels = sum(shapes[name][axis] for name in node.inputs)
@@ -360,11 +367,6 @@ def in_channels_last(y: torch.Tensor) -> torch.Tensor:
     return pixels.movedim(-1, 1)
 
 
-def _concatenated(maps: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Feature maps along their channels, in channels_last."""
-    return torch.cat([x.movedim(1, -1) for x in maps], -1).movedim(-1, 1)
-
-
 def _has_kernel(node: Node) -> bool:
     """Whether a node is a norm whose statistics a kernel of this package takes."""
     return isinstance(node, GroupNormReLU) or (isinstance(node, Norm) and node.op != "layer_norm")
@@ -383,14 +385,14 @@ def only_moves(node: Node, form: Form, inputs: Sequence[torch.Tensor]) -> bool:
 
 
 def _is_of_patches(node: Conv2d, weight: torch.Tensor, x: torch.Tensor) -> bool:
-    """Whether a convolution is a GEMM of patches that do not overlap, such as pixels, and `small_k` does not run it.
+    """Whether a convolution is a GEMM of patches that do not overlap, such as pixels, and no kernel of this package is.
 
     cuDNN has no good kernel for them: the first layer of a ViT-S (16x16, eight images of 224x224) took 62 us, the 8x8
     of a SegFormer 22 (one H200, torch 2.11, 2026-11-29), for work of 2 us. The GEMM has not been timed.
     """
     apart = list(weight.shape[2:]) == list(node.stride) and node.groups == 1
     plain = not any(node.padding) and (set(node.dilation) == {1} or set(node.stride) == {1})
-    return apart and plain and not _has_small_kernel(node, weight, x.device)
+    return apart and plain and not _has_own_kernel(node, weight, x.device)
 
 
 def _patches(pixels: torch.Tensor, taps: Sequence[int]) -> torch.Tensor:
@@ -403,11 +405,10 @@ def _patches(pixels: torch.Tensor, taps: Sequence[int]) -> torch.Tensor:
     return split.permute(0, *places, *within, split.ndim - 1).flatten(len(taps) + 1)
 
 
-def _has_small_kernel(node: Conv2d | ConvTranspose2d, weight: torch.Tensor, device: torch.device) -> bool:
+def _has_own_kernel(node: Conv2d | ConvTranspose2d, weight: torch.Tensor, device: torch.device) -> bool:
     places = (node.stride, node.padding, node.dilation)
-    return node.op == "conv2d" and has_small_kernel(device, weight, *places, node.groups)
+    return node.op == "conv2d" and own_kernel(device, weight, *places, node.groups) is not None
 
 
 def _is_depthwise(node: Conv2d, weight: torch.Tensor) -> bool:
-    single = node.op == "conv2d" and node.groups == weight.shape[0] > 1 and weight.shape[1] == 1
-    return single and weight.shape[2] * weight.shape[3] <= MAX_TAPS
+    return node.op == "conv2d" and node.groups == weight.shape[0] > 1 and weight.shape[1] == 1

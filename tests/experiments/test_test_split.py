@@ -166,3 +166,17 @@ def test_objects_are_scored_by_ap(tiny_data: Path, tmp_path: Path) -> None:
     assert results["variants"]["fp16"]["runs"]["0"]["test"] == pytest.approx(scores.score)
     assert scores.score > 0
     assert any("on the test split AP " in text for text in said)
+
+
+def test_volumes_smaller_than_the_window_are_scored_as_a_validation_scores_them(tmp_path: Path) -> None:
+    from tests.volumes import write_set
+
+    data = write_set(tmp_path / "data", shape=(15, 18, 13))
+    depth = ("data.depth=16", "data.height=16", "data.width=16")
+    (tmp_path / "mine.yaml").write_text(
+        "set: {train.epochs: 1, telemetry.every: 0}\nvariants:\n  fp16: {model: fp16}\n"
+    )
+    sweep = load_sweep(tmp_path / "mine.yaml", ("model.scale=0.125", f"data.root={data}", *depth))
+    found = run_sweep(sweep, tmp_path / "out", say=lambda _: None)["variants"]["fp16"]["runs"]["0"]
+    checkpoint = tmp_path / "out" / "fp16" / "seed0" / "fp16" / "best.safetensors"
+    assert found["test"] == pytest.approx(evaluate_task(TorchRuntime(checkpoint), data, split="test").scores.miou)

@@ -17,7 +17,7 @@ from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.packed import PackedNetwork, packed_file
 from fp4deploy.packed import network as network_module
 from fp4deploy.packed.capture import CapturedNetwork
-from fp4deploy.packed.graph import GroupNormReLU, Norm
+from fp4deploy.packed.graph import GroupNormReLU, Layer, Norm
 from fp4deploy.packed.producers import Produce
 from fp4deploy.packed.program import compile_program
 from fp4deploy.plugins.gemm import reference
@@ -87,7 +87,9 @@ def test_every_step_against_its_reference(
             assert type(one) is type(other)
             difference = values(one) - values(other)
             if isinstance(one, Nvfp4Tensor):
-                assert float((difference != 0).float().mean()) < 1e-3, node
+                # cuDNN's volumes are rounded to FP16 before they are quantised: some are another FP4 number then.
+                rounded = weights is None and isinstance(node, Layer) and len(one.shape) == 5
+                assert float((difference != 0).float().mean()) < (1e-2 if rounded else 1e-3), node
             else:
                 assert float(difference.norm() / values(other).norm()) < 1e-3, node
         live.update(zip([form.name for form in node.outputs], got, strict=True))
@@ -175,7 +177,9 @@ def test_every_node_of_other_networks(name: str, weights: str | None, monkeypatc
         for one, other in zip(got, expected, strict=True):
             difference = values(one) - values(other)
             if isinstance(one, Nvfp4Tensor):
-                assert float((difference != 0).float().mean()) < 1e-3, node
+                # cuDNN's volumes are rounded to FP16 before they are quantised: some are another FP4 number then.
+                rounded = weights is None and isinstance(node, Layer) and len(one.shape) == 5
+                assert float((difference != 0).float().mean()) < (1e-2 if rounded else 1e-3), node
             else:
                 assert float(difference.norm()) <= 2e-3 * float(values(other).norm()), node
         live.update(zip([form.name for form in node.outputs], got, strict=True))

@@ -15,7 +15,7 @@ from fp4deploy.packed.capture import CapturedNetwork, Replay
 from fp4deploy.packed.program import choice_key, compile_program
 from fp4deploy.packed.writer import Writer
 from tests.export.packable_networks import NETWORKS, deployed
-from tests.packed.test_writer import network, operators
+from tests.packed.test_writer import dense, network, operators
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,9 +30,12 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
 
 
-@pytest.mark.parametrize("name", [*NETWORKS, "operators"])
+OTHERS = {"operators": operators, "dense": dense}
+
+
+@pytest.mark.parametrize("name", [*NETWORKS, *OTHERS])
 def test_what_is_compiled_is_what_is_written(name: str) -> None:
-    file, images = operators() if name == "operators" else network(name)
+    file, images = OTHERS[name]() if name in OTHERS else network(name)
     x = images.half().to(GPU)
     writer = Writer(file, GPU, torch.float16)
     with torch.no_grad():

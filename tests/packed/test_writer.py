@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -255,6 +256,41 @@ def test_blocks_move_after_they_are_quantised() -> None:
     assert moved
     concat = [(node, form) for node, form in moved if node.op == "concat"]
     assert all(not only_moves(node, form, maps) for node, form in concat)  # a block would span both
+
+
+class Dense(nn.Module):
+    """A decoder as of a UNet++: concatenations of concatenations and of what is resized, in whole blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = {"a": (3, 16), "b": (16, 16), "c": (32, 32), "d": (64, 16), "e": (16, 5)}
+        self.layers = nn.ModuleDict({name: nn.Conv2d(*shape, 3, padding=1) for name, shape in shapes.items()})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layers = self.layers
+        a = layers["a"](x).relu()
+        up = F.interpolate(layers["b"](F.max_pool2d(a, 2)).relu(), scale_factor=2)
+        c = layers["c"](torch.cat([up, a], 1)).relu()
+        inner = torch.cat([c, a], 1)
+        d: torch.Tensor = layers["d"](torch.cat([up, inner], 1)).relu()
+        return layers["e"](d) + inner[:, :5]  # type: ignore[no-any-return]
+
+
+@lru_cache
+def dense() -> tuple[PackedFile, torch.Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 8, 12)
+    return packed(Dense(), x), x
+
+
+def test_parts_of_a_concatenation_are_joined_once_by_the_layer_that_reads_them() -> None:
+    file, x = dense()
+    assert any(node.op == "concat" for node in file.graph.nodes)
+    torch.testing.assert_close(written(file, x)[0], PackedNetwork(file)(x), rtol=1e-6, atol=1e-6)
+    writer = Writer(file, CPU, torch.float16)
+    module, _, _ = trace(writer, [x.half()])
+    joined = [node.args[0] for node in module.graph.nodes if "fp4deploy.concatenate" in str(node.target)]
+    assert sorted(map(len, joined)) == [2, 3]
 
 
 def with_another_amax(graph: Graph, tensors: dict[str, torch.Tensor], factor: float) -> PackedFile:

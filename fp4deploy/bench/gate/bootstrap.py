@@ -15,7 +15,7 @@ that are independent are what is resampled).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,6 +65,24 @@ def paired_drop(
     occurring = [place for place in range(len(whole)) if not np.isnan(whole[place])]
     classes = {baseline.classes[place]: _interval(whole[place], drops[:, place], level) for place in occurring}
     return PairedDrop(metric, classes, _by_image(baseline, other))
+
+
+def mean_drop(
+    pairs: Sequence[tuple[Counts, Counts]], level: float = LEVEL, replicates: int = REPLICATES, seed: int = 0
+) -> Interval:
+    """Interval of the mean of the drops of several pairs, as of trainings by several seeds, on the same images.
+
+    A replicate draws images once for all pairs: the interval is of these models on other images, and says nothing of
+    other seeds.
+    """
+    functions = [(per_class(baseline), per_class(other)) for baseline, other in pairs]
+    count = len(pairs[0][0].images)
+
+    def drop(weights: Floats) -> Floats:
+        return np.mean([_mean(first(weights) - second(weights)) for first, second in functions], axis=0)
+
+    drops = np.concatenate([drop(weights) for weights in _draws(count, replicates, seed)])
+    return _interval(float(drop(np.ones((1, count)))[0]), drops, level)
 
 
 def per_class(counts: Counts) -> Callable[[Floats], Floats]:

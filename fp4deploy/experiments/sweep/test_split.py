@@ -95,10 +95,11 @@ def _score(config: Config, root: Path, checkpoint: Path) -> tuple[int, TaskScore
     data = task_of(card).for_card(card, root, TEST)
     if isinstance(data, CocoDataset) and not data.annotated:
         raise InputError(f"The test split of {root} has images and no annotations: there is nothing to score.")
-    evaluation = make_task(config, card, data).evaluation()
+    task = make_task(config, card, data)
+    evaluation = task.evaluation()
     autocast = rest_of(card).autocast(device.type)
     with closing(validation_loader(config, data)) as batches, autocast:
         for batch in batches:
             images, labels = expand(*(part.to(device, non_blocking=True) for part in batch))
-            evaluation.update(readable(network(images)), labels)
+            evaluation.update(readable(task.outputs(network, images)), labels)
     return len(data), evaluation.compute()

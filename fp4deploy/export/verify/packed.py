@@ -71,11 +71,15 @@ class PackedAgreement(Comparison):
 
 @torch.no_grad()
 def verify_packed(
-    model: nn.Module, file: PackedFile, inputs: Iterable[Inputs], meanings: OutputMeanings | None = None
+    model: nn.Module,
+    file: PackedFile,
+    inputs: Iterable[Inputs],
+    meanings: OutputMeanings | None = None,
+    flat: bool = True,
 ) -> PackedAgreement:
     """Compare end to end on `inputs` (images float32 [N, 3, H, W] each); where that fails, node by node as well.
 
-    meanings: by default as the file's card says.
+    meanings: by default as the file's card says; flat: compare images without contrast, too.
     """
     network, kept = PackedNetwork(file), [positional(each, file) for each in inputs]
     names = file_names([each.name for each in file.graph.outputs], [each.name for each in file.graph.inputs])
@@ -96,7 +100,7 @@ def verify_packed(
             nodes |= {name: largest(nodes.get(name, 0.0), error) for name, error in errors.items()}
             referenced = compare_outputs(outputs, given, names, meanings, referenced)
         agreement = replace(agreement, nodes=nodes, referenced=referenced)
-    if not agreement.passed:
+    if not (agreement.passed and flat):
         return agreement
 
     def sized(x: Inputs) -> tuple[torch.Tensor, ...]:
@@ -106,8 +110,8 @@ def verify_packed(
         return all(error <= ALLOWED_ELEMENTS for error in run_nodes(model, network, *sized(x))[0].values())
 
     runs = (lambda x: leaves(model(*sized(x))), lambda x: leaves(network(*sized(x))))
-    flat = flat_difference(*runs, kept[0], file.card, by_layer if quantized_layers(model) else None)
-    return replace(agreement, flat=flat)
+    differs = flat_difference(*runs, kept[0], file.card, by_layer if quantized_layers(model) else None)
+    return replace(agreement, flat=differs)
 
 
 def largest(*errors: float) -> float:

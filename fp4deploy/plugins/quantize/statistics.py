@@ -20,6 +20,7 @@ from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, THREADS
 
 VECTOR = 8
 COMBINING = 1024  # threads at most that combine the parts of a group
+SECTOR = 8  # numbers that are read from memory at once
 PARTS = 264  # of a batch: two for each multiprocessor of a large GPU
 
 
@@ -77,11 +78,20 @@ def combine(
     """
     n, h, w, c = shape
     ab = torch.empty(n, 2, c, dtype=torch.float32, device=weight.device)
-    run = kernel("norm_statistics.cu", "combine_moments", "PPPPPfqiiqiiii", {"DTYPE": "__half"}, weight.device)
+    run = kernel("norm_statistics.cu", "combine_moments", "PPPPPfqiiqiiiii", {"DTYPE": "__half"}, weight.device)
     vectors = (moments.parts, bias, weight, beta, ab)
-    sizes = (h * w, c, groups, moments.rows, moments.per_item, *moments.tile, w)
-    launch_secondary(run, (groups, n), _threads(moments, h * w, c // groups), *vectors, eps, *sizes)
+    span = _span(c // groups, groups)
+    sizes = (h * w, c, groups, moments.rows, moments.per_item, *moments.tile, w, span)
+    launch_secondary(run, (c // span, n), _threads(moments, h * w, span), *vectors, eps, *sizes)
     return ab
+
+
+def _span(width: int, groups: int) -> int:
+    """Channels of a block, whole groups of `width`: where each was a block's, as for an InstanceNorm, a load of 4 bytes
+    read a sector of 32 (23 us for 16 images of 352x480 with 32 channels, one H200, 2026-11-29).
+    """
+    whole = (count for count in range(1, groups + 1) if groups % count == 0)
+    return width * next(count for count in whole if count == groups or count * width >= SECTOR)
 
 
 def _threads(moments: Moments, pixels: int, width: int) -> int:

@@ -18,7 +18,7 @@ import torch
 
 from fp4deploy.formats import quantize_nvfp4
 from fp4deploy.plugins.gemm import gemv
-from fp4deploy.plugins.gemm.convolution import direct, plain, small_k, warpgroup
+from fp4deploy.plugins.gemm.convolution import depthwise, direct, plain, small_k, warpgroup
 from fp4deploy.plugins.gemm.convolution.decoded_weight import decode_weight
 from fp4deploy.plugins.losses import segmentation
 from fp4deploy.plugins.quantize import (
@@ -266,6 +266,13 @@ def _direct(
     return exercise
 
 
+def _depthwise(
+    piece: tuple[int, int], channels: int = 96, taps: int = 7, stride: int = 1, dtype: torch.dtype = HALF
+) -> Callable[[], Any]:
+    x, weight = torch.zeros(1, 9, 9, channels, dtype=dtype), torch.zeros(channels, 1, taps, taps, dtype=dtype)
+    return lambda: depthwise.conv2d(x, weight, None, (stride, stride), (1, 1), piece=piece)
+
+
 def _small_k(
     image: Shape, filters: Shape, stride: int = 1, padding: int = 0, dtype: torch.dtype = HALF, moments: bool = False
 ) -> Callable[[], object]:
@@ -341,6 +348,8 @@ EXERCISES: list[Callable[[], object]] = [
     _direct((16,), 16),
     _direct((32, 32), 32),
     _direct((32,), 16, packed=True, transposed=True),
+    *(_depthwise(piece) for piece in depthwise.PIECES),
+    _depthwise((2, 4), 6, 5, 2, BFLOAT),
     _small_k((1, 4, 4, 3), (64, 3, 3), 1, 1, FLOAT, moments=True),
     _small_k((1, 9, 9, 3), (64, 7, 7), 2, 3),
     _small_k((1, 4, 4, 16), (21, 3, 3), 1, 1, moments=True),

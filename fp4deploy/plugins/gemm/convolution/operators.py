@@ -3,19 +3,20 @@
     y = torch.ops.fp4deploy.convolution(x, weight, bias, stride, padding, dilation, output_padding, groups, False, relu)
 
 Feature maps are [N, *S, C] contiguous, as kernels read them: a compiler may copy a view in channels_last of what it
-has written in another shape. On a GPU `small_k` computes what it supports, cuDNN the rest.
+has written in another shape. On a GPU `small_k` and `depthwise` compute what they support, cuDNN the rest.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 
 from fp4deploy.errors import UnavailableError
 from fp4deploy.graph.sizes import output_size, transposed_size
-from fp4deploy.plugins.gemm.convolution import small_k
+from fp4deploy.plugins.gemm.convolution import depthwise, small_k
 from fp4deploy.plugins.runtime.torch_library import operator
 
 # Bytes and operations a second, as of a Hopper GPU; seconds, of which the launch is a large part.
@@ -63,7 +64,7 @@ def convolution(
         [N, *S', O] contiguous, of the dtype of `x`.
     """
     if x.is_cuda and x.ndim == 4 and not transposed:
-        y = _small_k(x, weight, bias, (stride, padding, dilation), groups, relu)
+        y = _by_own_kernel(x, weight, bias, (stride, padding, dilation), groups, relu)
         if y is not None:
             return y
     # An axis of one element may have any stride, by which torch does not see channels_last and copies to NCHW (66 of
@@ -91,7 +92,7 @@ def _is_large(x: torch.Tensor, weight: torch.Tensor, strides: int) -> bool:
     return moved / MEMORY + work / COMPUTE > LAUNCH
 
 
-def _small_k(
+def _by_own_kernel(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -99,31 +100,36 @@ def _small_k(
     groups: int,
     relu: bool,
 ) -> torch.Tensor | None:
-    """By the kernel for sums of few elements, where it takes the layer and runs."""
+    """By the kernel of this package that takes the layer, if there is one and it runs."""
     stride, padding, dilation = ((a, b) for a, b in places)
+    module = own_kernel(x.device, weight, stride, padding, dilation, groups)
+    if module is None:
+        return None
     filters = weight.permute(0, 2, 3, 1)
-    if not has_small_kernel(x.device, weight, stride, padding, dilation, groups):
-        return None
-    if not small_k.is_aligned(x, filters, stride, padding):
-        return None
     try:
-        return small_k.conv2d(x, filters, bias, stride, padding, relu)[0]
+        if module is depthwise and depthwise.is_aligned(x, weight, padding):
+            return depthwise.conv2d(x, weight, bias, stride, padding, dilation, relu)
+        if module is small_k and small_k.is_aligned(x, filters, stride, padding):
+            return small_k.conv2d(x, filters, bias, stride, padding, relu)[0]
     except UnavailableError as error:
-        small_k.fallback.refuse(x.device, error)
-        return None
+        module.fallback.refuse(x.device, error)
+    return None
 
 
-def has_small_kernel(
+def own_kernel(
     device: torch.device,
     weight: torch.Tensor,
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
     groups: int,
-) -> bool:
-    """Whether `small_k` computes a convolution with this weight, which bias and ReLU then are part of."""
-    if weight.dtype != torch.float16 or weight.ndim != 4 or not small_k.is_available(device):
-        return False
+) -> ModuleType | None:
+    """`small_k` or `depthwise`, where one computes a convolution with this weight; it does bias and ReLU as well."""
+    if weight.ndim != 4:
+        return None
     outputs, channels, kh, kw = weight.shape
     by, around, apart = ((each[0], each[1]) for each in (stride, padding, dilation))
-    return small_k.supports(channels, outputs, (kh, kw), by, around, apart, groups)
+    if depthwise.supports(weight, by, around, apart, groups):
+        return depthwise if depthwise.is_available(device) else None
+    fits = weight.dtype == torch.float16 and small_k.supports(channels, outputs, (kh, kw), by, around, apart, groups)
+    return small_k if fits and small_k.is_available(device) else None

@@ -13,8 +13,8 @@
 // Sums are added in a fixed order, so that two runs give the same bits.
 //
 // Launch: chunk_moments: block 256, grid (chunks, N), C a multiple of 8, at most 2048; combine_moments: block up to 1024, so
-// that a thread adds few of the many parts of one image, grid (groups, N), at most 256 channels a group and no more than
-// the block has threads.
+// that a thread adds few of the many parts of one image, grid (C / span, N), at most 256 channels a group; `span` channels
+// of a block are whole groups, no more than it has threads, and where there are as many a sector of memory or more.
 #include "channels.cuh"
 
 using channels::BATCH;
@@ -69,15 +69,19 @@ extern "C" __global__ void __launch_bounds__(256) chunk_moments(
     }
 }
 
-// The sum over the first `width` threads of the block, in all threads; the others give 0.
-__device__ float block_sum(float value, int width, float* shared) {
-    for (int offset = 16; offset; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
+// The sum of a group's `width` threads, in each of them; `has`: threads that are of a group, from the first one on.
+__device__ float group_sum(float value, int width, bool has, float* shared) {
+    const int within = threadIdx.x % width;
+    int step = 1;
+    while (2 * step < width) step *= 2;
     __syncthreads();
-    if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
+    if (has) shared[threadIdx.x] = value;
+    for (; width > 1 && step; step /= 2) {
+        __syncthreads();
+        if (has && within < step && within + step < width) shared[threadIdx.x] += shared[threadIdx.x + step];
+    }
     __syncthreads();
-    float total = 0.f;
-    for (int warp = 0; 32 * warp < width; ++warp) total += shared[warp];
-    return total;
+    return has ? shared[threadIdx.x - within] : 0.f;
 }
 
 constexpr int AT_ONCE = 8;  // parts whose loads a thread has in flight
@@ -95,15 +99,15 @@ struct Division {
     }
 };
 
-// ab [N, 2, C] of one (group, batch item). Without tile_w, a part is a run of `rows` pixels: with per_item = 0 of the
+// ab [N, 2, C] of `span` channels of one batch item. Without tile_w, a part is a run of `rows` pixels: with per_item = 0 of the
 // pixels of the whole batch, so that one may touch two items; otherwise every item has per_item parts of its own. With
 // tile_w, the per_item parts of an item are tiles of tile_h x tile_w pixels of its feature map, whose width is W.
 extern "C" __global__ void __launch_bounds__(1024) combine_moments(
     const float* moments, const float* bias, const float* gamma, const float* beta, float* ab, float eps,
-    long long pixels, int C, int groups, long long rows, int per_item, int tile_h, int tile_w, int W) {
-    __shared__ float sums[3][1024], shared[32];
-    const int width = C / groups, lanes = blockDim.x / width, lane = threadIdx.x / width;
-    const int c = blockIdx.x * width + threadIdx.x % width;
+    long long pixels, int C, int groups, long long rows, int per_item, int tile_h, int tile_w, int W, int span) {
+    __shared__ float sums[3][1024];
+    const int width = C / groups, lanes = blockDim.x / span, lane = threadIdx.x / span;
+    const int c = blockIdx.x * span + threadIdx.x % span;
     const long long n = blockIdx.y, begin = n * pixels, end = begin + pixels;
     const long long first = per_item ? n * per_item : begin / rows;
     const int parts = per_item ? per_item : int((end - 1) / rows - first) + 1;
@@ -144,18 +148,18 @@ extern "C" __global__ void __launch_bounds__(1024) combine_moments(
         __syncthreads();
         if (lane >= step || lane + step >= lanes) continue;
 #pragma unroll
-        for (int i = 0; i < 3; ++i) sums[i][threadIdx.x] += sums[i][threadIdx.x + step * width];
+        for (int i = 0; i < 3; ++i) sums[i][threadIdx.x] += sums[i][threadIdx.x + step * span];
     }
-    const bool has = threadIdx.x < width;
+    const bool has = threadIdx.x < span;
     float own_mean = 0.f, own_m2 = 0.f;
     if (has) {
         delta = sums[0][threadIdx.x], square = sums[1][threadIdx.x], within = sums[2][threadIdx.x];
         own_mean = k + delta / float(pixels) + shift;
         own_m2 = within + fmaxf(square - delta * (delta / float(pixels)), 0.f);
     }
-    const float mean = block_sum(own_mean, width, shared) / float(width);
+    const float mean = group_sum(own_mean, width, has, sums[0]) / float(width);
     const float between = has ? (own_mean - mean) * (own_mean - mean) * float(pixels) : 0.f;
-    const float variance = block_sum(own_m2 + between, width, shared) / (float(pixels) * float(width));
+    const float variance = group_sum(own_m2 + between, width, has, sums[0]) / (float(pixels) * float(width));
     if (has) {
         const float a = scale * (1.f / sqrtf(variance + eps));
         ab[n * 2 * C + c] = a;

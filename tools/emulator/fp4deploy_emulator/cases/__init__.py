@@ -7,6 +7,7 @@
 | `direct` | convolutions of few channels, decoded once into shared memory |
 | `warpgroup` | convolutions by wgmma, for SM90 |
 | `small_k` | FP16 convolutions of small K on tensor cores |
+| `depthwise` | convolutions with a filter for each channel |
 | `training` | the GEMMs of a training step, and what packs their operands |
 | `plugins` | the entry points of the TensorRT plugins |
 | `cuda` | quantisers, weights, GEMV |
@@ -26,6 +27,7 @@ from fp4deploy_emulator.cases import (
     channels_last,
     cuda,
     decoded,
+    depthwise,
     direct,
     gemms,
     losses,
@@ -44,6 +46,7 @@ CUDA = (
     *losses.CASES,
     *plain.CASES,
     *small_k.CASES,
+    *depthwise.CASES,
     *direct.CASES,
     *warpgroup.CASES,
     *training.PACKING,

@@ -400,4 +400,5 @@ CASES = (
     Case("statistics of GroupNorm", "statistics", norm_statistics(3, 32, 5, 7)),
     Case("statistics of GroupNorm, 6 channels a group", "statistics", norm_statistics(1, 48, 9, 13)),
     Case("statistics of InstanceNorm", "statistics", norm_statistics(2, 16, 6, 11, groups=16)),
+    Case("statistics of GroupNorm, 3 channels a group", "statistics", norm_statistics(2, 48, 6, 11, groups=16)),
 )
