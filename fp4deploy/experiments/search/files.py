@@ -16,7 +16,7 @@ from fp4deploy.experiments.search.costs import PRECISIONS, LayerCost
 from fp4deploy.experiments.search.run import Found, Point, sqnr
 from fp4deploy.ptq.methods import find_method
 from fp4deploy.runs import run_of
-from fp4deploy.system.files import atomic_write
+from fp4deploy.system.files import write_whole
 from fp4deploy.train import load_config
 
 RECIPE = "precision.yaml"
@@ -35,8 +35,7 @@ def save_search(found: Found, folder: Path, checkpoint: Path) -> list[Path]:
         "pareto.png": _picture(found),
     }
     for name, content in contents.items():
-        with atomic_write(folder / name) as temporary:
-            temporary.write_bytes(content)
+        write_whole(folder / name, content)
     return [folder / name for name in contents]
 
 
