@@ -59,7 +59,10 @@ def check(
             "--recipe", help="Recipe to plan for (unet and FP16 checkpoints).", autocompletion=completion.recipes
         ),
     ] = "nvfp4_qat",
-    classes: Annotated[int, typer.Option("--classes", min=1, help="Number of classes of a named model.")] = 21,
+    classes: Annotated[
+        int | None,
+        typer.Option("--classes", min=1, help="Number of classes.", show_default="21, or what the network has"),
+    ] = None,
     task: Annotated[
         Literal["semantic", "classification"],
         typer.Option("--task", help="What a named model is built for: maps of logits, or one class an image."),
@@ -115,7 +118,7 @@ def _library(conv: str, target: str) -> str:
 def _subject(
     model: str,
     recipe: str,
-    classes: int,
+    classes: int | None,
     task: str,
     digits: bool,
     sets: list[str] | None,
@@ -188,7 +191,7 @@ def _inputs(size: tuple[int, ...]) -> NetworkInput:
 def _of_spec(
     model: str,
     recipe: str,
-    classes: int,
+    classes: int | None,
     task: str,
     digits: bool,
     sets: list[str] | None,
@@ -196,15 +199,18 @@ def _of_spec(
 ) -> Subject:
     from fp4deploy.models.build import build_model
     from fp4deploy.models.heads import ClassHead
+    from fp4deploy.models.output import LogitsOutput
     from fp4deploy.models.spec import parse_spec
     from fp4deploy.qat import layer_plan
     from fp4deploy.train import load_config
 
     chosen = load_config(None, sets or []).model
     inputs = _inputs(size or (256, 256))
-    head = ClassHead("label", classes) if task == "classification" else None
+    head = ClassHead("label", classes or 21) if task == "classification" else None
     spec = parse_spec(model, chosen.args, chosen.output)
-    network = build_model(spec, classes, digits=digits, head=head, inputs=inputs)
+    network = build_model(spec, classes or 21, digits=digits, head=head, inputs=inputs)
+    if classes is None and isinstance(network, LogitsOutput):
+        network.logits_channels = None
     return _of_network(network, layer_plan(network, recipe), _example((inputs.channels, *inputs.size)))
 
 
