@@ -44,6 +44,7 @@ MEASURED = {  # by script, or command of fp4deploy: folders of fp4deploy
     "convergence": _TRAINING,
     "cpu_latency": ("bench/runtimes", "packed", "export/onnx"),
     "data_loading": ("data",),
+    "depthwise_conv": ("plugins/gemm",),
     "direct_conv": ("plugins/gemm",),
     "emulated": ("plugins",),
     "engine_accuracy": (*_TRAINING, *_ENGINES, "interop"),
