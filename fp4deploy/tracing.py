@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch
 from torch._compile import _disable_dynamo
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
@@ -33,7 +34,8 @@ _FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 
 @cache
 def make_no_folder() -> None:
-    """Before torch.export, make_fx or an optimizer: let them make no folder for torch.compile, which they do not use.
+    """Before torch.export, make_fx, a dispatch mode or an optimizer: let them make no folder for torch.compile, which
+    they do not use.
 
     They import torch._dynamo and torch's tool for the bisection of compilers, which look for their state as they are
     imported: they make
@@ -50,3 +52,12 @@ def make_no_folder() -> None:
         del os.environ[_FOLDER]
         if chosen is not None:
             os.environ[_FOLDER] = chosen
+
+
+class DispatchMode(TorchDispatchMode):
+    """torch's, whose first call imports torch._dynamo: it makes no folder either."""
+
+    def __enter__(self) -> DispatchMode:
+        make_no_folder()
+        super().__enter__()
+        return self

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from docs.tables.picture import shown
-from docs.tables.results import MINUS, difference, gap, markdown, result, spread
+from docs.tables.results import MINUS, difference, gap, markdown, result, shown, spread
 
 TRAINED = "trained"
 
@@ -14,14 +13,15 @@ TRAINED = "trained"
 def engine_accuracy(name: str) -> str:
     """Of every checkpoint and form of `--conv`, the score and its distance to the FP16 control; largest loss first."""
     found, rows = result(name), []
-    notes = {variant: row["note"] for variant, row in found["variants"].items()}
+    auto = "--conv auto"
+    notes = {variant: row["note"].replace(auto, f"`{auto}`") for variant, row in found["variants"].items()}
     for row in found["rows"]:
         if "drop" not in row:
             continue
         form = "canonical" if row["form"] == TRAINED else f"`--conv {row['form']}`"
         layers = ", ".join(f"{number} {kind}" for kind, number in row.get("layers", {}).items())
         cells = [
-            notes[row["variant"]].replace("--conv auto", "`--conv auto`"),
+            notes[row["variant"]],
             form,
             layers,
             _score(row),

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from docs.tables.results import difference, gap, markdown, result, spread
+from docs.tables.results import NOT_MEASURED, difference, gap, markdown, result, shown, spread
 from docs.tables.steps import best_fp16, over_best, steps
 from fp4deploy.qat.recipes import RECIPES
 
-NOT_MEASURED = "not measured"
 WHOLE_PICTURE = (  # data and network, result, control, calibrated only, QAT
     ("COCO samples, persons; EfficientNet-Lite0 UNet", "coco_samples_h200", "control", "", "qat"),
     ("COCO samples, seven classes; EfficientNet-Lite0 UNet", "coco_samples_h200", "control_classes", "", "qat_classes"),
@@ -77,13 +76,6 @@ def largest_loss() -> str:
 def _over(value: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """The difference of two gaps to one control, paired by seed."""
     return difference([value["by_seed"][seed] - other["by_seed"][seed] for seed in value["by_seed"]])
-
-
-def shown(value: dict[str, Any] | None) -> str:
-    """A gap, bold where its interval lies on one side of zero."""
-    if value is None:
-        return NOT_MEASURED
-    return f"**{gap(value)}**" if value["low"] > 0 or value["high"] < 0 else gap(value)
 
 
 def qat_over_calibrated(name: str, split: str, layers: str = "") -> str:

@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fp4deploy.errors import InputError
 from fp4deploy.graph.copies import copied
-from fp4deploy.tracing import make_no_folder
+from fp4deploy.tracing import DispatchMode
 
 OWN = str(Path(__file__).parents[1])
 
@@ -34,7 +33,6 @@ def refuse_random(model: nn.Module, inputs: Sequence[torch.Tensor], named: dict[
 
     >>> refuse_random(nn.Sequential(nn.Dropout(), nn.ReLU()), [torch.ones(2, 3)], {})
     """
-    make_no_folder()
     results: list[list[torch.Tensor]] = []
     drawn = _Drawn()
     for seed in (1, 2):
@@ -65,7 +63,7 @@ def _float(x: torch.Tensor) -> torch.Tensor:
     return x.detach().cpu().float().clone() if x.is_floating_point() else x.detach().cpu().clone()
 
 
-class _Drawn(TorchDispatchMode):
+class _Drawn(DispatchMode):
     """The calls that draw from torch's default generator: (operation, place of the user's code)."""
 
     def __init__(self) -> None:

@@ -34,8 +34,9 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from fp4deploy.tracing import DispatchMode
 
 HOOKS = tuple(name for name in nn.Module().__dict__ if name.endswith("_hooks"))
 SIZES = (64, 224, 256, 32, 96, 512)  # of an assumed input, each axis; transformers are often built for 224
@@ -247,7 +248,7 @@ def _run(model: nn.Module, is_gemm: IsGemm, inputs: Inputs, meta: bool) -> Ends:
     return calls.ends([origins.of(each) for each in _tensors(result)])
 
 
-class _Origins(TorchDispatchMode):
+class _Origins(DispatchMode):
     """Origins of the tensors of a forward, by their storages: views, and what is written in place, share one."""
 
     def __init__(self) -> None:

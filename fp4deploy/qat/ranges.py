@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -33,6 +32,7 @@ from fp4deploy.qat.batches import run
 from fp4deploy.qat.computed import rest_tensors
 from fp4deploy.qat.layers import QuantizedLayer
 from fp4deploy.rest import BF16, FP16, Rest
+from fp4deploy.tracing import DispatchMode
 
 
 @dataclass
@@ -45,7 +45,7 @@ class _Result:
     wide: bool = False
 
 
-class Ranges(TorchDispatchMode):
+class Ranges(DispatchMode):
     """Within it, forwards of a model are recorded.
 
     Attributes:

@@ -52,7 +52,7 @@ class Progress:
 
     `epoch` counts whole epochs; `seconds` and `skipped` are their time (validation included) and their skipped steps,
     `best_score` (mIoU or AP) and `per_class` belong to the best of them. Of the next one, `batch` of its `batches` are
-    done, in `epoch_seconds`, and `counts` holds their `tally.EpochStatistics`.
+    done, in `epoch_seconds`, and `counts` holds their `running_statistics.EpochStatistics`.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")

@@ -27,7 +27,7 @@ from tests.interop import nnunet_folder
 ABSENT = NNUNET.why_missing()
 pytestmark = pytest.mark.skipif(ABSENT is not None, reason=str(ABSENT))
 LAYERS = ("encoder.stages.1.0.convs.0.conv", "encoder.stages.2.0.convs.0.conv", "decoder.stages.0.convs.0.conv",
-          "decoder.stages.1.convs.0.conv")  # fmt: skip
+          "decoder.stages.1.convs.0.conv", "decoder.transpconvs.0", "decoder.transpconvs.1")  # fmt: skip
 
 
 def make(folder: Path) -> None:

@@ -53,7 +53,7 @@ def run_trials(trials: Sequence[Trial], jobs: int, seconds: float) -> Iterator[t
     """Run trials, `jobs` at a time and each for `seconds` at most; the number and the outcome of each that ended."""
     _import_libraries()
     with tempfile.TemporaryDirectory() as base:
-        free = [_copy_to(Path(base) / str(job)) for job in range(min(jobs, len(trials)))]
+        free = [copy_to(Path(base) / str(job)) for job in range(min(jobs, len(trials)))]
         waiting, running = list(enumerate(trials)), dict[int, _Running]()
         try:
             while waiting or running:
@@ -113,7 +113,7 @@ class _Running:
         os.waitpid(self.pid, 0)
 
 
-def _copy_to(folder: Path) -> Path:
+def copy_to(folder: Path) -> Path:
     """The code and the tests in a folder of their own."""
     for part in PARTS:
         source = ROOT / part
@@ -122,7 +122,6 @@ def _copy_to(folder: Path) -> Path:
         elif source.is_file():
             folder.mkdir(parents=True, exist_ok=True)
             shutil.copy(source, folder / part)
-    (folder / "fp4deploy" / "cli").symlink_to(folder / "cli")  # its place in an installed package
     return folder
 
 

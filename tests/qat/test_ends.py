@@ -290,3 +290,11 @@ def test_a_network_of_tokens_has_no_first_layer(functional: bool, given: Any) ->
         "query",
         "out",
     ]
+
+
+def test_a_unet_that_encodes_its_image_is_traced() -> None:
+    """Not taken in the order of registration, which happens to be right, after 48 executions that end with errors."""
+    model = build_unet(4, 0.125, digits=True)
+    model._modules["encoder"] = model._modules.pop("encoder")
+    kinds = (nn.Conv2d, nn.ConvTranspose2d)
+    assert ends_of(model, lambda layer: isinstance(layer, kinds)) == Ends(("encoder.0.conv1",), ("head",))
