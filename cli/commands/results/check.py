@@ -61,7 +61,7 @@ def check(
     ] = "nvfp4_qat",
     classes: Annotated[
         int | None,
-        typer.Option("--classes", min=1, help="Number of classes.", show_default="21, or what the network has"),
+        typer.Option("--classes", min=1, help="Number of classes of a named model.", show_default="21, or what it has"),
     ] = None,
     task: Annotated[
         Literal["semantic", "classification"],
