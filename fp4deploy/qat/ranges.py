@@ -88,7 +88,7 @@ class Ranges(DispatchMode):
             self._record(_Result(name, _largest(output)), output)
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call, and record what it gives."""
         kwargs = kwargs or {}

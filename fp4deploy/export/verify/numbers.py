@@ -49,7 +49,7 @@ class _RestNumbers(TorchFunctionMode):
         self.computed = WeakTensorKeyDictionary()
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call, with a number or computed tensors in the rest's precision."""
         if self.inside:
@@ -68,11 +68,11 @@ class _RestNumbers(TorchFunctionMode):
     def _rounded(self, x: torch.Tensor) -> torch.Tensor:
         return x.to(self.rest.dtype).to(x.dtype) if x in self.computed and self.rest.holds_tensor(x) else x
 
-    def enter(self, *_: Any) -> None:
+    def enter(self, *_: object) -> None:
         """The first hook of a quantised layer, whose formulas are not the network's code."""
         self.inside += 1
 
-    def leave(self, *_: Any) -> None:
+    def leave(self, *_: object) -> None:
         """The last hook of a quantised layer."""
         self.inside -= 1
 

@@ -121,7 +121,7 @@ def require_offsets(
     stride: int | Sizes = 1,
     padding: int | Sizes = 0,
     dilation: int = 1,
-    **_: Any,
+    **_: object,
 ) -> None:
     """What `implicit_gemm_kernel` computes in 32 bits; the offset of a pixel and of a row of the filter have 64."""
     deepest, last_tap = max(channel_bytes), 0
