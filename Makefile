@@ -30,6 +30,7 @@ check: install-dev
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+	$(BIN)/pytest --quiet -m nightly tests/docs/test_python.py
 	-$(BIN)/python tools/size.py
 
 pytest: install-dev

@@ -56,7 +56,7 @@ from fp4deploy.interop.onnx_network import OnnxNetwork
 from fp4deploy.interop.onnx_operators import Call
 from fp4deploy.models.card import ModelCard
 from fp4deploy.qat import load_model, quantized_layers
-from fp4deploy.qat.plan import is_fp8
+from fp4deploy.qat.plan import eight_bits
 from fp4deploy.rest import rest_of
 from fp4deploy.system.files import atomic_write
 from fp4deploy.system.onnx_runtime import ort
@@ -150,7 +150,7 @@ def measure(checkpoint: Path, data: Path, forms: list[str], limit: int | None = 
         trained = classes_of(model, batches)
     found = {TRAINED: _scored(trained, batches, names, card)}
     if forms and card.precision == "nvfp4":
-        if any(is_fp8(layer.recipe) for layer in quantized_layers(model).values()):
+        if any(eight_bits(layer.recipe) for layer in quantized_layers(model).values()):
             forms = [form for form in forms if form == "auto"]  # what it was trained for
         canonical = export_graph(model.cpu(), card.input_shape, card)
         for form in forms:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -86,11 +85,10 @@ def packed_networks(names: list[Path] | None) -> list[Path]:
 
 def write_json(document: dict[str, Any], out: str | None) -> None:
     """Write results to the file `out`, or on stdout where it is "-"; None: nowhere."""
-    from fp4deploy.system.files import atomic_write
+    from fp4deploy.system import files
 
     if out == "-":
         print_json(document)
     elif out is not None:
-        with atomic_write(Path(out)) as temporary:
-            temporary.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        files.write_json(Path(out), document)
         note(f"Wrote {shown(Path(out))}.")

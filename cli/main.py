@@ -33,7 +33,7 @@ from fp4deploy.system.search_path import ignore_local_settings, keep_absolute, k
 from fp4deploy.system.terminal import QUIET
 
 from .commands.machine import data, doctor, kernels, selftest
-from .commands.results import audit, check, inspect, open_page, report, settings, telemetry, verify
+from .commands.results import audit, check, inspect, open_page, push, report, settings, telemetry, verify
 from .commands.stages import (
     bench,
     build,
@@ -252,6 +252,7 @@ deferred(app, "profile")(profile.profile)
 deferred(app, "throughput")(throughput.throughput)
 deferred(app, "predict")(predict.predict)
 deferred(app, "report")(report.report)
+deferred(app, "push")(push.push)
 deferred(app, "open")(open_page.open_page)
 deferred(app, "settings")(settings.settings)
 deferred(app, "check")(check.check)

@@ -15,19 +15,20 @@ from fp4deploy.errors import InputError
 
 @dataclass(frozen=True)
 class Gpu:
-    """TFLOP/s and TB/s; `fp4` is None where tensor cores have no FP4."""
+    """TFLOP/s, TOP/s and TB/s; `fp4` is None where tensor cores have no FP4."""
 
     name: str
     arch: Architecture
     fp4: float | None
     fp8: float
+    int8: float
     fp16: float
     bandwidth: float
     source: str
 
     def seconds(self, precision: str, macs: float, moved: float) -> float:
-        """Projected seconds of so many multiply-accumulates and bytes; precision: "FP4", "FP8" or "FP16"."""
-        peak = {"FP4": self.fp4, "FP8": self.fp8}.get(precision) or self.fp16
+        """Projected seconds of so many multiply-accumulates and bytes; precision: "FP4", "FP8", "INT8" or "FP16"."""
+        peak = {"FP4": self.fp4, "FP8": self.fp8, "INT8": self.int8}.get(precision) or self.fp16
         return max(2 * macs / (peak * 1e12), moved / (self.bandwidth * 1e12))
 
 
@@ -36,6 +37,7 @@ GPUS = (
         "B200",
         Architecture(10, 0),
         9000.0,
+        4500.0,
         4500.0,
         2250.0,
         8.0,
@@ -46,6 +48,7 @@ GPUS = (
         Architecture(12, 0),
         1676.0,
         419.0,
+        838.0,
         209.5,
         1.792,
         "NVIDIA RTX Blackwell GPU Architecture whitepaper, appendix A",
@@ -54,6 +57,7 @@ GPUS = (
         "H200",
         Architecture(9, 0),
         None,
+        1979.0,
         1979.0,
         989.5,
         4.8,

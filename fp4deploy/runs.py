@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp4deploy.errors import InputError
 from fp4deploy.naming import NETWORK, built_name, model_stem, network_name, stems
-from fp4deploy.system.files import atomic_write
+from fp4deploy.system.files import write_whole
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
@@ -128,8 +128,7 @@ class Run:
         Raises:
             InputError: the disk is full or the folder cannot be written.
         """
-        with atomic_write(self.models_path) as path:
-            path.write_text(json.dumps(list(dict.fromkeys((*self.asked_models(), *models)))) + "\n", encoding="utf-8")
+        write_whole(self.models_path, json.dumps(list(dict.fromkeys((*self.asked_models(), *models)))) + "\n")
 
 
 def processes() -> int:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from filelock import FileLock
 from torch import nn
+from torch.export import decomp_utils, exported_program
 
 from fp4deploy.data import IMAGE_MEAN, IMAGE_STD, generate_shapes, open_dataset
 from fp4deploy.export import build_engine, export_checkpoint, to_packed
@@ -71,6 +72,24 @@ def _each_unet_is_captured_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(to_packed, "capture", captured)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _composite_operators_are_listed_once() -> Iterator[None]:
+    """torch walks through all operators for each graph that it decomposes, though none was defined since the last."""
+    list_all, kept = exported_program._collect_all_valid_cia_ops, dict[tuple[int, int], Any]()
+
+    def listed() -> Any:
+        defined = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
+        key = len(defined), sum(len(vars(each)) for each in vars(torch.ops).values() if hasattr(each, "__dict__"))
+        if key not in kept:
+            kept[key] = list_all()
+        return kept[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (exported_program, decomp_utils):
+            patch.setattr(module, "_collect_all_valid_cia_ops", listed)
         yield
 
 

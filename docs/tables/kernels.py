@@ -136,6 +136,15 @@ def small_k_convolutions() -> str:
     return markdown(["images, channels", "torch, us", "kernel, us", "floor, us", "faster by"], rows, 1)
 
 
+def depthwise_convolutions() -> str:
+    """Depthwise convolutions: torch and the kernel."""
+    rows = []
+    for row in result("depthwise_conv_h200")["rows"]:
+        times = [f"{row[key]:.0f}" for key in ("torch_us", "kernel_us", "floor_us")]
+        rows.append([row["case"], *times, f"{row['torch_us'] / row['kernel_us']:.2f}"])
+    return markdown(["images, channels", "torch, us", "kernel, us", "floor, us", "faster by"], rows, 1)
+
+
 def plain_convolutions() -> str:
     """FP16 convolutions by this package and by cuDNN: elements that differ from the reference, microseconds."""
     rows = []

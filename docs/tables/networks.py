@@ -46,6 +46,31 @@ def mutants() -> str:
     return markdown(["room", "files", "mutants", "drawn", "killed", "score"], rows, left=2)
 
 
+def qdq_placement() -> str:
+    """Engines of other tools' INT8 files, before and after their pairs were moved."""
+    heads = ["file", "changes", "before", "after", "plan before, MB", "after, MB", "dB"]
+    rows = []
+    for row in result("qdq_placement_sm120")["rows"]:
+        states = [row["before"], row["after"]]
+        said = [
+            "refused"
+            if "refused" in each
+            else f"INT8 {100 * each['shares'].get('INT8', 0):.0f} %, {each['kernels']} kernels"
+            for each in states
+        ]
+        sizes = ["–" if "refused" in each else f"{each['bytes'] / 1e6:.3f}" for each in states]
+        rows.append(
+            [
+                row["file"],
+                str(row["edits"]),
+                *said,
+                *sizes,
+                "same" if row["decibels"] > 200 else f"{row['decibels']:.0f}",
+            ]
+        )
+    return markdown(heads, rows)
+
+
 FORMS = {"plugin": "TensorRT: SM100 to SM110", "fp16": "FP16 engine"}  # the others: TensorRT-RTX for SM120
 
 

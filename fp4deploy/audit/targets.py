@@ -53,7 +53,7 @@ def _tensorrt(layer: Multiplication) -> Verdict:
             _wide(layer.activation), f"weights are stored in {requested.removesuffix(' weights')} and decoded"
         )
     if requested in ("FP8", "INT8"):
-        problem = _eight_bit_problem(layer) or (_no_fp8(layer) if requested == "FP8" else "")
+        problem = _eight_bit_problem(layer)
         return Verdict("FP16", problem) if problem else Verdict(requested)
     if " x " in requested:
         return Verdict("FP16", f"operands of two formats ({requested}) have no common product")
@@ -104,10 +104,6 @@ def _refused(operand: Operand) -> str:
     return ""
 
 
-def _no_fp8(layer: Multiplication) -> str:
-    return why_not_fp8(layer.weight_shape[2:], layer.operator == "ConvTranspose") if "Conv" in layer.operator else ""
-
-
 def _tensorrt_refuses(operand: Operand) -> str:
     problem = _refused(operand)
     return f"its input {problem}" if problem else ""
@@ -118,7 +114,9 @@ def _eight_bit_problem(layer: Multiplication) -> str:
         return f"the activation has one scale for each {layer.activation.scaling}, and needs one for the tensor"
     if layer.weight.scaling not in ("tensor", "channel"):
         return f"the weight has one scale for each {layer.weight.scaling}, and needs one for the tensor or a channel"
-    return ""
+    if "Conv" not in layer.operator:
+        return ""
+    return why_not_fp8(layer.weight_shape[2:], layer.operator == "ConvTranspose", layer.requested)
 
 
 def _ort_cpu(layer: Multiplication) -> Verdict:

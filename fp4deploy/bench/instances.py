@@ -26,14 +26,14 @@ from fp4deploy.data.part import part_of
 from fp4deploy.detection import DetectionEvaluation, Detections
 from fp4deploy.detection.draw import draw_boxes
 from fp4deploy.errors import InputError
-from fp4deploy.instances import InstanceEvaluation, Instances, write_results
+from fp4deploy.instances import Instances, write_results
 from fp4deploy.instances.draw import draw_instances
+from fp4deploy.instances.evaluation import ObjectEvaluation
 from fp4deploy.instances.panoptic import PanopticWriter
-from fp4deploy.instances.results import Result
 from fp4deploy.models import ModelCard
 from fp4deploy.models.boxes import SHOWN
 from fp4deploy.models.heads import ClassHead
-from fp4deploy.system.files import atomic_write
+from fp4deploy.system.files import atomic_write, write_json
 from fp4deploy.tasks import task_of
 
 OVERLAYS = 16  # pictures written with the results, evenly spaced
@@ -103,46 +103,32 @@ Finish = Callable[[dict[str, Any]], None]
 
 def _keep(folder: Path, evaluation: Any) -> Finish:
     """Write what belongs to single images as an evaluation finds it; the function that writes the rest at the end."""
-    files = (_BoxFiles if isinstance(evaluation, DetectionEvaluation) else _Files)(folder, evaluation)
+    files = _Files(folder, evaluation)
     evaluation.listener = files.add
     return files.finish
 
 
 class _Files:
-    def __init__(self, folder: Path, evaluation: InstanceEvaluation) -> None:
+    def __init__(self, folder: Path, evaluation: ObjectEvaluation[Any]) -> None:
         self.folder, self.evaluation, self.dataset = folder, evaluation, evaluation.dataset
-        self.panoptic = PanopticWriter(folder, self.dataset)
+        masks = evaluation.scored == "segm"
+        self.panoptic = PanopticWriter(folder, self.dataset) if masks else None
         self.every = max(1, len(self.dataset) // OVERLAYS)
 
-    def add(self, index: int, found: Instances) -> None:
-        self.panoptic.add(index, found)
+    def add(self, index: int, found: Instances | Detections) -> None:
+        if self.panoptic is not None and isinstance(found, Instances):
+            self.panoptic.add(index, found)
         if index % self.every == 0:
-            sample = self.dataset.load(index)
+            image = self.dataset.load(index).image
+            if isinstance(found, Instances):
+                drawn = draw_instances(image, found.ids)
+            else:
+                drawn = draw_boxes(image, found.above(SHOWN))
             with atomic_write(self.folder / "overlays" / self.dataset.picture_name(index)) as temporary:
-                Image.fromarray(draw_instances(sample.image, found.ids)).save(temporary, format="PNG")
-
-    def finish(self, scores: dict[str, Any]) -> None:
-        self.panoptic.finish()
-        _write(self.folder, self.evaluation.results(), scores)
-
-
-class _BoxFiles:
-    def __init__(self, folder: Path, evaluation: DetectionEvaluation) -> None:
-        self.folder, self.evaluation, self.dataset = folder, evaluation, evaluation.dataset
-        self.every = max(1, len(self.dataset) // OVERLAYS)
-
-    def add(self, index: int, found: Detections) -> None:
-        if index % self.every == 0:
-            sample = self.dataset.load(index)
-            with atomic_write(self.folder / "overlays" / self.dataset.picture_name(index)) as temporary:
-                drawn = draw_boxes(sample.image, found.above(SHOWN))
                 Image.fromarray(drawn).save(temporary, format="PNG")
 
     def finish(self, scores: dict[str, Any]) -> None:
-        _write(self.folder, self.evaluation.results(), scores)
-
-
-def _write(folder: Path, results: list[Result], scores: dict[str, Any]) -> None:
-    write_results(results, folder / "results.json")
-    with atomic_write(folder / "scores.json") as temporary:
-        temporary.write_text(json.dumps(scores, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        if self.panoptic is not None:
+            self.panoptic.finish()
+        write_results(self.evaluation.results(), self.folder / "results.json")
+        write_json(self.folder / "scores.json", scores)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fp4deploy.bench.hub import from_hub, is_of_hub
 from fp4deploy.bench.runtimes.open import RUNTIMES
 from fp4deploy.errors import InputError, suggest
 from fp4deploy.naming import model_stem
@@ -19,13 +20,16 @@ def run_artifacts(run: Run) -> dict[str, Path]:
 
 
 def find_artifact(name: Path, root: Path = RUNS) -> Path:
-    """Return `name` where it is a file, else the latest run's artefact of that name, with or without its network's.
+    """Return `name` where it is a file, or one of the hub (`hub`), else the latest run's artefact of that name, with or
+    without its network's.
 
     "my_net.nvfp4.onnx" and "nvfp4.onnx" are the same file of a run of my_net, "fp16" is the checkpoint of a model.
 
     Raises:
         InputError: neither exists; the message lists what the latest run has.
     """
+    if is_of_hub(name):
+        return from_hub(name)
     if name.is_file():
         return name
     if name.is_dir():
@@ -40,6 +44,8 @@ def find_artifact(name: Path, root: Path = RUNS) -> Path:
 
 def or_of_latest_run(name: Path, root: Path = RUNS) -> Path:
     """`name`, or where nothing has that name the latest run's artefact of that name, if there is one."""
+    if is_of_hub(name):
+        return from_hub(name)
     if name.exists() or name.name != str(name):
         return name
     return _of_latest_run(name.name, root) or name

@@ -28,11 +28,16 @@ def has_split(root: Path, split: str, instances: bool = False) -> bool:
     return find_annotations(root, split) is not None
 
 
-def require_folder(root: Path) -> None:
-    """Raise InputError unless `root` is a folder with one of the layouts."""
+def require_directory(root: Path) -> None:
+    """Raise InputError unless `root` is a folder."""
     if not root.is_dir():
         cause = "is not a folder" if root.exists() else "does not exist"
         raise InputError(f"The dataset folder {root} {cause}. To make a generated one: fp4deploy data shapes DIR")
+
+
+def require_folder(root: Path) -> None:
+    """Raise InputError unless `root` is a folder with one of the layouts."""
+    require_directory(root)
     if is_class_folders(root):
         return
     if not is_volumes(root) and not has_masks(root) and not any(find_annotations(root, split) for split in ALL_SPLITS):

@@ -121,3 +121,12 @@ def select_classes(names: Sequence[str], requested: Sequence[str] | None, source
         if chosen.count(name) > 1:
             raise InputError(f"The class '{name}' is given twice; give every name once: --classes a,b,c")
     return chosen
+
+
+def spread(count: int, most: int) -> list[int]:
+    """Up to `most` of `count` places, evenly spaced, the first and the last among them.
+
+    >>> spread(10, 4), spread(2, 4)
+    ([0, 3, 6, 9], [0, 1])
+    """
+    return sorted({round(float(place)) for place in np.linspace(0, count - 1, min(count, most))})

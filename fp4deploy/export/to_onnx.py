@@ -43,7 +43,7 @@ from fp4deploy.models.meaning import Outputs, known_outputs
 from fp4deploy.qat import deployed, load_model, quantized_layers
 from fp4deploy.qat.ranges import automatic_rest
 from fp4deploy.rest import AUTO
-from fp4deploy.system.files import atomic_write, file_digest
+from fp4deploy.system.files import file_digest, write_whole
 
 QUANTIZED = ("FP4", "FP4 weights", "FP8")  # precisions of layers
 
@@ -263,6 +263,5 @@ def _write_all(
 def _write(model: onnx.ModelProto, path: Path) -> int:
     """Write deterministic bytes; their number."""
     content = model.SerializeToString(deterministic=True)
-    with atomic_write(path) as temporary:
-        temporary.write_bytes(content)
+    write_whole(path, content)
     return len(content)

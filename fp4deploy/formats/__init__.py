@@ -12,8 +12,9 @@ from fp4deploy.formats.constants import (
 )
 from fp4deploy.formats.e2m1 import decode_e2m1, encode_e2m1, pack_codes, round_e2m1, unpack_codes
 from fp4deploy.formats.four_over_six import FourOverSix
-from fp4deploy.formats.fp8 import Fp8Tensor, fake_quantize_fp8, fp8_scale, quantize_fp8
+from fp4deploy.formats.fp8 import EightBitTensor, fake_quantize_fp8, fp8_scale, quantize_fp8, scale_of
 from fp4deploy.formats.hadamard import random_hadamard
+from fp4deploy.formats.int8 import INT8_MAX, fake_quantize_int8, quantize_int8
 from fp4deploy.formats.ms_eden import quantize_ms_eden, rotate
 from fp4deploy.formats.mxfp4 import (
     Mxfp4Tensor,
@@ -44,12 +45,13 @@ __all__ = [
     "E2M1_VALUES",
     "E4M3_MAX",
     "E4M3_MAX_FOUR_OVER_SIX",
+    "INT8_MAX",
     "MXFP4_BLOCK",
     "MX_BLOCK",
     "NVFP4_BLOCK",
     "ZEROS_AMAX",
+    "EightBitTensor",
     "FourOverSix",
-    "Fp8Tensor",
     "Mxfp4Tensor",
     "Nvfp4Tensor",
     "block_scales",
@@ -60,6 +62,7 @@ __all__ = [
     "e8m0_scales",
     "encode_e2m1",
     "fake_quantize_fp8",
+    "fake_quantize_int8",
     "fake_quantize_mxfp4",
     "fake_quantize_nvfp4",
     "finite_amax",
@@ -71,6 +74,7 @@ __all__ = [
     "pad_to_blocks",
     "philox4x32",
     "quantize_fp8",
+    "quantize_int8",
     "quantize_ms_eden",
     "quantize_mxfp4",
     "quantize_nvfp4",
@@ -78,6 +82,7 @@ __all__ = [
     "random_hadamard",
     "rotate",
     "round_e2m1",
+    "scale_of",
     "swizzle_scales",
     "tracked_amax",
     "unpack_codes",

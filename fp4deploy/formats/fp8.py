@@ -25,8 +25,10 @@ SMALLEST_SCALE = 2.0**-14  # FP16's smallest normal number
 
 
 @dataclass(frozen=True)
-class Fp8Tensor:
-    """codes: float8_e4m3fn, shaped like what was quantised; scale: float32 with FP16 values, broadcastable to it."""
+class EightBitTensor:
+    """codes: float8_e4m3fn (of `formats.int8` int8), shaped like what was quantised; scale: float32 with FP16 values,
+    broadcastable to it.
+    """
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -36,17 +38,22 @@ class Fp8Tensor:
         return (self.codes.to(torch.float32) * self.scale).to(dtype)
 
 
+def scale_of(amax: torch.Tensor, largest: float) -> torch.Tensor:
+    """The FP16 scale that maps an amax to the largest code, float32 like `amax`; NaN stays NaN."""
+    scale = (amax.to(torch.float32) / largest).to(torch.float16).to(torch.float32)
+    return torch.where(scale < SMALLEST_SCALE, SMALLEST_SCALE, scale)
+
+
 def fp8_scale(amax: torch.Tensor) -> torch.Tensor:
     """The scale of an amax, float32 like `amax`; NaN stays NaN.
 
     >>> fp8_scale(torch.tensor([448.0, 1.0, 0.0])).tolist()
     [1.0, 0.002231597900390625, 6.103515625e-05]
     """
-    scale = (amax.to(torch.float32) / E4M3_MAX).to(torch.float16).to(torch.float32)
-    return torch.where(scale < SMALLEST_SCALE, SMALLEST_SCALE, scale)
+    return scale_of(amax, E4M3_MAX)
 
 
-def quantize_fp8(x: torch.Tensor, axis: int | None = None, amax: torch.Tensor | None = None) -> Fp8Tensor:
+def quantize_fp8(x: torch.Tensor, axis: int | None = None, amax: torch.Tensor | None = None) -> EightBitTensor:
     """Quantise to E4M3.
 
     Args:
@@ -58,10 +65,10 @@ def quantize_fp8(x: torch.Tensor, axis: int | None = None, amax: torch.Tensor | 
     [448.0, 16.0, -0.3125]
     """
     if amax is None:
-        amax = finite_amax(x) if axis is None else _slice_amax(x, axis)
+        amax = finite_amax(x) if axis is None else slice_amax(x, axis)
     scale = fp8_scale(amax)
     codes = (x.to(torch.float32) / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    return Fp8Tensor(codes, scale)
+    return EightBitTensor(codes, scale)
 
 
 def fake_quantize_fp8(
@@ -76,7 +83,7 @@ def fake_quantize_fp8(
     return found.dequantize(x.dtype), in_range
 
 
-def _slice_amax(x: torch.Tensor, axis: int) -> torch.Tensor:
+def slice_amax(x: torch.Tensor, axis: int) -> torch.Tensor:
     """Largest finite magnitude of each slice, shaped to broadcast."""
     magnitude = x.abs().to(torch.float32)
     magnitude = torch.where(torch.isfinite(magnitude), magnitude, 0.0)

@@ -655,7 +655,8 @@ def _leaves(result: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str
 def quiet() -> Iterator[None]:
     """Silence torch's exporters: warnings, loggers, and the graph that they print to stderr before they raise."""
     names = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "torch"]
-    loggers = [logging.getLogger(name) for name in ("torch", *names)]
+    # The others have torch's level. Each change of a level visits every logger of the process.
+    loggers = [logger for name in names if (logger := logging.getLogger(name)).level or name == "torch"]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)

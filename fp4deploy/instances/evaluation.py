@@ -7,7 +7,7 @@ Every process decodes the images it was given; only results, which are small, ar
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,34 +19,44 @@ from fp4deploy.instances.results import Result, as_results
 from fp4deploy.instances.scores import InstanceScores, average_precision
 from fp4deploy.models.heads import InstanceHead
 
+Found = TypeVar("Found")
 
-class InstanceEvaluation:
-    """Collects the instances of a split; an image seen twice (a padded last batch) counts once."""
 
-    def __init__(self, dataset: CocoDataset, head: InstanceHead, ground_truth: dict[str, Any] | None = None) -> None:
-        """`ground_truth`: that of the dataset, where it is known already; drawing a large one takes a while."""
-        self.dataset, self.head = dataset, head
+class ObjectEvaluation(Generic[Found]):
+    """Collects the objects of a split; an image seen twice (a padded last batch) counts once.
+
+    matches: keep which detection found which object. listener: is given the objects of every image.
+    """
+
+    scored: ClassVar[Literal["segm", "bbox"]] = "segm"
+
+    def __init__(self, dataset: CocoDataset, limit: int, ground_truth: dict[str, Any] | None = None) -> None:
+        """limit: detections an image; ground_truth: that of the dataset, where it is known already."""
+        self.dataset, self.limit = dataset, limit
         self.ground_truth = ground_truth or dataset.ground_truth()
         self._images, self._categories = dataset.images, dataset.category_ids
         self._found: dict[int, list[Result]] = {}
-        self.matches = True  # keep which detection found which object
-        self.listener: Callable[[int, Instances], None] | None = None  # is given every image's instances
+        self.matches = True
+        self.listener: Callable[[int, Found], None] | None = None
 
-    def update(self, outputs: Tensor, indices: Tensor, gather: Callable[..., Any] | None = None) -> None:
-        """Decode outputs [N, channels, h, w] of the images with these indices, int64 [N]."""
-        for output, index in zip(outputs, indices.tolist(), strict=True):
+    def decode(self, output: Tensor, index: int) -> Found:
+        """Objects of one image at its original size."""
+        raise NotImplementedError
+
+    def as_results(self, found: Found, index: int) -> list[Result]:
+        """COCO results of one image."""
+        raise NotImplementedError
+
+    def update(self, outputs: Tensor, labels: Tensor, gather: Callable[..., Any] | None = None) -> None:
+        """Decode outputs [N, channels, ...] of the images with these indices, int64 [N]."""
+        for output, index in zip(outputs, labels.tolist(), strict=True):
             self.add(index, self.decode(output, index))
 
-    def decode(self, output: Tensor, index: int) -> Instances:
-        """Instances of one image at its original size."""
-        record = self._images[index]
-        return decode(output, self.head, (record.height, record.width))
-
-    def add(self, index: int, found: Instances) -> None:
-        """Take the instances of one image as they are."""
+    def add(self, index: int, found: Found) -> None:
+        """Take the objects of one image as they are."""
         if self.listener is not None:
             self.listener(index, found)
-        self._found[index] = as_results(found, self._images[index].id, self._categories)
+        self._found[index] = self.as_results(found, index)
 
     def results(self) -> list[Result]:
         """COCO results of all images, in the dataset's order; of every process where there are several."""
@@ -55,11 +65,28 @@ class InstanceEvaluation:
     def compute(self) -> InstanceScores:
         """Score everything seen so far against the whole split."""
         with torch.inference_mode(False):
-            return average_precision(self.ground_truth, self.results(), self.head.max_detections, matches=self.matches)
+            return average_precision(self.ground_truth, self.results(), self.limit, self.scored, matches=self.matches)
 
     def details(self) -> dict[str, Any]:
         """Nothing."""
         return {}
+
+
+class InstanceEvaluation(ObjectEvaluation[Instances]):
+    """Masks, decoded from maps."""
+
+    def __init__(self, dataset: CocoDataset, head: InstanceHead, ground_truth: dict[str, Any] | None = None) -> None:
+        super().__init__(dataset, head.max_detections, ground_truth)
+        self.head = head
+
+    def decode(self, output: Tensor, index: int) -> Instances:
+        """Instances of one image at its original size."""
+        record = self._images[index]
+        return decode(output, self.head, (record.height, record.width))
+
+    def as_results(self, found: Instances, index: int) -> list[Result]:
+        """COCO results of one image, with masks."""
+        return as_results(found, self._images[index].id, self._categories)
 
 
 def gathered(found: dict[int, list[Result]]) -> list[Result]:

@@ -22,7 +22,7 @@ from PIL import Image
 from fp4deploy.data import CocoDataset
 from fp4deploy.instances.decode import Instances
 from fp4deploy.instances.results import MAX_BYTES
-from fp4deploy.system.files import atomic_write
+from fp4deploy.system.files import atomic_write, write_whole
 from fp4deploy.system.schema import read_json, validated
 
 
@@ -123,8 +123,7 @@ class PanopticWriter:
             ],
         }
         path = self.folder / "panoptic.json"
-        with atomic_write(path) as temporary:
-            temporary.write_text(json.dumps(content), encoding="utf-8")
+        write_whole(path, json.dumps(content))
         return path
 
 

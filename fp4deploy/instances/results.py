@@ -14,7 +14,7 @@ from fp4deploy.data.coco.regions import RegionError, encode, encode_ids
 from fp4deploy.data.images import MAX_PIXELS
 from fp4deploy.errors import InputError
 from fp4deploy.instances.decode import Instances
-from fp4deploy.system.files import atomic_write
+from fp4deploy.system.files import write_whole
 from fp4deploy.system.schema import read_json
 
 MAX_BYTES = 256 << 20
@@ -40,8 +40,7 @@ def write_results(results: Sequence[Result], path: Path) -> None:
     Raises:
         InputError: the file cannot be written.
     """
-    with atomic_write(path) as temporary:
-        temporary.write_text(json.dumps(list(results), allow_nan=False), encoding="utf-8")
+    write_whole(path, json.dumps(list(results), allow_nan=False))
 
 
 def read_results(path: Path | str) -> list[Result]:

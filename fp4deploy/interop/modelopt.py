@@ -26,7 +26,7 @@ from fp4deploy.formats import tracked_amax
 from fp4deploy.graph.copies import copied
 from fp4deploy.models.initial import read_containers
 from fp4deploy.qat.layers import QUANTIZED
-from fp4deploy.qat.plan import is_fp8
+from fp4deploy.qat.plan import eight_bits
 from fp4deploy.qat.prepare import prepare, quantized_layers, restore
 from fp4deploy.requirements import MODELOPT
 
@@ -261,9 +261,9 @@ def to_modelopt(model: nn.Module) -> tuple[nn.Module, list[Transfer]]:
     for name, layer in layers.items():
         for operand in OPERANDS:
             cfg: dict[str, Any] = {"num_bits": (2, 1), "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": (4, 3)}}
-            if is_fp8(layer.recipe):
+            if eight_bits(layer.recipe):
                 axis = layer.gemms().weight_axes[0] if operand == "weight" else None
-                cfg = {"num_bits": (4, 3), "axis": axis}
+                cfg = {"num_bits": (4, 3) if eight_bits(layer.recipe) == "FP8" else 8, "axis": axis}
             entries.append({"quantizer_name": f"{name}.{operand}_quantizer", "cfg": cfg})
     converted = mtq.quantize(plain, {"quant_cfg": entries, "algorithm": None})
     return converted, [_filled(converted.get_submodule(name), name, layer) for name, layer in layers.items()]
@@ -271,13 +271,13 @@ def to_modelopt(model: nn.Module) -> tuple[nn.Module, list[Transfer]]:
 
 def _filled(other: Any, name: str, layer: Any) -> Transfer:
     """Set the amaxes of one of ModelOpt's layers."""
-    eight = is_fp8(layer.recipe)
+    eight = eight_bits(layer.recipe)
     weight = layer.weight.detach().abs()
     axis = layer.gemms().weight_axes[0]
     others = [at for at in range(weight.ndim) if at != axis]
     other.input_quantizer.amax = layer.input_amax.detach().clone()
     other.weight_quantizer.amax = weight.amax(others, keepdim=True) if eight else weight.max()
-    found = Transfer(name, "FP8" if eight else "FP4")
+    found = Transfer(name, eight or "FP4")
     if not eight and not isinstance(layer, nn.Linear):
         found.lost.append("blocks along the input channels: ModelOpt cuts along the width")
     if not eight and (layer.recipe.weight.four_over_six or layer.recipe.weight.block == "2d"):

@@ -49,13 +49,13 @@ class ModelCard:
 
     `height` and `width` are in pixels, `mean` and `std` in units of [0, 1] RGB; `background` says that class 0 stands
     for everything unlabelled (COCO layouts) rather than for a class of its own (semantic masks). `include` and
-    `exclude` are the patterns that chose the quantised layers, `fp8` those of them that are FP8; None for the default
-    choice. `task` is "semantic", "instance", "detection" or "classification", and `head` the layout of the output of
-    all but the first.
+    `exclude` are the patterns that chose the quantised layers, `fp8` and `int8` those of them in these formats; None
+    for the default choice. `task` is "semantic", "instance", "detection" or "classification", and `head` the layout of
+    the output of all but the first.
     `digits`: the model encodes the image in several FP4 terms before its first layer (`models.input_encoding`); its
     input is the same.
     `architecture` is the model spec (`models.spec`), `scale` a UNet's own, `arguments` those of the spec's network, and
-    `output` the name or number of the logits where it has several outputs. `rest` is what is neither FP4 nor FP8 in,
+    `output` the name or number of the logits where it has several outputs. `rest` is what is not quantised in,
     once the model is deployed (`fp4deploy.rest`). `volume` is there of a network of three spatial axes, and describes
     its input (`models.volumes`), which is normalised by it: `mean` and `std` are then 0 and 1.
     """
@@ -75,6 +75,7 @@ class ModelCard:
     include: Patterns | None = None
     exclude: Patterns | None = None
     fp8: Patterns | None = None
+    int8: Patterns | None = None
     task: TaskName = "semantic"
     head: Annotated[InstanceHead | ClassHead | DetectionHead, Field(discriminator="method")] | None = None
     digits: Bool = False
@@ -136,6 +137,7 @@ class ModelCard:
             ("arguments", {}),
             ("output", None),
             ("fp8", None),
+            ("int8", None),
             ("rest", "fp16"),
             ("volume", None),
         ):  # older versions do not know them

@@ -26,7 +26,7 @@ from itertools import pairwise
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from fp4deploy.errors import InputError
 from fp4deploy.models.input_encoding import ENCODED_CHANNELS, IMAGE_CHANNELS, encode_input, expand_weight
@@ -36,6 +36,7 @@ WIDTHS = (64, 128, 256, 512, 1024)
 GROUPS = 8
 LEVELS = len(WIDTHS) - 1  # poolings
 STRIDE = 2**LEVELS
+fx.wrap("encode_input")  # one node of a symbolic trace: it asks for the type of the image
 
 
 CONVOLUTION: dict[int, Any] = {2: nn.Conv2d, 3: nn.Conv3d}  # by the number of spatial axes

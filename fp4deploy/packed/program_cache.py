@@ -21,7 +21,7 @@ import fp4deploy
 from fp4deploy.errors import InputError
 from fp4deploy.packed.file import PackedFile
 from fp4deploy.packed.writer import Key
-from fp4deploy.plugins.runtime.cache import cache_folder, keep_entry, key, read_entry
+from fp4deploy.plugins.runtime.cache import cache_folder, keep_entry, key, read_entry, remove_unused
 from fp4deploy.system.children import owned_folder
 from fp4deploy.system.schema import parse_json
 
@@ -86,6 +86,7 @@ def keep_program(name: str, compiled: Any, keys: Sequence[Key | None], tensors: 
             return
         keep_entry(_path(name, "code"), path.read_bytes())
     keep_entry(_path(name, "tensors"), save(computed))
+    remove_unused("programs", "inductor")
 
 
 def _key(given: Any) -> Key:

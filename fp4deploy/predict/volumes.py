@@ -13,7 +13,6 @@ the others.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from fp4deploy.data.volumes.resample import most_likely, resample_image, size_at
 from fp4deploy.errors import InputError
 from fp4deploy.models.card import ModelCard
 from fp4deploy.system.children import owned_folder
-from fp4deploy.system.files import atomic_write
+from fp4deploy.system.files import write_json
 
 HELD = 1 << 30  # bytes of scores that are held in memory
 Progress = Callable[[str, int, int], None]
@@ -186,8 +185,7 @@ def predict_volumes(
             entries.append({**entry, "classes": _classes(labels, grid, names)})
     finally:  # also after Ctrl-C: what is there is described
         document = {**document, "mirror": mirror, "images": entries}
-        with atomic_write(out / "predictions.json") as temporary:
-            temporary.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        write_json(out / "predictions.json", document)
     return document, failures
 
 

@@ -12,7 +12,6 @@ Every file is written as soon as it is known, and an image that cannot be read d
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +28,7 @@ from fp4deploy.predict.prediction import Prediction
 from fp4deploy.predict.predictor import Predictor, TooLarge
 from fp4deploy.predict.sources import Source
 from fp4deploy.predict.video import predict_video
-from fp4deploy.system.files import atomic_write
+from fp4deploy.system.files import write_json, write_whole
 from fp4deploy.tasks import task_of
 
 SCHEMA = "fp4deploy.predictions/1"
@@ -75,9 +74,9 @@ def predict_files(
                 progress(number, str(source.path))
     finally:  # also after Ctrl-C: what is there is described
         document = {**describe(predictor, model), "images": written.entries}
-        _write_json(document, out / "predictions.json")
+        write_json(out / "predictions.json", document)
         if task_of(predictor.card).counts_objects:
-            _write_json(_coco(predictor, written), out / "instances.json")
+            write_json(out / "instances.json", _coco(predictor, written))
     return document, written.failures
 
 
@@ -191,10 +190,10 @@ def _image_entry(
     entry: dict[str, Any] = {"height": height, "width": width, "mask": None, "overlay": None}
     if found.has_mask:
         entry["mask"] = f"{source.name}.mask.png"
-        _write_png(found.mask_image(), out / entry["mask"])
+        write_whole(out / entry["mask"], png_bytes(found.mask_image()))
     if overlays:
         entry["overlay"] = f"{source.name}.overlay.png"
-        _write_png(Image.fromarray(found.overlay(pixels)), out / entry["overlay"])
+        write_whole(out / entry["overlay"], png_bytes(Image.fromarray(found.overlay(pixels))))
     entry["classes"] = found.classes()
     if found.counts_objects:
         number = len(written.images) + 1
@@ -209,16 +208,6 @@ def _image_entry(
 def _coco(predictor: Predictor, written: Written) -> dict[str, Any]:
     categories = [{"id": number, "name": name} for number, name in enumerate(predictor.class_names) if number]
     return {"images": written.images, "categories": categories, "annotations": written.annotations}
-
-
-def _write_png(image: Image.Image, path: Path) -> None:
-    with atomic_write(path) as temporary:
-        temporary.write_bytes(png_bytes(image))
-
-
-def _write_json(document: dict[str, Any], path: Path) -> None:
-    with atomic_write(path) as temporary:
-        temporary.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def mean_shares(entries: Sequence[dict[str, Any]]) -> list[tuple[str, int, float]]:

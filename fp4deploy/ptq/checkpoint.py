@@ -62,7 +62,7 @@ def quantize_checkpoint(
     card = read_card(checkpoint)
     if card.precision != "fp16":
         raise InputError(f"{checkpoint} is {card.precision} already. Give the FP16 checkpoint it was made of.")
-    quantized = quantized_card(card, "", *(options.get(name) for name in ("include", "exclude", "fp8")))
+    quantized = quantized_card(card, "", *(options.get(name) for name in ("include", "exclude", "fp8", "int8")))
     network = network_of(checkpoint, card)
     load_weights(network, checkpoint)
     if digits and not card.digits:
@@ -87,11 +87,12 @@ def _encoded(checkpoint: Path, card: ModelCard) -> torch.nn.Module:
 
 
 def quantized_card(
-    card: ModelCard, recipe: str, include: Selection, exclude: Selection, fp8: Selection = None
+    card: ModelCard, recipe: str, include: Selection, exclude: Selection, fp8: Selection = None, int8: Selection = None
 ) -> ModelCard:
     """The card of a quantised model; layers are chosen by patterns there, not by functions."""
-    chosen = [_patterns(each) for each in (include, exclude, fp8)]
-    return replace(card, precision="nvfp4", recipe=recipe, include=chosen[0], exclude=chosen[1], fp8=chosen[2])
+    chosen = {"include": include, "exclude": exclude, "fp8": fp8, "int8": int8}
+    patterns: dict[str, Any] = {name: _patterns(each) for name, each in chosen.items()}
+    return replace(card, precision="nvfp4", recipe=recipe, **patterns)
 
 
 def _patterns(selection: Selection) -> tuple[str, ...] | None:

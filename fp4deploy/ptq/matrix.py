@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.graph.sizes import output_size
 from fp4deploy.qat.layers import TRANSPOSED, QuantizedLayer
-from fp4deploy.qat.plan import is_fp8
+from fp4deploy.qat.plan import eight_bits
 from fp4deploy.qat.prepare import quantized_layers
 
 POSITIONS = 2048  # of one image
@@ -70,7 +70,7 @@ def fp4_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
     Not those in FP8, nor those whose weights are computed from other parameters (`qat.computed`): they are rounded.
     """
     layers = quantized_layers(model).items()
-    return {name: layer for name, layer in layers if layer.holds_weight and not is_fp8(layer.recipe)}
+    return {name: layer for name, layer in layers if layer.holds_weight and not eight_bits(layer.recipe)}
 
 
 def blocks(rows: Tensor) -> Tensor:

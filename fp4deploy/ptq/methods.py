@@ -12,8 +12,9 @@
 | faar | amax | the same, layer by layer and then all roundings together on the network's output (`reconstruct`) |
 | brecq | amax | scales of `sweep`, roundings learned block by block (`reconstruct`) |
 | fp8 | amax | FP8: nearest, one scale an output channel (`formats.fp8`) |
+| int8 | amax | INT8: nearest, one scale an output channel (`formats.int8`) |
 
-Layers that are to be FP8 in another method are quantised as by `fp8`.
+Layers that are to be in eight bits in another method are quantised as by these two.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ METHODS: dict[str, Method] = {
         Method("faar", "amax", "network", FREE_SCALES, "Li et al., FAAR, 2026"),
         Method("brecq", "amax", "block", FREE_SCALES, "Li et al., BRECQ, 2021"),
         Method("fp8", "amax", "nearest", "fp8_qat", "Micikevicius et al., FP8 Formats for Deep Learning, 2022"),
+        Method("int8", "amax", "nearest", "int8_qat", "Jacob et al., Integer-Arithmetic-Only Inference, 2018"),
     )
 }
 

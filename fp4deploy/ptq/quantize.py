@@ -1,4 +1,4 @@
-"""`quantize`: a trained model to NVFP4, FP8 or both on a few images, without labels and without training it again.
+"""`quantize`: a trained model to NVFP4, FP8 and INT8 on a few images, without labels and without training it again.
 
     prepare (recipe of the method) -> static scales of the activations -> codes of the weights -> correction
 
@@ -62,6 +62,7 @@ def quantize(
     include: Selection = None,
     exclude: Selection = None,
     fp8: Selection = None,
+    int8: Selection = None,
     correction: str = "norm",
     activations: str | None = None,
     percentile: float = PERCENTILE,
@@ -77,8 +78,7 @@ def quantize(
         images: model inputs, such as normalised images [N, 3, H, W]: one batch or several, on the model's device, as of
             `qat.calibrate`: tensors, dicts of arguments, or samples of a DataLoader.
         method: one of `methods.METHODS`.
-        include: which layers, as of `prepare`.
-        exclude: likewise.
+        include, exclude, fp8, int8: which layers, as of `prepare`.
         correction: "none", "bias", "norm" or "both" (`correction`).
         activations: "amax", "percentile" or "mse"; None as the method says.
         iterations: training steps of each unit (adaround, faar, brecq).
@@ -108,7 +108,7 @@ def quantize(
         for parameter in reference.parameters():
             parameter.requires_grad_(False)
         example = arguments_of(model, batches[0])
-        prepare(model, chosen.recipe, include, exclude, fp8, example)
+        prepare(model, chosen.recipe, include, exclude, fp8, example, int8)
         result = Result(method, chosen.recipe, correction, count)
         say(f"Activations: {activations or chosen.activations} over {result.images} images.")
         with autocast(batches[0]):

@@ -87,7 +87,7 @@ def _uncalibrated(network: nn.Module, card: ModelCard) -> list[str]:
 def prepare_as(model: nn.Module, card: ModelCard) -> nn.Module:
     """`prepare` a model, in place, by the recipe and the choice of layers that its card names."""
     image = torch.empty(2, *card.input_shape, device="meta")
-    return prepare(model, card.recipe or "nvfp4_qat", card.include, card.exclude, card.fp8, image)
+    return prepare(model, card.recipe or "nvfp4_qat", card.include, card.exclude, card.fp8, image, card.int8)
 
 
 def _prepare_as_written(model: nn.Module, card: ModelCard, path: Path) -> None:
@@ -104,7 +104,7 @@ def _prepare_as_written(model: nn.Module, card: ModelCard, path: Path) -> None:
     ends = {plan.name for plan in layer_plan(model, card.recipe) if plan.reason.startswith(("first", "output"))}
     if written - planned - ends or planned - written - {registered[0], registered[-1]}:
         return
-    prepare(model, card.recipe or "nvfp4_qat", lambda name, _: name in written, None, card.fp8)
+    prepare(model, card.recipe or "nvfp4_qat", lambda name, _: name in written, None, card.fp8, int8=card.int8)
 
 
 def deployed(model: nn.Module, rest: Rest = FP16) -> nn.Module:
@@ -136,7 +136,7 @@ def round_to_deployed(model: nn.Module, rest: Rest = FP16) -> None:
     for layer in quantized_layers(model).values():
         if layer.input_amax is not None:
             layer.input_amax.requires_grad_(False)
-            if layer.recipe.activation is not None and layer.recipe.activation.format != "fp8":
+            if layer.recipe.activation is not None and not layer.recipe.activation.in_eight_bits:
                 layer.input_amax.copy_(deployed_amax(layer.input_amax))
 
 

@@ -1,4 +1,4 @@
-"""Decide layer by layer what runs in FP4 or FP8, and say why.
+"""Decide layer by layer what runs in FP4, FP8 or INT8, and say why.
 
 Kept in high precision by default: the layers that read the image (of which FP4 leaves 3 bits where
 `models.input_encoding` has not encoded it as 13 channels; of token ids an embedding reads, and the layers after it are
@@ -8,12 +8,15 @@ input channels (as one that reads a second image), and everything that is not a 
 functions). A subclass with a forward of its own is quantised where that is still one product (`computed`).
 A layer that no quantised class implements (another subclass, an embedding) says so.
 
-Of the layers that are quantised, those that `fp8` names are FP8; by default the recipe decides (`Recipe.fp8`).
+Of the layers that are quantised, those that `fp8` and `int8` name are in these formats; by default the recipe decides
+(`Recipe.fp8`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import cast
 
 import torch
@@ -40,7 +43,7 @@ NORMS = (nn.GroupNorm, nn.LayerNorm, nn.modules.batchnorm._BatchNorm, nn.modules
 class LayerPlan:
     """What one layer computes in, and why.
 
-    `precision` is "FP4", "FP8", "FP16", or of experts (`qat.experts`) "FP4 weights"; `kind` the torch class name.
+    `precision` is "FP4", "FP8", "INT8", "FP16", or of experts (`qat.experts`) "FP4 weights"; `kind` the torch class.
     """
 
     name: str
@@ -56,17 +59,18 @@ def layer_plan(
     exclude: Selection = None,
     fp8: Selection = None,
     example_inputs: Inputs | None = None,
+    int8: Selection = None,
 ) -> list[LayerPlan]:
     """Plan every layer with weights, in the model's order. A prepared model is described as it is.
 
-    What `prepare` would do to it is planned when `include`, `exclude` or `fp8` is given.
+    What `prepare` would do to it is planned when `include`, `exclude`, `fp8` or `int8` is given.
 
     Args:
         recipe: None plans a model that stays in FP16.
         include: name, glob or keyword, several, or predicate(name, module) (`qat.selection`); given, exactly these
             layers are quantised.
         exclude: likewise; these stay in high precision.
-        fp8: likewise; of the quantised layers these are FP8. None leaves the choice to the recipe.
+        fp8, int8: likewise; of the quantised layers these have that format. None leaves the choice to the recipe.
         example_inputs: what the forward takes, for a network whose first and output layers are found neither by
             tracing nor with an assumed input (`qat.ends`).
 
@@ -81,7 +85,7 @@ def layer_plan(
     2 FP16 output layer: its error goes straight into the logits
     """
     with opened(model, is_quantized):
-        return planned(model, recipe, include, exclude, fp8, example_inputs)
+        return planned(model, recipe, include, exclude, fp8, int8, example_inputs)
 
 
 def planned(
@@ -90,6 +94,7 @@ def planned(
     include: Selection,
     exclude: Selection,
     fp8: Selection,
+    int8: Selection,
     example_inputs: Inputs | None,
 ) -> list[LayerPlan]:
     """`layer_plan`, attention open (`qat.attention`)."""
@@ -103,7 +108,8 @@ def planned(
     if recipe is None:
         return [LayerPlan(name, _kind(layer), "FP16", "FP16 model") for name, layer in layers]
     chosen = find_recipe(recipe)
-    included, excluded, eight = (predicate_of(each, dict(layers)) for each in (include, exclude, fp8))
+    included, excluded = (predicate_of(each, dict(layers)) for each in (include, exclude))
+    eight = eight_of(fp8, int8, dict(layers))
     # Once: it tries a subclass's forward.
     impossible = {name: _reason_impossible(layer, chosen) for name, layer in layers}
     ends = ends_of(model, is_gemm, example_inputs) if include is None else Ends((), ())  # it traces a copy
@@ -113,7 +119,7 @@ def planned(
         if not impossible[name] and not expert_weights(layer)
     }
     require_possible(include, impossible | of_groups)
-    as_it_is = include is None and exclude is None and fp8 is None
+    as_it_is = include is None and exclude is None and not eight
     prepared = as_it_is and any(isinstance(layer, QuantizedLayer | QuantExperts) for _, layer in layers)
     plans = []
     for name, layer in layers:
@@ -127,27 +133,40 @@ def planned(
             plans.append(LayerPlan(name, _kind(layer), "FP16" if kept else EXPERTS, kept or described(layer)))
             continue
         own = layer.recipe if prepared and isinstance(layer, QuantizedLayer) else recipe_of(chosen, name, layer, eight)
-        precision = "FP16" if kept else "FP8" if is_fp8(own) else "FP4"
+        precision = "FP16" if kept else eight_bits(own) or "FP4"
         plans.append(LayerPlan(name, _kind(layer), precision, kept or _quantized_reason(layer, own)))
     return plans
 
 
-def is_fp8(recipe: Recipe) -> bool:
-    """Whether the layers of this recipe multiply in FP8."""
+def eight_bits(recipe: Recipe) -> str:
+    """ "FP8" or "INT8" of a recipe whose layers multiply in eight bits; "" of the others."""
     spec = recipe.weight or recipe.activation
-    return spec is not None and spec.format == "fp8"
+    return spec.named if spec is not None and spec.in_eight_bits else ""
 
 
-def recipe_of(recipe: Recipe, name: str, layer: nn.Module, fp8: Predicate | None = None) -> Recipe:
-    """What one quantised layer gets of a recipe: the recipe, or its FP8 form.
+Eight = Mapping[str, Predicate]  # format in eight bits -> which layers have it
 
-    fp8: which layers are FP8; None leaves it to the recipe.
+
+def eight_of(fp8: Selection, int8: Selection, names: Mapping[str, object]) -> Eight:
+    """The selections that are given, as predicates."""
+    chosen = {"fp8": predicate_of(fp8, names), "int8": predicate_of(int8, names)}
+    return {name: predicate for name, predicate in chosen.items() if predicate is not None}
+
+
+def recipe_of(recipe: Recipe, name: str, layer: nn.Module, eight: Eight = MappingProxyType({})) -> Recipe:
+    """What one quantised layer gets of a recipe: the recipe, or its form in eight bits.
+
+    eight: which layers are in eight bits; without any, the recipe decides.
 
     Raises:
-        InputError: it is to be FP8, and the recipe has no such form.
+        InputError: it is to be in eight bits, and the recipe has no such form, or in two formats at once.
     """
-    eight = fp8(name, layer) if fp8 else recipe.fp8 == "convolutions" and not is_single_gemm(layer)
-    return recipe.in_fp8() if eight and not is_fp8(recipe) else recipe
+    formats = [each for each, chosen in eight.items() if chosen(name, layer)]
+    if len(formats) > 1:
+        raise InputError(f"{name} is among the layers of both fp8 and int8. Leave it out of one.")
+    if not eight and recipe.fp8 == "convolutions" and not is_single_gemm(layer):
+        formats = ["fp8"]
+    return recipe.in_eight_bits(formats[0]) if formats and not eight_bits(recipe) else recipe
 
 
 def _layers_with_weights(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -184,7 +203,7 @@ def _reason_to_keep(
     channels, groups = _input_channels(layer)
     if channels == 1 and groups > 1:
         return f"depthwise: {groups} groups of one input channel, nothing for a block of {NVFP4_BLOCK} to share"
-    if groups > 1 and channels % NVFP4_BLOCK:  # in FP8, too
+    if groups > 1 and channels % NVFP4_BLOCK:  # in eight bits, too
         return _crossed_inputs(channels, groups)
     if not name:  # the model is this one layer, and whoever prepares it means it
         return None
@@ -208,7 +227,7 @@ def crossed_groups(layer: nn.Module, recipe: Recipe) -> str | None:
     """
     channels, groups = _input_channels(layer)
     has_file = recipe.activation is not None and recipe.activation.scale == "static"
-    if groups == 1 or is_fp8(recipe) or not has_file:
+    if groups == 1 or eight_bits(recipe) or not has_file:
         return None
     if channels % NVFP4_BLOCK:
         return _crossed_inputs(channels, groups)
@@ -258,8 +277,8 @@ def _block(recipe: Recipe) -> int:
 
 
 def _quantized_reason(layer: nn.Module, recipe: Recipe) -> str:
-    if is_fp8(recipe):
-        return "FP8: one scale for the input, one for each output channel of the weight"
+    if own := eight_bits(recipe):
+        return f"{own}: one scale for the input, one for each output channel of the weight"
     block = _block(recipe)
     channels, groups = _input_channels(layer)
     padding = -channels % block

@@ -19,10 +19,10 @@ from fp4deploy.qat.experts import PRECISION as EXPERTS
 from fp4deploy.qat.experts import attach, detach, experts_of
 from fp4deploy.qat.fp4_gemms.requirements import PRODUCTS, require_packed
 from fp4deploy.qat.layers import QUANTIZED, QuantizedLayer
-from fp4deploy.qat.plan import LayerPlan, is_gemm, is_quantized, planned, recipe_of
+from fp4deploy.qat.plan import LayerPlan, eight_of, is_gemm, is_quantized, planned, recipe_of
 from fp4deploy.qat.ranges import Ranges
 from fp4deploy.qat.recipes import Recipe, find_recipe
-from fp4deploy.qat.selection import Selection, predicate_of
+from fp4deploy.qat.selection import Selection
 from fp4deploy.rest import rest_of
 
 
@@ -33,12 +33,13 @@ def prepare(
     exclude: Selection = None,
     fp8: Selection = None,
     example_inputs: Inputs | None = None,
+    int8: Selection = None,
 ) -> nn.Module:
     """Fake-quantise the layers that `layer_plan` chooses, in place; parameters, names, biases and hooks stay.
 
     A prepared model can be prepared again: with another recipe for the same layers, or for others by `include` or
-    `exclude`; `fp8` chooses those that are FP8, and `example_inputs` is as of `layer_plan`. Static scales that were
-    calibrated stay. `restore` undoes it.
+    `exclude`; `fp8` and `int8` choose those in these formats, and `example_inputs` is as of `layer_plan`. Static scales
+    that were calibrated stay. `restore` undoes it.
 
     Raises:
         InputError: unknown recipe, a pattern that matches nothing, or a model with no layer to quantise.
@@ -51,9 +52,9 @@ def prepare(
     """
     chosen = find_recipe(recipe)
     with opened(model, is_quantized):
-        plans = {plan.name: plan for plan in planned(model, chosen, include, exclude, fp8, example_inputs)}
+        plans = {plan.name: plan for plan in planned(model, chosen, include, exclude, fp8, int8, example_inputs)}
         names = [name for name, plan in plans.items() if plan.precision != "FP16"]
-        eight = predicate_of(fp8, plans)
+        eight = eight_of(fp8, int8, plans)
         if not names:
             raise InputError(_nothing_to_quantize(model, plans))
         calibrated = {name: layer.input_amax for name, layer in quantized_layers(model).items()}

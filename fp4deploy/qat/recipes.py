@@ -32,13 +32,14 @@ from fp4deploy.errors import InputError, suggest
 from fp4deploy.formats import FourOverSix
 
 _CHOICES = {
-    "format": ("nvfp4", "mxfp4", "fp8"),
+    "format": ("nvfp4", "mxfp4", "fp8", "int8"),
     "block": ("1d", "2d"),
     "scale": ("dynamic", "static"),
     "scale_rule": ("floor", "ceil"),
     "rounding": ("nearest", "stochastic", "ms_eden"),
 }
 AMAX_TIMINGS = ("current", "delayed")
+EIGHT_BITS = ("fp8", "int8")
 FP8_RULES = ("none", "convolutions")
 
 
@@ -46,7 +47,8 @@ FP8_RULES = ("none", "convolutions")
 class QuantSpec:
     """How one operand is quantised.
 
-    format: "nvfp4" (blocks of 16), "mxfp4" (blocks of 32, no global scale) or "fp8" (E4M3, no blocks: one scale).
+    format: "nvfp4" (blocks of 16), "mxfp4" (blocks of 32, no global scale), or without blocks "fp8" (E4M3)
+        and "int8": one scale.
     block: "1d" (along the contraction axis) or "2d" (16 x 16 over output and input channels; NVFP4 weights only).
     scale: global scale "dynamic" (from the tensor itself) or "static" (from the tracked amax; the activation only).
     scale_rule: "floor" or "ceil", MXFP4's block scale.
@@ -54,7 +56,7 @@ class QuantSpec:
         groups of 128, and its scales are rounded stochastically: `formats.ms_eden`).
     four_over_six: NVFP4 blocks may map their amax to 4.
     hadamard: transform groups of 16 first; on both operands of a GEMM, so that it cancels.
-    row_scaled: NVFP4 with a global scale a row; FP8 with a scale an output channel.
+    row_scaled: NVFP4 with a global scale a row; FP8 and INT8 with a scale an output channel.
 
     Raises:
         InputError: unknown values or a combination no format has; all of them named.
@@ -82,9 +84,14 @@ class QuantSpec:
         """Format and, where a format leaves one to choose, the rule of its block scales: "NVFP4", "MXFP4 floor"."""
         return f"MXFP4 {self.scale_rule}" if self.format == "mxfp4" else self.format.upper()
 
+    @property
+    def in_eight_bits(self) -> bool:
+        """FP8 or INT8, which have no blocks."""
+        return self.format in EIGHT_BITS
+
     def along(self, axis: str) -> str:
-        """Where blocks run; FP8 has none."""
-        return "" if self.format == "fp8" else f" along {axis}"
+        """Where blocks run, where there are some."""
+        return "" if self.in_eight_bits else f" along {axis}"
 
     def __post_init__(self) -> None:
         wrong = [
@@ -96,10 +103,12 @@ class QuantSpec:
             self.block == "2d" or self.scale == "static" or self.four_over_six or self.row_scaled
         ):
             wrong.append("mxfp4 has 1-D blocks and no global scale: no 2d, static, 4/6 or row_scaled")
-        if self.format == "fp8" and (
+        if self.in_eight_bits and (
             self.block == "2d" or self.four_over_six or self.hadamard or self.rounding != "nearest"
         ):
-            wrong.append("fp8 has no blocks and is rounded to nearest: no 2d, 4/6, hadamard or other rounding")
+            wrong.append(
+                f"{self.format} has no blocks and is rounded to nearest: no 2d, 4/6, hadamard or other rounding"
+            )
         if self.block == "2d" and (self.row_scaled or self.hadamard):
             wrong.append("2d blocks go with neither row_scaled nor hadamard")
         if self.row_scaled and self.scale == "static":
@@ -205,9 +214,9 @@ class Recipe:
         wrong = []
         if self.fp8 not in FP8_RULES:
             wrong.append(f"fp8 '{self.fp8}' is not one of {', '.join(FP8_RULES)}")
-        eight = [name for name, spec in self.operands().items() if spec and spec.format == "fp8"]
+        eight = [name for name, spec in self.operands().items() if spec and spec.in_eight_bits]
         if (eight or self.fp8 != "none") and (not self.straight_through or self.amax_learned):
-            wrong.append("fp8 goes with gradients that pass straight through and an amax that is not learned")
+            wrong.append("fp8 and int8 go with gradients that pass straight through and an amax that is not learned")
         for operand, spec in self.operands().items():
             if spec and spec.scale == "static" and operand != "activation":
                 wrong.append(f"{operand}: only the activation has a static scale")
@@ -266,14 +275,15 @@ class Recipe:
             )
         return wrong
 
-    def in_fp8(self) -> Recipe:
-        """This recipe for a layer that is FP8: the same name, timing and decay, activation and weight in FP8.
+    def in_eight_bits(self, form: str = "fp8") -> Recipe:
+        """This recipe for a layer in "fp8" or "int8": the same name, timing and decay, another format of both operands.
 
         Raises:
             InputError: its gradients are quantised, or its amax is learned.
         """
         scale = self.activation.scale if self.activation else "static"
-        return replace(self, activation=QuantSpec("fp8", scale=scale), weight=FP8_ROWS, fp8="none", weight_reset=None)
+        operands = {"activation": QuantSpec(form, scale=scale), "weight": QuantSpec(form, row_scaled=True)}
+        return replace(self, **operands, fp8="none", weight_reset=None)  # type: ignore[arg-type]
 
     def operands(self) -> dict[str, QuantSpec | None]:
         """The six specs by name, in the table's order."""
@@ -352,8 +362,6 @@ NVFP4_HADAMARD = QuantSpec(hadamard=True)
 NVFP4_ROTATED = QuantSpec(rounding="stochastic", hadamard=True)
 NVFP4_EDEN = QuantSpec(rounding="ms_eden")
 NVFP4_4O6 = QuantSpec(four_over_six=FourOverSix("mse"))
-FP8_STATIC = QuantSpec("fp8", scale="static")
-FP8_ROWS = QuantSpec("fp8", row_scaled=True)
 MXFP4_FLOOR = QuantSpec("mxfp4")
 MXFP4_CEIL = QuantSpec("mxfp4", scale_rule="ceil")
 MXFP4_CEIL_STOCHASTIC = replace(MXFP4_CEIL, rounding="stochastic")
@@ -391,7 +399,10 @@ RECIPES: dict[str, Recipe] = {
             replace(NVFP4, four_over_six=FourOverSix()),
         ),
         Recipe("nvfp4_4o6_weight_qat", NVFP4_STATIC, replace(NVFP4, four_over_six=FourOverSix())),
-        Recipe("fp8_qat", FP8_STATIC, FP8_ROWS),
+        *(
+            Recipe(f"{form}_qat", QuantSpec(form, scale="static"), QuantSpec(form, row_scaled=True))
+            for form in EIGHT_BITS
+        ),
         Recipe("nvfp4_fp8_qat", NVFP4_STATIC, NVFP4, fp8="convolutions"),
         Recipe(
             "nvfp4_train",

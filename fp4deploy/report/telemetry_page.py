@@ -16,7 +16,7 @@ from fp4deploy.report.figures.heatmap_page import colorscale
 from fp4deploy.report.figures.telemetry import heatmap_folder, model_heatmaps, read_snapshots, save_heatmaps
 from fp4deploy.report.html import environment
 from fp4deploy.runs import MODELS, Run
-from fp4deploy.system.files import atomic_write
+from fp4deploy.system.files import write_whole
 from fp4deploy.train.logging.trackers import log_pictures
 
 if TYPE_CHECKING:
@@ -92,8 +92,7 @@ def write_page(run: Run, heatmaps: Iterable[tuple[str, Path, Heatmap]]) -> Path:
         InputError: the file cannot be written.
     """
     path = page_path(run)
-    with atomic_write(path) as temporary:
-        temporary.write_text(render_page(run.path.name, heatmaps), encoding="utf-8")
+    write_whole(path, render_page(run.path.name, heatmaps))
     return path
 
 

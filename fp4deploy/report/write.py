@@ -8,7 +8,6 @@ and a model that was not measured has the best score of its validation during tr
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from fp4deploy.report.model import Measurement, ReportData
 from fp4deploy.report.run_folder import read_run, readable
 from fp4deploy.report.telemetry_page import page_path
 from fp4deploy.runs import Run, open_run
-from fp4deploy.system.files import atomic_write
+from fp4deploy.system.files import write_json, write_whole
 
 DRAWN = {
     "semantic": draw_overlays,
@@ -85,9 +84,9 @@ def _save(run: Run, report: ReportData, data: Path | None, out: Path | None = No
     paths = Report(run.path / "report.json", run.path / "report.md", out or run.path / "report.html", report)
     page = draw_page(run, report, data, paths.html)
     if out is None:
-        _write(paths.json, json.dumps(report.to_json(), indent=2, allow_nan=False) + "\n")
-        _write(paths.markdown, render_markdown(report))
-    _write(paths.html, page)
+        write_json(paths.json, report.to_json())
+        write_whole(paths.markdown, render_markdown(report))
+    write_whole(paths.html, page)
     return paths
 
 
@@ -154,14 +153,9 @@ def write_comparison(runs: Sequence[Run], out: Path) -> Comparison:
     curves = draw_comparison(
         read, [{model: history(run, model) for model in r.models} for run, r in zip(runs, read, strict=True)]
     )
-    _write(out, render_comparison(found, _svg(curves), samples, draw_telemetry(read, tracked)))
+    write_whole(out, render_comparison(found, _svg(curves), samples, draw_telemetry(read, tracked)))
     return found
 
 
 def _svg(picture: str | None) -> str | None:
     return data_uri("svg+xml", picture.encode()) if picture else None
-
-
-def _write(path: Path, text: str) -> None:
-    with atomic_write(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")

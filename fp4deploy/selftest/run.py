@@ -35,7 +35,7 @@ from fp4deploy.selftest.page import render
 from fp4deploy.selftest.proof import Proof
 from fp4deploy.selftest.records import FAILED, NOT_POSSIBLE, PROVEN, CheckRecord, SelfTestRecord
 from fp4deploy.system.children import owned_folder
-from fp4deploy.system.files import atomic_write
+from fp4deploy.system.files import write_whole
 
 MAX_LETTERS = 600  # of a detail
 Say = Callable[[CheckRecord], None]
@@ -93,13 +93,12 @@ def self_test(
             for check in checks:
                 begin(check.claim)
                 record.checks.append(judge(check, context))
-                _write(out, record)
+                write_whole(out, record.model_dump_json(indent=2) + "\n")
                 say(record.checks[-1])
             record.complete = True
         finally:
-            _write(out, record)
-            with atomic_write(out.with_suffix(".html")) as temporary:
-                temporary.write_text(render(record), encoding="utf-8")
+            write_whole(out, record.model_dump_json(indent=2) + "\n")
+            write_whole(out.with_suffix(".html"), render(record))
     return record
 
 
@@ -148,8 +147,3 @@ def _last_part(found: re.Match[str]) -> str:
     """Nothing for an absolute path's folders; a relative path, a fraction or a unit stays."""
     before = found.string[: found.start()][-1:]
     return found.group() if re.match(r"[\w.)\]]", before) else "…/"
-
-
-def _write(out: Path, record: SelfTestRecord) -> None:
-    with atomic_write(out) as temporary:
-        temporary.write_text(record.model_dump_json(indent=2) + "\n", encoding="utf-8")

@@ -79,6 +79,20 @@ def atomic_write(path: Path) -> Iterator[Path]:
             os.close(lock)
 
 
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file by `atomic_write`; text in UTF-8."""
+    with atomic_write(path) as temporary:
+        if isinstance(content, bytes):
+            temporary.write_bytes(content)
+        else:
+            temporary.write_text(content, encoding="utf-8")
+
+
+def write_json(path: Path, document: object) -> None:
+    """Write JSON for people, two spaces a level, by `atomic_write`; NaN and Inf are refused."""
+    write_whole(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
+
+
 @contextmanager
 def replace_folder(path: Path) -> Iterator[Path]:
     """`atomic_write` of a folder, which the caller fills; it may replace one that this function wrote.

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 CONTROL_GROUP = Path("/sys/fs/cgroup")
-THREADS = "OMP_NUM_THREADS"
+THREADS, WAITING = "OMP_NUM_THREADS", "OMP_WAIT_POLICY"
 BUSY = 1.5  # processes that want to run, for each processor
 
 
@@ -26,12 +26,17 @@ def cores(group: Path = CONTROL_GROUP) -> int:
 
 
 def limit_threads(environ: MutableMapping[str, str], group: Path = CONTROL_GROUP) -> None:
-    """Let libraries that are imported later, here and in children, start as many threads as there are cores.
+    """Let libraries that are imported later, here and in children, start as many threads as there are cores, and on a
+    busy machine let threads that wait for others give their processor away.
 
-    Nothing is changed where the user has said how many, or where no quota makes them fewer.
+    Waiting threads spin by default. Ten processes on two cores (2026-11-29): 2.5 training steps a second of a small
+    network, 6 to 9 with passive waiting, 13 with one thread. The number of threads would change sums, and is not
+    touched. Nothing is changed where the user has said how, or where no quota makes the cores fewer.
     """
     if THREADS not in environ and cores(group) < (os.cpu_count() or 1):
         environ[THREADS] = str(cores(group))
+    if busy():
+        environ.setdefault(WAITING, "passive")
 
 
 def busy() -> str | None:

@@ -1,6 +1,7 @@
 """Tasks: what a model's labels, outputs and scores mean.
 
 protocol.py     what every stage asks of a task
+images.py       what tasks of images have in common
 semantic.py     a class for every pixel
 instance.py     an object for every pixel of a thing
 detection.py    a box for every object

@@ -7,21 +7,17 @@ from pathlib import Path
 from typing import Any, cast
 
 from fp4deploy.data import (
-    IMAGE_MEAN,
-    IMAGE_STD,
     VAL,
     CocoDataset,
     NumberedEvalTransform,
     SegmentationDataset,
-    TrainTransform,
     instance_set,
     open_instances,
 )
-from fp4deploy.data.augmentation.transforms import Rgb
 from fp4deploy.instances import InstanceEvaluation
 from fp4deploy.models.card import ModelCard
 from fp4deploy.models.heads import InstanceHead
-from fp4deploy.models.volumes import Size
+from fp4deploy.tasks.images import ImageTask
 from fp4deploy.tasks.semantic import MOSAIC
 
 SOFTMAX = (
@@ -30,24 +26,12 @@ SOFTMAX = (
 )
 
 
-class InstanceTask:
+class InstanceTask(ImageTask):
     """`Task` of instance segmentation."""
 
     name, key, metric, per_class = "instance", "ap", "AP", "AP"
-    counts_objects, at_input_size, boxes, whole_images = True, False, False, False
+    counts_objects, at_input_size, evaluated = True, False, NumberedEvalTransform
     unused: Mapping[str, str] = {"augment.mosaic": MOSAIC, "distill.weight": SOFTMAX}
-
-    def transform(
-        self, size: Size, mean: Rgb = IMAGE_MEAN, std: Rgb = IMAGE_STD, whole: bool = False
-    ) -> NumberedEvalTransform:
-        """Images resized to the input."""
-        height, width = size
-        return NumberedEvalTransform(height, width, mean, std)
-
-    def augmentation(self, size: Size, seed: int, foreground: float = 0.0, **options: Any) -> TrainTransform:
-        """Zoom, cut, flips and colour."""
-        height, width = size
-        return TrainTransform(height, width, seed=seed, **options)
 
     def open(
         self, root: Path, split: str, classes: Sequence[str] | None = None, stuff: Sequence[str] = (),
@@ -71,7 +55,3 @@ class InstanceTask:
         """AP of masks."""
         assert isinstance(card.head, InstanceHead)
         return InstanceEvaluation(cast(CocoDataset, dataset), card.head, ground_truth)
-
-    def ground_truth(self, dataset: SegmentationDataset) -> dict[str, Any]:
-        """The annotations as pycocotools reads them."""
-        return cast(CocoDataset, dataset).ground_truth()

@@ -6,51 +6,44 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from fp4deploy.data import (
     IMAGE_MEAN,
     IMAGE_STD,
     VAL,
-    EvalTransform,
     SegmentationDataset,
-    TrainTransform,
     open_dataset,
     validation_set,
 )
 from fp4deploy.data.augmentation.transforms import Rgb, Transform
 from fp4deploy.data.augmentation.volumes import VolumeTrainTransform, VolumeTransform
 from fp4deploy.data.volumes.dataset import VolumeDataset
-from fp4deploy.metrics import Scores, SegmentationScore
+from fp4deploy.metrics import SegmentationScore
 from fp4deploy.models.card import ModelCard
 from fp4deploy.models.volumes import VOLUME, Size
-from fp4deploy.tasks.protocol import Gather
+from fp4deploy.tasks.images import ClassEvaluation, ImageTask
 from fp4deploy.tasks.volumes import VolumeEvaluation
 
 MOSAIC = "it joins images with boxes, and this task has masks; leave it 0, or train with task=detection"
 
 
-class SemanticTask:
+class SemanticTask(ImageTask):
     """`Task` of semantic segmentation."""
 
     name, key, metric, per_class = "semantic", "miou", "mIoU", "IoU"
-    counts_objects, at_input_size, boxes, whole_images = False, True, False, False
     unused: Mapping[str, str] = {"augment.mosaic": MOSAIC}
 
     def transform(self, size: Size, mean: Rgb = IMAGE_MEAN, std: Rgb = IMAGE_STD, whole: bool = False) -> Transform:
         """Images resized to the input; volumes whole, or a window of the input's size."""
         if len(size) == VOLUME:
             return VolumeTransform(size, whole)
-        height, width = size
-        return EvalTransform(height, width, mean, std)
+        return super().transform(size, mean, std, whole)
 
     def augmentation(self, size: Size, seed: int, foreground: float = 0.0, **options: Any) -> Transform:
         """Zoom, cut, flips and colour; of volumes zoom, cut, flips and intensities."""
         if len(size) == VOLUME:
             own = {name: options[name] for name in ("zoom", "jitter", "flip")}
             return VolumeTrainTransform(size, seed, foreground=foreground, **own)
-        height, width = size
-        return TrainTransform(height, width, seed=seed, **options)
+        return super().augmentation(size, seed, **options)
 
     def open(
         self, root: Path, split: str, classes: Sequence[str] | None = None, stuff: Sequence[str] = (),
@@ -63,42 +56,10 @@ class SemanticTask:
         """A split with the classes of a model."""
         return validation_set(card, data, split)
 
-    def untiled(self, card: ModelCard) -> None:
-        """None: logits of neighbouring tiles are averaged."""
-        return
-
     def evaluation(
         self, dataset: SegmentationDataset, card: ModelCard, ground_truth: dict[str, Any] | None = None
-    ) -> SemanticEvaluation | VolumeEvaluation:
+    ) -> ClassEvaluation | VolumeEvaluation:
         """mIoU over the classes of the data; of volumes Dice, too."""
         if isinstance(dataset, VolumeDataset):
             return VolumeEvaluation(dataset)
-        return SemanticEvaluation(dataset.class_names)
-
-    def ground_truth(self, dataset: SegmentationDataset) -> None:
-        """None: masks come with the batches."""
-        return
-
-
-class SemanticEvaluation:
-    """Collects the most likely class of each pixel."""
-
-    matches = False
-
-    def __init__(self, class_names: tuple[str, ...]) -> None:
-        self._score = SegmentationScore(len(class_names), class_names)
-
-    def update(self, outputs: Tensor, labels: Tensor, gather: Gather | None = None) -> None:
-        """Logits [N, classes, H, W] and masks [N, H, W]."""
-        prediction = outputs.argmax(dim=1)
-        if gather is not None:
-            prediction, labels = gather((prediction, labels))
-        self._score.update(prediction, labels)
-
-    def compute(self) -> Scores:
-        """mIoU, IoU of each class, pixel accuracy."""
-        return self._score.compute()
-
-    def details(self) -> dict[str, Any]:
-        """Nothing."""
-        return {}
+        return ClassEvaluation(SegmentationScore(len(dataset.class_names), dataset.class_names))

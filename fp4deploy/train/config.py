@@ -23,7 +23,7 @@ from fp4deploy.models.torchvision_detectors import LEARNING_RATES, METHODS, own_
 from fp4deploy.models.unet import STRIDE
 from fp4deploy.qat import find_recipe
 from fp4deploy.qat.fp4_gemms.requirements import require_packed
-from fp4deploy.system.files import atomic_write
+from fp4deploy.system.files import write_whole
 from fp4deploy.system.schema import briefly, parse_yaml, read_yaml
 from fp4deploy.tasks import TASKS
 from fp4deploy.train.sections import (
@@ -138,8 +138,7 @@ def with_settings(config: Config, sets: Sequence[str]) -> Config:
 
 def save_config(config: Config, path: Path) -> None:
     """Write `config` as YAML; `load_config` reads the same configuration back."""
-    with atomic_write(path) as temporary:
-        temporary.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+    write_whole(path, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
 
 
 def changed_settings(old: Config, new: Config) -> list[str]:

@@ -339,9 +339,9 @@ def rest_trained_for(config: Config) -> RestName:
 def model_card(config: Config, model: str, data: SegmentationDataset) -> ModelCard:
     """The card of one model of a run."""
     quantized = model in QUANTIZED_MODELS
-    include, exclude, fp8 = (
+    include, exclude, fp8, int8 = (
         tuple(patterns) if quantized and patterns is not None else None
-        for patterns in (config.quant.include, config.quant.exclude, config.quant.fp8)
+        for patterns in (config.quant.include, config.quant.exclude, config.quant.fp8, config.quant.int8)
     )
     volume = volume_input(config, data)
     mean, std = (IMAGE_MEAN, IMAGE_STD) if volume is None else ((value,) * len(volume.channels) for value in (0.0, 1.0))
@@ -364,6 +364,7 @@ def model_card(config: Config, model: str, data: SegmentationDataset) -> ModelCa
         include=include,
         exclude=exclude,
         fp8=fp8,
+        int8=int8,
         task=config.task,
         head=make_head(config, data),
     )

@@ -264,6 +264,7 @@ class QuantSection(Section):
     fp8: list[str] | None = Field(
         None, description="glob patterns of quantised layers that are FP8; default: as the recipe has it"
     )
+    int8: list[str] | None = Field(None, description="likewise, of layers that are INT8")
     percentile: float = Field(
         100.0, gt=0, le=100, description="of the magnitudes that calibration sees; 100: the largest"
     )

@@ -155,7 +155,7 @@ def test_blocks_are_followed_through_layout() -> None:
     assert runs == ["FP16", "FP16", "FP16", "refused", "FP4", "FP16"]
 
 
-def _eight_bits(kind: int, scale: list[int], axis: int) -> onnx.ModelProto:
+def _is_fp8(kind: int, scale: list[int], axis: int) -> onnx.ModelProto:
     nodes = [
         helper.make_node("QuantizeLinear", ["x", "s", "zero"], ["xq"]),
         helper.make_node("DequantizeLinear", ["xq", "s"], ["a"]),
@@ -171,7 +171,7 @@ def _eight_bits(kind: int, scale: list[int], axis: int) -> onnx.ModelProto:
 
 @pytest.mark.parametrize("scale", [[], [32]])
 def test_fp8_convolutions_run_in_fp8(scale: list[int]) -> None:
-    layer = _one(_eight_bits(FP8, scale, 0))
+    layer = _one(_is_fp8(FP8, scale, 0))
     assert layer.requested == "FP8"
     assert TARGETS["tensorrt-rtx"].rule(layer).runs == "FP8"
     assert TARGETS["onnxruntime"].rule(layer).runs == "FP32"
@@ -200,7 +200,7 @@ def test_quantisers_of_tensorrt_in_files_of_modelopt() -> None:
 
 
 def test_codes_have_the_type_of_their_zero_point() -> None:
-    model = _eight_bits(FP8, [], 0)
+    model = _is_fp8(FP8, [], 0)
     model.graph.value_info.append(helper.make_tensor_value_info("xq", TensorProto.UINT8, [1, 64, 8, 8]))
     model.graph.node[0].domain = "trt"  # as ModelOpt writes it, so that no type is inferred
     layer = _one(model)

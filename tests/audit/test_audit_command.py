@@ -17,6 +17,7 @@ from fp4deploy.export.onnx.graph import export_graph
 from fp4deploy.qat import calibrate, prepare
 from tests.audit.test_audit import _matmul
 from tests.cli.command_line import PACKAGE
+from tests.interop.test_placement import Quantized
 
 
 @pytest.fixture
@@ -42,6 +43,22 @@ def test_strict_refuses_a_fallback_and_names_it(run: Any, tmp_path: Path) -> Non
     assert document["rows"][0]["fell_back"] is True
     assert "1 fall back" in document["summary"]
     assert run(tmp_path / "model.onnx", "--target", "onnxruntime", "--strict").exit_code == 1
+
+
+def test_fix_writes_another_file_and_says_what_is_changed(run: Any, tmp_path: Path) -> None:
+    net = Quantized((1, 16, 8, 8), opset=21)
+    source, target = tmp_path / "a.onnx", tmp_path / "b.onnx"
+    onnx.save(net.model(net.layer(net.node("Relu", net.pair(net.layer(net.pair("image")))))), source)
+    assert run(source, "--strict").exit_code == 0  # weights alone are requested of the second layer
+    result = run(source, "--fix", target)
+    assert result.exit_code == 0, result.stderr
+    assert "2 in INT8." in result.stdout
+    assert "quantised after Relu, right before it (the same numbers)" in result.stderr
+    assert f"2 changes. Engines of both: fp4deploy build {source} {target}" in result.stderr.replace("\n", " ")
+    kept = target.read_bytes()
+    for arguments in ((source, "--fix", source), (source, "--fix", tmp_path / "b.json"), (target, "--fix", target)):
+        assert run(*arguments).exit_code == 2
+    assert target.read_bytes() == kept
 
 
 def test_of_a_file_that_build_changes_first_it_names_check(run: Any, tmp_path: Path) -> None:

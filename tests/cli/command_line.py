@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,11 @@ def run_in(folder: Path, app: Any, *commands: tuple[str, ...]) -> Path:
     finally:
         os.chdir(before)
     return folder
+
+
+def without_pictures(page: str) -> str:
+    """A page without what its pictures are in base64, which may spell any word."""
+    return re.sub(r"base64,[^\"]+", "", page)
 
 
 def without_engines(patch: pytest.MonkeyPatch) -> None:

@@ -58,11 +58,11 @@ def process(tmp_path: Path) -> Invoke:
 
 @pytest.fixture(scope="session")
 def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sixteen training and eight validation scenes of 32 x 32 pixels."""
+    """Eight training and four validation scenes of 32 x 32 pixels."""
     from fp4deploy.data import generate_shapes
 
     folder = tmp_path_factory.mktemp("data") / "shapes"
-    generate_shapes(folder, train=16, val=8, size=32, seed=0)
+    generate_shapes(folder, train=8, val=4, size=32, seed=0)
     return folder
 
 

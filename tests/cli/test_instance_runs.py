@@ -16,7 +16,7 @@ from fp4deploy.instances import average_precision, read_results
 from fp4deploy.instances.panoptic import from_rgb, read_panoptic
 from fp4deploy.models import read_card
 from tests.bench.perfect import perfect
-from tests.cli.command_line import Invoke, run_in, without_engines
+from tests.cli.command_line import Invoke, run_in, without_engines, without_pictures
 from tests.export.exported_models import traced_once
 
 FORMS = (".onnx", ".portable.onnx", ".fp4")
@@ -52,7 +52,7 @@ def test_one_command_goes_all_the_way(home: Path) -> None:
     assert facts["commands"][0].startswith("fp4deploy run --task instance")
     page = (run / "report.html").read_text()
     assert "AP per class" in page
-    assert "mIoU" not in page
+    assert "mIoU" not in without_pictures(page)
     samples = page.partition("<h2>Samples</h2>")[2].partition("<h2>")[0]
     assert samples.count("data:image/png;base64") == 20
     written = (run / "report.md").read_text()

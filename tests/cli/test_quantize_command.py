@@ -38,7 +38,7 @@ def test_quantize_search_and_quantize_again(invoke: Invoke, checkpoint: Path, sh
 
     result = invoke("search", checkpoint, *data, *few, "--budget", "drop=100", "--out", "found")
     assert result.exit_code == 0, result.stderr
-    assert "in FP8: mIoU" in result.stdout
+    assert "in INT8: mIoU" in result.stdout
     result = invoke(
         "quantize", checkpoint, *data, *few, "--method", "amax", "--config", "found/precision.yaml", "--digits",
         "--out", "all.safetensors",

@@ -170,12 +170,12 @@ def test_data_check_lists_the_set_and_draws_it(invoke: Invoke, shapes: Path, tmp
 
     result = invoke("data", "check", shapes, "--sheet", "sheet.png")
     assert result.exit_code == 0, result.stderr
-    assert "train: 16 images, width x height 32 x 32" in result.stdout
+    assert "train: 8 images, width x height 32 x 32" in result.stdout
     with Image.open(tmp_path / "sheet.png") as sheet:
         assert sheet.size[0] == 4 * 320
     assert invoke("data", "check", shapes, "--sheet", "sheet.pdf").exit_code == 2
     facts = json.loads(invoke("data", "check", shapes, "--json").stdout)
-    assert [split["images"] for split in facts["splits"]] == [16, 8]
+    assert [split["images"] for split in facts["splits"]] == [8, 4]
 
 
 def test_data_check_of_boxes_alone(invoke: Invoke, shapes: Path, tmp_path: Path) -> None:

@@ -26,11 +26,12 @@ def test_python_of_a_page(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
         assert (tmp_path / "my_net.nvfp4.onnx").is_file(), "the example ends with a file"
 
 
+@pytest.mark.nightly  # `make check` runs it after mypy, whose cache it reads: without one it checks the whole package
 def test_python_of_the_pages_passes_a_type_checker(tmp_path: Path) -> None:
     pages = [*PAGES, *(ROOT / "docs" / f"{name}.md" for name in ("instances", "numerics", "packed", "predict"))]
     for page in pages:
         text = "\n\n".join(BLOCK.findall(page.read_text(encoding="utf-8")))
-        options = "# mypy: allow-untyped-defs, check-untyped-defs\n"  # not of the call: `make check` shares its cache
+        options = "# mypy: allow-untyped-defs, check-untyped-defs\n"
         (tmp_path / f"{page.stem.replace('-', '_')}_page.py").write_text(options + text)
     call = [sys.executable, "-m", "mypy", *map(str, tmp_path.glob("*.py"))]
     done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True)

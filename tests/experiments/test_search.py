@@ -64,6 +64,7 @@ def test_costs_of_layers_by_hand() -> None:
     moved = (20 + 2 * 8) * 36
     assert found["0"].bytes_fp8 == 8 * 20 * 9 + 2 * 8
     assert found["0"].ms_fp8 == pytest.approx(1e3 * (found["0"].bytes_fp8 + moved) / 1.792e12)
+    assert found["0"].ms_int8 == pytest.approx(1e3 * (found["0"].bytes_int8 + moved) / 1.792e12)
     assert found["0"].ms_fp4 == pytest.approx(1e3 * (found["0"].bytes_fp4 + moved) / 1.792e12)  # multiplied in FP8
     packed = 4 * 16 * 4.5 / 8 + 4 + 8 * 36 * 4.5 / 8 + 2 * 4 * 36
     assert found["1"].ms_fp4 == pytest.approx(1e3 * packed / 1.792e12)
@@ -96,8 +97,9 @@ def test_a_search_writes_a_recipe_and_can_go_on(untrained: Run, shapes: Path, tm
         "precision.yaml", "search.json", "search.md", "pareto.png"
     }  # fmt: skip
     config = load_config(out / "precision.yaml", [])
-    assert set(config.quant.include or ()) == {*again.chosen.layers, *again.chosen.fp8}
+    assert set(config.quant.include or ()) == {*again.chosen.quantized}
     assert (config.quant.fp8 or []) == list(again.chosen.fp8)
+    assert (config.quant.int8 or []) == list(again.chosen.int8)
     assert config.train.init_checkpoint == str(checkpoint.resolve())
     run = create_run(tmp_path / "run")
     save_config(with_settings(config, ["seed=7", "quant.exclude=[head]", "train.from_scratch=true"]), run.config_path)
@@ -137,8 +139,8 @@ def test_measured_times_of_layers(tmp_path: Path) -> None:
     path.write_text(json.dumps({"layers": [half, four]}))
     times, device = measured_layers(path)
     assert device == "GPU"
-    costs = with_measured(dict.fromkeys("01", LayerCost(1, 2, 4, 0.1, 0.1, 0.1)), times)
-    assert (costs["0"].ms_fp4, costs["0"].ms_fp8, costs["0"].ms_fp16) == (1.0, None, 2.0)  # both uses, of 4 images
+    costs = with_measured(dict.fromkeys("01", LayerCost(1, 2, 2, 4, 0.1, 0.1, 0.1, 0.1)), times)
+    assert (costs["0"].ms_fp4, costs["0"].ms_int8, costs["0"].ms_fp16) == (1.0, None, 2.0)  # both uses, of 4 images
     assert (costs["0"].precisions, costs["1"].precisions) == (("FP4",), ())
     assert costs["0"].bytes_fp4 == 1
     with pytest.raises(InputError, match="The times are not of 2 in FP16"):
@@ -154,7 +156,9 @@ def test_measured_times_of_layers(tmp_path: Path) -> None:
 
 
 def test_the_front_has_no_point_that_another_beats() -> None:
-    points = [Point((), (), 0.0, cost, 0.0, miou) for cost, miou in ((1, 0.3), (2, 0.2), (2, 0.5), (3, 0.5), (4, 0.6))]
+    points = [
+        Point((), (), (), 0.0, cost, 0.0, miou) for cost, miou in ((1, 0.3), (2, 0.2), (2, 0.5), (3, 0.5), (4, 0.6))
+    ]
     front = pareto_front(points, lambda each: each.bytes)
     assert [(each.bytes, each.miou) for each in front] == [(1, 0.3), (2, 0.5), (4, 0.6)]
 

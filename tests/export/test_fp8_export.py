@@ -1,4 +1,4 @@
-"""FP8 layers in files: ONNX's own Q/DQ with E4M3, equal to torch in ONNX Runtime, planned and built as FP8."""
+"""FP8 and INT8 layers in files: ONNX's own Q/DQ, equal to torch in ONNX Runtime, planned and built as such."""
 
 from __future__ import annotations
 
@@ -23,41 +23,44 @@ from fp4deploy.export.onnx.graph import export_graph
 from fp4deploy.export.onnx.layers import layers_of
 from fp4deploy.export.verify.layerwise import compare_layerwise
 from fp4deploy.export.verify.outputs import compare_with_torch
-from fp4deploy.formats import quantize_fp8
+from fp4deploy.formats import quantize_fp8, quantize_int8
 from fp4deploy.peaks import find_gpu
 from fp4deploy.qat import calibrate, deployed, prepare
 from tests.export.lowering.engine_graphs import CanonicalGraph
 
+QUANTIZERS = {"fp8": quantize_fp8, "int8": quantize_int8}
+EIGHT_BITS = pytest.mark.parametrize("eight", QUANTIZERS)
 IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
 
 
 @functools.cache
-def mixed() -> tuple[nn.Module, onnx.ModelProto]:
-    """A first layer in FP16, 3x3 in FP8, 1x1 and 2x2 up in FP4, a linear head in FP8."""
+def mixed(eight: str = "fp8") -> tuple[nn.Module, onnx.ModelProto]:
+    """A first layer in FP16, 3x3 in eight bits, 1x1 and 2x2 up in FP4, a linear head in eight bits."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 24, 3, padding=1), nn.GroupNorm(4, 24), nn.ReLU(),
         nn.Conv2d(24, 16, 1), nn.ConvTranspose2d(16, 16, 2, stride=2), nn.ReLU(),
         nn.ConvTranspose2d(16, 8, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4),
     )  # fmt: skip
-    prepare(model.eval(), "nvfp4_qat", include=["2", "5", "6", "8", "11"], fp8=["2", "8", "11"])
+    prepare(model.eval(), "nvfp4_qat", include=["2", "5", "6", "8", "11"], **{eight: ["2", "8", "11"]})
     calibrate(model, IMAGES)
     return model, export_graph(model, (3, 16, 16))
 
 
-def test_the_file_holds_codes_and_scales_of_the_reference() -> None:
-    model, graph = mixed()
+@EIGHT_BITS
+def test_the_file_holds_codes_and_scales_of_the_reference(eight: str) -> None:
+    model, graph = mixed(eight)
     held = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.graph.initializer}
     for name, axis in (("2", 0), ("8", 1), ("11", 0)):
-        weight = quantize_fp8(model.get_submodule(name).weight.detach(), axis)  # type: ignore[arg-type]
+        weight = QUANTIZERS[eight](model.get_submodule(name).weight.detach(), axis)  # type: ignore[arg-type]
         codes = weight.codes.T if name == "11" else weight.codes
         np.testing.assert_array_equal(held[f"{name}.weight.codes"].astype(np.float32), codes.float().numpy())
         assert held[f"{name}.weight.scales"].dtype == np.float16
         np.testing.assert_array_equal(held[f"{name}.weight.scales"], weight.scale.flatten().numpy())
     assert {layer.name: layer.precision for layer in layers_of(graph) if layer.weights} == {
-        "0": "FP16", "2": "FP8", "3": "FP16", "5": "FP4", "6": "FP4", "8": "FP8", "11": "FP8"
+        "0": "FP16", "3": "FP16", "5": "FP4", "6": "FP4", **dict.fromkeys(("2", "8", "11"), eight.upper())
     }  # fmt: skip
-    assert "trt" not in {entry.domain for entry in export_graph(_alone("fp8_qat"), (16, 8, 8)).opset_import}
+    assert "trt" not in {entry.domain for entry in export_graph(_alone(f"{eight}_qat"), (16, 8, 8)).opset_import}
 
 
 def _alone(recipe: str) -> nn.Module:
@@ -66,10 +69,12 @@ def _alone(recipe: str) -> nn.Module:
     return model
 
 
-def test_onnx_runtime_computes_what_torch_does() -> None:
-    model, graph = mixed()
+@EIGHT_BITS
+def test_onnx_runtime_computes_what_torch_does(eight: str) -> None:
+    model, graph = mixed(eight)
     portable = to_portable(graph)
-    assert not {"QuantizeLinear", "DequantizeLinear"} & {node.op_type for node in portable.graph.node}
+    quantisers = {"QuantizeLinear", "DequantizeLinear"} & {node.op_type for node in portable.graph.node}
+    assert bool(quantisers) == (eight == "int8")  # whose kernels ONNX Runtime has
     found = compare_with_torch(deployed(model), portable, [IMAGES])
     assert found.largest < 1e-4
 
@@ -93,26 +98,28 @@ def test_an_uncalibrated_layer_is_named() -> None:
         export_graph(prepare(nn.Sequential(nn.Conv2d(16, 8, 3)), "fp8_qat", include="*"), (16, 8, 8))
 
 
-def test_the_plan_keeps_what_the_model_asks_for() -> None:
-    plan = {layer.name: (layer.requested, layer.compute, layer.form) for layer in lower(mixed()[1]).layers}
-    assert plan["2"] == plan["11"] == ("FP8", "FP8", "fp8")
-    assert plan["8"] == ("FP8", "FP16", "fp8")  # a transposed convolution
+@EIGHT_BITS
+def test_the_plan_keeps_what_the_model_asks_for(eight: str) -> None:
+    plan = {layer.name: (layer.requested, layer.compute, layer.form) for layer in lower(mixed(eight)[1]).layers}
+    assert plan["2"] == plan["11"] == (eight.upper(), eight.upper(), eight)
+    assert plan["8"] == (eight.upper(), "FP16", eight)  # a transposed convolution
     assert plan["5"] == plan["6"] == ("FP4", "FP4", "gemm")
     assert plan["0"] == ("FP16", "FP16", "plain")
 
 
-def test_an_engine_multiplies_in_fp8(tmp_path: Path) -> None:
+@EIGHT_BITS
+def test_an_engine_multiplies_in_eight_bits(tmp_path: Path, eight: str) -> None:
     if importlib.util.find_spec("tensorrt_rtx") is None:
         pytest.skip("TensorRT-RTX is not installed (pip install tensorrt-rtx)")
-    onnx.save(mixed()[1], tmp_path / "mixed.onnx")
+    onnx.save(mixed(eight)[1], tmp_path / "mixed.onnx")
     ledger = build_engine(tmp_path / "mixed.onnx", tmp_path / "mixed.plan").ledger
     ledger.require_no_fallback()
     rows = {row.layer: (row.actual, row.weights) for row in ledger.layers}
-    assert rows["2"] == rows["11"] == ("FP8", "FP8")
-    assert rows["8"] == ("FP16", "FP8")
+    assert rows["2"] == rows["11"] == (eight.upper(), eight.upper())
+    assert rows["8"] == ("FP16", eight.upper())
     assert rows["5"] == rows["6"] == ("FP4", "FP4")
-    assert set(ledger.shares()) == {"FP4", "FP8", "FP16"}
-    assert "1 layer requested FP8 and got another, 0 fallbacks" in ledger.summary()
+    assert set(ledger.shares()) == {"FP4", eight.upper(), "FP16"}
+    assert f"1 layer requested {eight.upper()} and got another, 0 fallbacks" in ledger.summary()
     assert ledger.precision == "nvfp4"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import onnx
@@ -18,7 +20,7 @@ from fp4deploy.export.onnx.decomposed import to_portable
 from fp4deploy.export.onnx.session import verifying_session
 from fp4deploy.export.verify.flat import flat_inputs
 from fp4deploy.models.card import ModelCard
-from fp4deploy.packed import PackedNetwork
+from fp4deploy.packed import PackedFile, PackedNetwork
 from fp4deploy.packed.writer import Writer
 from fp4deploy.qat import deployed
 from tests.samples import sample
@@ -117,6 +119,7 @@ class Held(Network):
 NETWORKS = (Normalised, Summed, Clamped, Added, Cosine, Masked, Chosen, Filled, Logarithm, Large, Held)
 
 
+@cache
 def network(kind: type[Network]) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     model, image = fd.prepare(kind().eval()), torch.randn(2, 3, 8, 8)
@@ -124,25 +127,40 @@ def network(kind: type[Network]) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return model.eval(), {"random": image, "black": torch.zeros(2, 3, 8, 8), "white": torch.ones(2, 3, 8, 8)}
 
 
-@pytest.mark.parametrize("kind", sample(NETWORKS, every=2))
-def test_files_give_what_torch_gives(kind: type[Network], tmp_path: Path) -> None:
+@cache
+def exported(kind: type[Network]) -> onnx.ModelProto:
+    return fd.export_graph(network(kind)[0], (3, 8, 8))
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[type[Network]], PackedFile]:
+    """The packed network of a kind, compared with torch."""
+
+    @cache
+    def pack(kind: type[Network]) -> PackedFile:
+        model, images = network(kind)
+        return fd.pack(model, tmp_path_factory.mktemp("own") / "own.fp4", example_inputs=images["random"]).file
+
+    return pack
+
+
+@pytest.mark.parametrize("kind", sample(NETWORKS, every=3))
+def test_files_give_what_torch_gives(kind: type[Network], packed: Callable[[type[Network]], PackedFile]) -> None:
     model, images = network(kind)
-    graph = fd.export_graph(model, (3, 8, 8))
-    session = verifying_session(to_portable(graph))
-    packed = PackedNetwork(fd.pack(model, tmp_path / "own.fp4", example_inputs=images["random"]).file)
+    session, network_of_file = verifying_session(to_portable(exported(kind))), PackedNetwork(packed(kind))
     for name, image in images.items():
         with torch.no_grad():
             expected = deployed(model)(image)
         found = torch.from_numpy(session.run(None, {"image": image.numpy()})[0])
         assert expected.isfinite().all()
         assert (found - expected).norm() <= 1e-3 * expected.norm(), name
-        assert (packed(image) - expected).norm() <= 1e-3 * expected.norm(), name
-    assert fd.verify(model, graph, images["random"]).passed
+        assert (network_of_file(image) - expected).norm() <= 1e-3 * expected.norm(), name
+    assert fd.verify(model, exported(kind), images["random"]).passed
 
 
-@pytest.mark.parametrize("kind", sample(NETWORKS, every=2))
+@pytest.mark.parametrize("kind", sample(NETWORKS, every=3))
 def test_layers_stay_fp16_among_operators_in_fp32(kind: type[Network]) -> None:
-    graph = onnx.shape_inference.infer_shapes(fd.export_graph(network(kind)[0], (3, 8, 8)))
+    graph = onnx.shape_inference.infer_shapes(exported(kind))
     values = [*graph.graph.value_info, *graph.graph.input, *graph.graph.output]
     types = {value.name: value.type.tensor_type.elem_type for value in values}
     layers = [node for node in graph.graph.node if node.op_type in GEMM_OPS]
@@ -153,12 +171,13 @@ def test_layers_stay_fp16_among_operators_in_fp32(kind: type[Network]) -> None:
     assert types["logits"] == FP16
 
 
-@pytest.mark.parametrize("kind", sample(NETWORKS, every=2))
-def test_packed_networks_in_fp16_are_finite_and_close(kind: type[Network], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", sample(NETWORKS, every=3))
+def test_packed_networks_in_fp16_are_finite_and_close(
+    kind: type[Network], packed: Callable[[type[Network]], PackedFile]
+) -> None:
     """What a GPU computes, compiled or node by node: activations in FP16 but for those that need FP32."""
     model, images = network(kind)
-    file = fd.pack(model, tmp_path / "own.fp4", example_inputs=images["random"], verify=False).file
-    writer = Writer(file, torch.device("cpu"), torch.float16)
+    writer = Writer(packed(kind), torch.device("cpu"), torch.float16)
     for name, image in images.items():
         with torch.no_grad():
             expected = deployed(model)(image)

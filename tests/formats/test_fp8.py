@@ -1,4 +1,4 @@
-"""FP8: elements, ties and scales one by one, and the static scale's mask."""
+"""FP8 and INT8: elements, ties and scales one by one, and the static scale's mask."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp4deploy.formats import fake_quantize_fp8, fp8_scale, quantize_fp8
+from fp4deploy.formats import fake_quantize_fp8, fake_quantize_int8, fp8_scale, quantize_fp8, quantize_int8
 from fp4deploy.formats.fp8 import SMALLEST_SCALE
 
 
@@ -59,3 +59,17 @@ def test_what_is_not_a_number_stays_none() -> None:
     assert math.isnan(float(quantize_fp8(torch.tensor([1.0, float("nan")])).dequantize()[1]))
     assert fake_quantize_fp8(torch.ones(2), amax=torch.tensor(float("nan")))[0].isnan().all()
     assert quantize_fp8(torch.zeros(3)).dequantize().tolist() == [0.0, 0.0, 0.0]
+
+
+def test_int8_codes_are_those_of_onnx_one_by_one() -> None:
+    """Ties go to even, both ends saturate, and a static amax clips beyond what rounds to the last code."""
+    x = torch.tensor([0.5, 1.5, -2.5, 127.4, 127.6, -128.4, -128.6, 1e9, float("nan")])
+    values, in_range = fake_quantize_int8(x, amax=torch.tensor(127.0))
+    assert quantize_int8(x, amax=torch.tensor(127.0)).codes.tolist() == [0, 2, -2, 127, 127, -128, -128, 127, 0]
+    assert values[:-1].tolist() == [0, 2, -2, 127, 127, -128, -128, 127]
+    assert values[-1].isnan()
+    assert in_range is not None
+    assert in_range.tolist() == [True, True, True, True, False, True, False, False, False]
+    weight = torch.tensor([[1.0, -2.0], [30.0, 40.0]])
+    scales = quantize_int8(weight, 0).scale.flatten().tolist()
+    assert scales == [float(np.float16(2 / 127)), float(np.float16(40 / 127))]

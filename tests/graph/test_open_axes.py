@@ -17,6 +17,7 @@ from fp4deploy.export.to_packed import pack_model
 from fp4deploy.graph import capture, evaluate
 from fp4deploy.graph.open_axes import Divided
 from fp4deploy.packed import PackedNetwork, packed_file
+from tests.samples import sample
 
 SIZES = ((16, 16), (17, 23), (20, 14), (33, 18))
 Function = Callable[[torch.Tensor], Any]
@@ -50,7 +51,7 @@ DIVIDED: dict[str, Function] = {
 }
 
 
-@pytest.mark.parametrize("name", DIVIDED)
+@pytest.mark.parametrize("name", sample(DIVIDED, every=2))
 def test_parts_of_open_axes_follow_the_size(name: str) -> None:
     torch.manual_seed(0)
     model, example = Around(DIVIDED[name]).eval(), torch.randn(2, 3, 16, 16).half().float()

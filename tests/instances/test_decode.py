@@ -69,11 +69,11 @@ def test_perfect_outputs_score_one_on_generated_scenes(tmp_path: Path, method: s
 
 def test_perfect_outputs_score_one_on_real_nuclei(shared: Path) -> None:
     dataset = open_instances(shared / "data" / "dsb2018", "val")
-    chosen = dataset._images = [image for image in dataset.images if image.height <= 520][::2]
+    chosen = dataset._images = [image for image in dataset.images if image.height <= 520][::4]
     counts = Counter(annotation["image_id"] for annotation in dataset.ground_truth()["annotations"])
     assert max(counts.values()) > 100, "more than COCO's usual limit of detections an image"
     head = InstanceHead("centres", 2, nms=3, max_detections=1000)
-    assert len(chosen) > 20
+    assert len(chosen) > 10
     assert score_of_the_truth(dataset, head) == pytest.approx(1.0)
 
 

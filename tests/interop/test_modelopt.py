@@ -16,7 +16,7 @@ from fp4deploy.export.onnx.layers import layers_of
 from fp4deploy.formats import quantize_nvfp4
 from fp4deploy.interop.modelopt import Quantized, from_modelopt, quantizers_in, read_modelopt, to_modelopt
 from fp4deploy.qat import calibrate, prepare, quantized_layers
-from fp4deploy.qat.plan import is_fp8
+from fp4deploy.qat.plan import eight_bits
 from tests.interop.modelopt_network import network
 
 FILE = Path(__file__).with_name("modelopt_0.47.pt")
@@ -52,7 +52,11 @@ def test_weights_amaxes_and_formats_are_kept_and_the_rest_is_named(quantized: Qu
     assert found["6"].lost == ["one operand alone is quantised, and a GEMM in FP4 or FP8 needs both"]
     assert found["9"].lost == []
     layers = quantized_layers(model)
-    assert {name: is_fp8(layer.recipe) for name, layer in layers.items()} == {"2": False, "4": True, "9": False}
+    assert {name: bool(eight_bits(layer.recipe)) for name, layer in layers.items()} == {
+        "2": False,
+        "4": True,
+        "9": False,
+    }
     for name, layer in layers.items():
         assert float(layer.input_amax) == float(quantized.quantizers[name]["input"].amax)  # type: ignore[arg-type]
         assert torch.equal(layer.weight, quantized.tensors[f"{name}.weight"])
@@ -118,7 +122,7 @@ def test_to_modelopt_and_back() -> None:
         found = quantized_layers(again)[name]
         assert torch.equal(found.weight, layer.weight)
         assert float(found.input_amax) == float(layer.input_amax)  # type: ignore[arg-type]
-        assert is_fp8(found.recipe) == is_fp8(layer.recipe)
+        assert eight_bits(found.recipe) == eight_bits(layer.recipe)
     x = torch.randn(2, 16, 8, 8)
     with torch.no_grad():
         expected = model.get_submodule("4")(x)

@@ -97,17 +97,30 @@ def run(command: Path, *arguments: str, folder: Path) -> str:
     return done.stdout
 
 
-def test_an_editable_install_is_found_beside_a_clone_of_the_same_name_and_by_a_type_checker(
-    checkout: Path, tmp_path: Path
-) -> None:
-    commands = environment(build("build_editable", checkout, tmp_path), tmp_path / "environment")
+@pytest.fixture(scope="module")
+def editable(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of an environment's commands, with an editable install of `checkout`; beside that is script.py."""
+    folder = tmp_path_factory.mktemp("editable")
     script = checkout.with_name("script.py")
     script.write_text("import fp4deploy as fd\nprint(fd.__version__)\nfd.open_runtime(3)\n")
+    return environment(build("build_editable", checkout, folder), folder / "environment")
+
+
+def test_an_editable_install_is_found_beside_a_clone_of_the_same_name(
+    editable: Path, checkout: Path, tmp_path: Path
+) -> None:
     own = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-    done = subprocess.run([commands / "python", script], env=own, cwd=tmp_path, capture_output=True, text=True)
+    call = [editable / "python", checkout.with_name("script.py")]
+    done = subprocess.run(call, env=own, cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout == f"{__version__}\n", done.stderr
-    assert run(commands / "fp4deploy", "--version", folder=tmp_path) == f"fp4deploy {__version__}\n"
-    call = [sys.executable, "-m", "mypy", "--python-executable", commands / "python", "--follow-imports=silent", script]
+    assert run(editable / "fp4deploy", "--version", folder=tmp_path) == f"fp4deploy {__version__}\n"
+
+
+@pytest.mark.nightly
+def test_a_type_checker_finds_an_editable_install(editable: Path, checkout: Path, tmp_path: Path) -> None:
+    own = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    script, python = checkout.with_name("script.py"), editable / "python"
+    call = [sys.executable, "-m", "mypy", "--python-executable", python, "--follow-imports=silent", script]
     found = subprocess.run(call, env=own, cwd=tmp_path, capture_output=True, text=True)
     assert 'script.py:3: error: Argument 1 to "open_runtime" has incompatible type' in found.stdout
 

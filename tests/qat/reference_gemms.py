@@ -17,7 +17,7 @@ from torch import nn
 from fp4deploy.formats import quantize_fp8, quantize_ms_eden, quantize_mxfp4, quantize_nvfp4, random_hadamard
 from fp4deploy.qat import QuantSpec, Recipe
 from fp4deploy.qat.layers import QuantizedLayer
-from fp4deploy.qat.plan import is_fp8
+from fp4deploy.qat.plan import eight_bits
 
 Pair = tuple[int, int]
 PLAIN = Recipe("plain")
@@ -173,7 +173,7 @@ def reference(layer: nn.Module, recipe: Recipe, x: torch.Tensor, g: torch.Tensor
     amax = getattr(layer, "input_amax", None)
     amax = None if amax is None else amax.float()
     x, g = x.detach(), g.detach()
-    if isinstance(layer, QuantizedLayer) and is_fp8(layer.recipe):
+    if isinstance(layer, QuantizedLayer) and eight_bits(layer.recipe):
         return in_fp8(layer, x, g, amax)
     if isinstance(layer, nn.Linear):
         return linear(layer, recipe, x, g, amax)

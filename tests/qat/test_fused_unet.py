@@ -28,6 +28,7 @@ from fp4deploy.qat import QuantSpec, calibrate_percentile, prepare, quantized_la
 from fp4deploy.qat.fused_unet import KEPT_CONCATENATIONS, FusedUNet, fuse_unet, has_kernels
 from fp4deploy.qat.operators.learned import fake_quantize_learned
 from fp4deploy.qat.operators.recompute import Call, Recomputed, recomputing
+from tests.samples import sample
 
 
 def clipped(y: torch.Tensor, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -283,8 +284,7 @@ class AddedBefore(FusedUNet):
         return super()._joined(upwards + bias.to(upwards.dtype)[:, None, None], None, *rest)
 
 
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("recipe", [None, *RECIPES])
+@pytest.mark.parametrize(("recipe", "again"), sample([None, *RECIPES], [False, True], every=2))
 def test_biases_of_transposed_convolutions_have_the_bits_of_those_added_before(recipe: str | None, again: bool) -> None:
     torch.manual_seed(0)
     plain: Any = build_unet(3, 0.25)

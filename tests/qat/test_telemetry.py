@@ -14,7 +14,7 @@ from fp4deploy.plugins import available
 from fp4deploy.qat import RECIPES, QuantSpec, Recipe, calibrate, prepare, quantized_layers
 from fp4deploy.qat.fused_unet import FusedUNet, fuse_unet
 from fp4deploy.qat.operators.quantizers import quantize_operand
-from fp4deploy.qat.plan import is_fp8
+from fp4deploy.qat.plan import eight_bits
 from fp4deploy.qat.telemetry.collect import (
     ACTIVATION,
     GRADIENT,
@@ -89,7 +89,7 @@ def test_every_recipe_is_seen_whole(recipe: str | None) -> None:
         kinds = {kind for layer, kind in seen.values if layer == name}
         assert kinds == {WEIGHT, ACTIVATION, GRADIENT, *([OUTPUT_GRADIENT] if quantized and backward else [])}
         layer = model.get_submodule(name)
-        quantized = quantized and not is_fp8(layer.recipe)  # FP8 has no statistics of codes
+        quantized = quantized and not eight_bits(layer.recipe)  # FP8 has no statistics of codes
         assert ((name, WEIGHT) in seen.codes) == ((name, ACTIVATION) in seen.codes) == quantized
         weight = model.get_submodule(name).weight
         assert seen.values[name, WEIGHT]["count"] == weight.numel()
@@ -111,7 +111,7 @@ def test_what_is_seen_of_the_weights_is_what_the_layer_multiplies(recipe: str) -
     for name, layer in quantized_layers(model).items():
         raw, value = layer.weight.detach().double(), layer.quantized_weight().detach().double()
         found = seen.values[name, WEIGHT]
-        if is_fp8(layer.recipe):
+        if eight_bits(layer.recipe):
             assert "sqnr_db" not in found
             continue
         assert found["dequantized_mean"] == pytest.approx(value.mean().item(), rel=1e-7, abs=1e-10)

@@ -213,6 +213,8 @@ def test_pictures_and_scores_come_before_heatmaps(report: ReportData) -> None:
     overlay = Overlay("a", {"image": "data:image/png;base64,AAAA"}, 0.5, True)
     heatmaps = [("codes", "data:image/png;base64,AAAA")]
     page = render_html(report, Pictures("data:image/svg+xml;base64,AAAA", heatmaps, [overlay]))
+    halves = page[page.index('<figure class="halves">') : page.index("<h2>Telemetry")]
+    assert halves.count("data:image/svg+xml;base64,AAAA") == 2, "a narrow page has one chart below the other"
     places = [
         page.index(f"<h2>{title}") for title in ("Artefacts", "Samples", "IoU per class", "Training", "Telemetry")
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import stat
 import subprocess
@@ -22,6 +23,8 @@ from fp4deploy.system.files import (
     file_digest,
     replace_folder,
     require_writable,
+    write_json,
+    write_whole,
 )
 from fp4deploy.system.schema import whole_lines
 
@@ -317,3 +320,14 @@ def test_a_folder_stays_where_writing_its_successor_fails(tmp_path: Path, monkey
     monkeypatch.setattr(os, "replace", replace)
     assert (path / "1" / "file").read_text() == "content"
     assert [each.name for each in tmp_path.iterdir()] == ["folder"]
+
+
+def test_contents_are_written_whole(tmp_path: Path) -> None:
+    write_whole(tmp_path / "text", "größer")
+    write_whole(tmp_path / "bytes", b"\0")
+    assert (tmp_path / "text").read_bytes() == "größer".encode()
+    assert (tmp_path / "bytes").read_bytes() == b"\0"
+    write_json(tmp_path / "document", {"a": [1]})
+    with pytest.raises(ValueError, match="JSON compliant"):
+        write_json(tmp_path / "document", {"a": float("nan")})
+    assert json.loads((tmp_path / "document").read_text()) == {"a": [1]}

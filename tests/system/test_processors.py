@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fp4deploy.system.processors import THREADS, busy, cores, limit_threads
+from fp4deploy.system.processors import THREADS, WAITING, busy, cores, limit_threads
 
 
 def group(folder: Path, files: dict[str, str]) -> Path:
@@ -36,6 +36,7 @@ def test_a_quota_is_the_number_of_cores(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0, 0))
     assert cores(group(tmp_path, files)) == expected
     environ: dict[str, str] = {}
     limit_threads(environ, tmp_path)
@@ -51,3 +52,6 @@ def test_a_busy_machine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert busy() is None
     monkeypatch.setattr(os, "getloadavg", lambda: (11.2, 0, 0))
     assert "11 processes want its 2 processors" in str(busy())
+    for environ, waiting in (({}, "passive"), ({WAITING: "active"}, "active")):
+        limit_threads(environ)
+        assert environ[WAITING] == waiting

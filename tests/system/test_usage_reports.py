@@ -7,6 +7,7 @@ and their system calls.
 from __future__ import annotations
 
 import ast
+import json
 import os
 import shutil
 import subprocess
@@ -35,6 +36,16 @@ time.sleep(float(sys.argv[1]))
 """
 OURS = SESSION.format(imports="from fp4deploy.system.onnx_runtime import ort")
 LATER = SESSION.format(imports="import fp4deploy\nimport onnxruntime as ort")  # by another library of the process
+COMMANDS = f"""
+import json, sys
+from {PACKAGE}.main import main
+for arguments in json.loads(sys.argv[1]):
+    sys.argv = ["fp4deploy", *arguments]
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code, (arguments, end.code)
+"""
 BARE = SESSION.format(imports="import onnxruntime as ort")
 
 
@@ -106,23 +117,18 @@ def test_commands_leave_nothing_outside_their_own_folders(untrained: Run, shapes
     model = untrained.export_dir / "unet.nvfp4.onnx"
     checkpoint = untrained.checkpoint("nvfp4")
     image = next(path for path in (shapes / "val2017").iterdir() if path.is_file())
-    commands = {
-        "export": ("export", checkpoint, "--data", shapes, "--images", 1, "--out", tmp_path / "out.onnx"),
-        "bench": ("bench", "--engine", model, "--data", shapes, "--limit", 2, "--iterations", 1),
-        "predict": ("predict", image, "--model", model, "--out", tmp_path / "predicted"),
-        "check": ("check", "unet:0.125"),
-        "audit": ("audit", model, "--target", "onnxruntime"),
-    }
-    for name, arguments in commands.items():
-        folder = tmp_path / name
-        run_command(folder, *arguments)
-        ours = ("XDG_CACHE_HOME/fp4deploy", "XDG_CACHE_HOME/matplotlib", "XDG_CONFIG_HOME/matplotlib")
-        assert [path for path in left(folder) if not path.startswith(ours)] == [], name
-
-
-def run_command(folder: Path, *arguments: object) -> None:
+    commands = (
+        ("export", checkpoint, "--data", shapes, "--images", 1, "--out", tmp_path / "out.onnx"),
+        ("bench", "--engine", model, "--data", shapes, "--limit", 2, "--iterations", 1),
+        ("predict", image, "--model", model, "--out", tmp_path / "predicted"),
+        ("check", "unet:0.125"),
+        ("audit", model, "--target", "onnxruntime"),
+    )
+    folder = tmp_path / "private"
     folder.mkdir()
-    run(folder, "-m", PACKAGE, *arguments)
+    run(folder, "-c", COMMANDS, json.dumps([list(map(str, arguments)) for arguments in commands]))
+    ours = ("XDG_CACHE_HOME/fp4deploy", "XDG_CACHE_HOME/matplotlib", "XDG_CONFIG_HOME/matplotlib")
+    assert [path for path in left(folder) if not path.startswith(ours)] == []
 
 
 def test_the_environment_of_children_says_so_too() -> None:

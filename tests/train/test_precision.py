@@ -107,6 +107,7 @@ def test_a_step_is_skipped_without_a_loss_scaler() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("fused", ["true", "false"])
 def test_a_unet_trains_on_a_gpu(tmp_path: Path, precision: str, fused: str) -> None:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fp4deploy.errors import GateError, counted, printable
+from fp4deploy.errors import GateError, InputError, counted, printable
 
 from ... import completion
-from ...console import note, print_json, results, typed
+from ...console import note, print_json, results, shown, typed
 
 if TYPE_CHECKING:
     from fp4deploy.audit.report import Audit
@@ -39,6 +39,14 @@ def audit(
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit 1 where a layer runs in another precision than it asks for.")
     ] = False,
+    fix: Annotated[
+        Path | None,
+        typer.Option(
+            "--fix",
+            help="Write the .onnx file here with its Q/DQ pairs where an engine multiplies in eight bits.",
+            show_default="not written",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of the table.")] = False,
 ) -> None:
     """Show for each convolution and GEMM which precision is requested, which runs, and why they differ."""
@@ -47,6 +55,9 @@ def audit(
 
     if file.suffix.lower() == ".onnx":
         file = or_of_latest_run(file)
+    if fix is not None:
+        _fix(file, fix)
+        file = fix
     found = audit_file(file, target, None if model is None else or_of_latest_run(model))
     if as_json:
         print_json({**dataclasses.asdict(found), "summary": found.summary()})
@@ -59,6 +70,29 @@ def audit(
             f"{counted(len(lost), 'layer')} not in the precision requested (first {first.layer}: {first.requested} "
             f"requested, {first.runs}; {first.reason})."
         )
+
+
+def _fix(file: Path, out: Path) -> None:
+    """Write the file with its pairs moved, and say what was changed."""
+    from collections import Counter
+
+    import onnx
+
+    from fp4deploy.export.onnx.canonical import foreign_graph, read_onnx
+    from fp4deploy.interop.placement import with_placed_quantizers
+    from fp4deploy.system.files import atomic_write
+
+    if file.suffix.lower() != ".onnx" or out.suffix.lower() != ".onnx" or out.resolve() == file.resolve():
+        raise InputError("--fix takes an .onnx file and writes another one: fp4deploy audit a.onnx --fix b.onnx")
+    with foreign_graph(file):
+        fixed, edits = with_placed_quantizers(read_onnx(file))
+    with atomic_write(out) as temporary:
+        onnx.save(fixed, temporary)
+    for (done, exact), count in Counter((edit.done, edit.exact) for edit in edits).items():
+        places = [edit.at for edit in edits if edit.done == done]
+        numbers = "the same numbers" if exact else "other numbers"
+        note(printable(f"{', '.join(places[:3])}{f' and {count - 3} more' if count > 3 else ''}: {done} ({numbers})."))
+    note(f"{shown(out)}: {counted(len(edits), 'change')}. Engines of both: fp4deploy build {typed(file)} {typed(out)}")
 
 
 def _print(found: Audit) -> None:

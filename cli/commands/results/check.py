@@ -138,7 +138,7 @@ def _example(shape: tuple[int, ...]) -> Tensor:
 
 
 def _of_network(network: nn.Module, plans: list[LayerPlan], example: Tensor, named: str = "fp16") -> Subject:
-    from fp4deploy.export.lowering.forecast import Forecast, forecast, forecast_fp8
+    from fp4deploy.export.lowering.forecast import Forecast, forecast, forecast_eight_bits
     from fp4deploy.graph.costs import MULTIPLYING, work_of_layers
     from fp4deploy.rest import FP16, rest_of
 
@@ -151,7 +151,9 @@ def _of_network(network: nn.Module, plans: list[LayerPlan], example: Tensor, nam
         if plan.precision == rest.label:
             return Forecast(rest.label, rest.label, plan.reason)
         layer = network.get_submodule(plan.name)
-        return forecast(layer, conv, rest) if plan.precision == "FP4" else forecast_fp8(layer, rest)
+        return (
+            forecast(layer, conv, rest) if plan.precision == "FP4" else forecast_eight_bits(layer, plan.precision, rest)
+        )
 
     modules = {plan.name: network.get_submodule(plan.name) for plan in plans}
     multiplying = {name: layer for name, layer in modules.items() if isinstance(layer, MULTIPLYING)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -50,10 +49,9 @@ def report(
     with progress("drawing the page"):
         data, page = _one(found[0], out) if len(found) == 1 else _several(found, out)
     if json_out not in (None, "-"):
-        from fp4deploy.system.files import atomic_write
+        from fp4deploy.system.files import write_json
 
-        with atomic_write(Path(str(json_out))) as temporary:
-            temporary.write_text(json.dumps(data, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        write_json(Path(str(json_out)), data)
         note(f"Wrote {shown(Path(str(json_out)))}.")
     say = note if json_out == "-" else done
     for sentence in data["summary"]:

@@ -27,16 +27,16 @@ def export(
     source: Annotated[
         Path | None,
         typer.Argument(
-            help="Run folder, checkpoint, results folder of nnU-Net; with --format triton an .onnx file or .plan too.",
+            help="Run folder, checkpoint, results folder of nnU-Net; of triton, deepstream, holoscan an .onnx file.",
             show_default="the latest run",
             autocompletion=completion.sources,
         ),
     ] = None,
     form: Annotated[
-        Literal["onnx", "packed", "triton"],
+        Literal["onnx", "packed", "triton", "deepstream", "holoscan"],
         typer.Option(
             "--format",
-            help="Canonical Q/DQ graph, packed network (.fp4), or model repository of Triton Inference Server.",
+            help="Canonical Q/DQ graph, packed network (.fp4), or what a server or video pipeline needs around it.",
         ),
     ] = "onnx",
     portable: Annotated[
@@ -67,7 +67,10 @@ def export(
     ] = None,
     rest: ExportedRestOption = None,
     max_batch: Annotated[
-        int, typer.Option("--max-batch", min=1, help="Largest batch of the server (--format triton).")
+        int,
+        typer.Option(
+            "--max-batch", min=1, help="Largest batch of the server, or frames at once (--format triton, deepstream)."
+        ),
     ] = 8,
     fold: nnunet.FoldOption = None,
     model: NamedModelOption = None,
@@ -78,10 +81,10 @@ def export(
         raise InputError("--portable is an option of --format onnx; remove it, or export with --format onnx.")
     if form != "onnx" and (size is not None or dynamic_size):
         raise InputError("--size and --dynamic-size are options of --format onnx.")
-    if form == "triton" and batch is not None:
+    if form not in SUFFIXES and batch is not None:
         raise InputError("--batch is an option of --format onnx and packed; a server's largest batch is --max-batch.")
-    if form == "triton" and rest is not None:
-        raise InputError("--rest is an option of --format onnx and packed: a model repository serves their files.")
+    if form not in SUFFIXES and rest is not None:
+        raise InputError(f"--rest is an option of --format onnx and packed: {form} runs their files.")
     if source is not None and nnunet.is_folder(source):
         if size is not None or dynamic_size or batch is not None:
             raise InputError(
@@ -93,6 +96,9 @@ def export(
         raise InputError("--fold is for a results folder of nnU-Net.")
     if form == "triton":
         _serve(source, out or REPOSITORY, max_batch)
+        return
+    if form in ("deepstream", "holoscan"):
+        _pipeline(source, out, form, max_batch)
         return
     from fp4deploy.system.files import require_writable
     from fp4deploy.system.progress import progress
@@ -146,6 +152,16 @@ def _serve(source: Path | None, out: Path, max_batch: int) -> None:
             models=[str(folder) for folder in folders],
         )
     note(f"Serve it with: tritonserver --model-repository {shown(out)}")
+
+
+def _pipeline(source: Path | None, out: Path | None, form: str, max_batch: int) -> None:
+    from fp4deploy.naming import model_stem
+    from fp4deploy.serving.pipelines import write_pipeline
+
+    for path in _exported(source):
+        target = write_pipeline(path, (out or Path(form)) / model_stem(path), form, max_batch)
+        done(f"{shown(path)} for {form} in {shown(target)}", path=str(path), folder=str(target))
+    note("On the device, build the engine as the first line of the configuration says.")
 
 
 def _exported(source: Path | None) -> list[Path]:

@@ -31,7 +31,7 @@ def profile(
 
     from fp4deploy.bench import layers
     from fp4deploy.bench.environment import environment
-    from fp4deploy.system.files import atomic_write, require_writable
+    from fp4deploy.system.files import require_writable, write_whole
 
     require_writable(None if out in (None, "-") else Path(str(out)), trace)
     paths = packed_networks(engine)
@@ -48,7 +48,6 @@ def profile(
         console.print(table)
         console.print(layers.summary(one), markup=False, soft_wrap=True)
     if trace is not None:
-        with atomic_write(trace) as temporary:
-            temporary.write_text(layers.chrome_trace(found[0]), encoding="utf-8")
+        write_whole(trace, layers.chrome_trace(found[0]))
         note(f"Wrote {shown(trace)}.")
     write_json({"layers": [one.to_json() for one in found], "environment": environment()}, out)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +16,8 @@ from ...console import done, note, shown
 from ...settings import NamedModelOption, RestOption, expect, parse_size
 from . import nnunet
 from .quantize_onnx import meanings, of_onnx, rgb
+
+Layers = dict[str, list[str] | None]  # option -> its patterns
 
 if TYPE_CHECKING:
     from fp4deploy.bench.change import Change
@@ -40,7 +42,8 @@ def quantize(
         ),
     ] = None,
     method: Annotated[
-        str, typer.Option("--method", help="amax, percentile, mse, 4/6, sweep, gptq, adaround, faar, brecq or fp8.")
+        str,
+        typer.Option("--method", help="amax, percentile, mse, 4/6, sweep, gptq, adaround, faar, brecq, fp8 or int8."),
     ] = "gptq",
     correction: Annotated[str, typer.Option("--correction", help="none, bias, norm or both.")] = "norm",
     activations: Annotated[
@@ -64,6 +67,10 @@ def quantize(
     fp8: Annotated[
         list[str] | None,
         typer.Option("--fp8", help="Quantised layers that are FP8, a pattern; repeatable.", show_default="none"),
+    ] = None,
+    int8: Annotated[
+        list[str] | None,
+        typer.Option("--int8", help="Quantised layers that are INT8, a pattern; repeatable.", show_default="none"),
     ] = None,
     config: Annotated[
         Path | None, typer.Option("--config", help="Settings with quant.include, as of search.", show_default="none")
@@ -129,12 +136,15 @@ def quantize(
     """Write an NVFP4 checkpoint that export, bench and predict take like a trained one; of ONNX the canonical file."""
     expect(model)
     settings = {"correction": correction, "activations": activations, "iterations": iterations, "seed": seed}
+    layers = {"include": include, "exclude": exclude, "fp8": fp8, "int8": int8}
     if checkpoint is not None and nnunet.is_folder(checkpoint):
         if config is not None or digits or any(each is not None for each in (size, mean, std, outputs)):
             raise InputError(
                 "--config, --digits, --size, --mean, --std and --outputs are not for a folder of nnU-Net, which says "
                 "what its networks read; it takes --include, --exclude, --fp8 and --fold."
             )
+        if int8:
+            raise InputError("--int8 is not for a folder of nnU-Net; --method int8 has all its layers in INT8.")
         given = {"include": include, "exclude": exclude, "fp8": fp8, "rest": rest, "batch": batch, **settings}
         nnunet.quantize(checkpoint, fold, data, out, method=method, patches=images, **given)
         return
@@ -145,8 +155,7 @@ def quantize(
             raise InputError(
                 "--config, --digits and --rest are for checkpoints; an .onnx file takes --include and --exclude."
             )
-        layers = {"include": _tuple(include), "exclude": _tuple(exclude), "fp8": _tuple(fp8)}
-        chosen = settings | layers | {"outputs": meanings(outputs)}
+        chosen = settings | _tuples(layers) | {"outputs": meanings(outputs)}
         of_onnx(checkpoint, data, out, method, images, batch, parse_size(size), (mean, std), chosen)
         return
     if outputs is not None:
@@ -163,7 +172,7 @@ def quantize(
 
     find_method(method)
     if config is not None:
-        include, exclude, fp8 = _layers(config, include or exclude or fp8)
+        layers = _layers(config, any(layers.values()))
     source = checkpoint or _latest()
     if is_state_dict(source):
         source = _of_state_dict(source, model, sets, data, size, (mean, std), classes)
@@ -191,12 +200,10 @@ def quantize(
             device="cuda" if torch.cuda.is_available() else "cpu",
             digits=digits,
             rest=rest,
-            include=_tuple(include),
-            exclude=_tuple(exclude),
-            fp8=_tuple(fp8),
             say=note,
             progress=bar.phase,
             **settings,
+            **_tuples(layers),
         )
     provenance.record("quantize", target, [source, where])
     change = _change(source, target, where, compare) if compare else None
@@ -269,20 +276,21 @@ def _change(source: Path, target: Path, data: Path, images: int) -> Change | Non
         return None
 
 
-def _tuple(patterns: list[str] | None) -> tuple[str, ...] | None:
-    return tuple(patterns) if patterns else None
+def _tuples(layers: Layers) -> dict[str, Any]:
+    return {name: tuple(patterns) if patterns else None for name, patterns in layers.items()}
 
 
-def _layers(config: Path, given: list[str] | None) -> tuple[list[str] | None, list[str] | None, list[str] | None]:
-    """The choice of layers in a settings file: include, exclude, FP8."""
+def _layers(config: Path, given: bool) -> Layers:
+    """The choice of layers in a settings file."""
     from fp4deploy.train import load_config
 
     if given:
-        raise InputError("--config brings its own choice of layers: leave out --include, --exclude and --fp8.")
-    chosen = load_config(config, []).quant
-    if chosen.include is None and chosen.exclude is None and chosen.fp8 is None:
-        raise InputError(f"{config} chooses no layers: it has neither quant.include, quant.exclude nor quant.fp8.")
-    return chosen.include, chosen.exclude, chosen.fp8
+        raise InputError("--config brings its own choice of layers: leave out --include, --exclude, --fp8 and --int8.")
+    quant = load_config(config, []).quant
+    chosen = {"include": quant.include, "exclude": quant.exclude, "fp8": quant.fp8, "int8": quant.int8}
+    if all(each is None for each in chosen.values()):
+        raise InputError(f"{config} chooses no layers: it has none of quant.{', quant.'.join(chosen)}.")
+    return chosen
 
 
 def _latest() -> Path:

@@ -1,4 +1,4 @@
-"""`fp4deploy search`: which layers go to FP4 and FP8 under a budget of accuracy, bytes or time."""
+"""`fp4deploy search`: which layers go to FP4, FP8 and INT8 under a budget of accuracy, bytes or time."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def search(
     ] = None,
     model: NamedModelOption = None,
 ) -> None:
-    """Measure every layer alone in FP4 and in FP8, solve for the best placement, and write it as settings."""
+    """Measure every layer alone in FP4, FP8 and INT8, solve for the best placement, and write it as settings."""
     expect(model)
     import torch
 
@@ -71,13 +71,13 @@ def search(
             progress=bar.phase,
         )
     files = save_search(found, folder, checkpoint)
-    layers = len(found.chosen.layers)
     done(
-        f"{layers} of {len(found.errors)} layers in FP4, {len(found.chosen.fp8)} in FP8: "
+        f"{found.chosen.counts(f' of {len(found.errors)}')}: "
         f"mIoU {100 * found.chosen.miou:.2f} % (drop of {found.drop:.2f} points), "
         f"{found.chosen.bytes / 1e6:.2f} MB, {found.chosen.ms:.3g} ms {found.timed}",
         layers=list(found.chosen.layers),
         fp8=list(found.chosen.fp8),
+        int8=list(found.chosen.int8),
         miou=found.chosen.miou,
         drop_points=found.drop,
         bytes=found.chosen.bytes,

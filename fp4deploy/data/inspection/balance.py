@@ -23,7 +23,7 @@ import numpy as np
 
 from fp4deploy.data.sample import IGNORE, SegmentationDataset
 from fp4deploy.errors import InputError
-from fp4deploy.system.files import atomic_write
+from fp4deploy.system.files import write_whole
 from fp4deploy.system.schema import Count, read_json, validated
 
 METHODS = ("median_frequency", "effective_number")
@@ -100,6 +100,5 @@ def cached_counts(dataset: SegmentationDataset, path: Path, identity: str) -> Cl
     except (InputError, KeyError, TypeError):
         pass
     counts = count_classes(dataset)
-    with atomic_write(path) as temporary:
-        temporary.write_text(json.dumps({"of": key, "counts": asdict(counts)}) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps({"of": key, "counts": asdict(counts)}) + "\n")
     return counts

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fp4deploy.data.sample import data_error
+from fp4deploy.data.sample import data_error, spread
 from fp4deploy.data.volumes.layout import Case, Layout
 from fp4deploy.data.volumes.nifti import Spacing, VolumeError, read_grid, read_labels, read_volume
 from fp4deploy.data.volumes.resample import ANISOTROPIC, size_at
@@ -74,7 +74,7 @@ def _intensity(layout: Layout, cases: Sequence[Case], channel: int) -> Intensity
         return Intensity()
     found = []
     random = np.random.default_rng(0)
-    for at in np.unique(np.linspace(0, len(cases) - 1, min(len(cases), MAX_READ)).round().astype(int)):
+    for at in spread(len(cases), MAX_READ):
         path = cases[at].images[channel]
         try:
             voxels, _ = read_volume(path)

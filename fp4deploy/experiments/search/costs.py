@@ -1,13 +1,13 @@
-"""What a layer costs in FP4, FP8 and FP16: bytes of its weights, and its time, from one of two sources.
+"""What a layer costs in FP4, FP8, INT8 and FP16: bytes of its weights, and its time, from one of two sources.
 
 **The roofline** of `peaks`: a projection, not a measurement. FP4 tensor cores count only where the engine multiplies in
 FP4 (`lowering.forecast`): in TensorRT-RTX's default form a 3x3 convolution of FP4 weights is multiplied in FP8, and FP4
 saves bytes in the file alone.
 
-**Layers measured** by `profile` in packed networks (`measured_layers`): the model packed in FP16, and quantised
-and packed in FP4, each layer as the step that runs. A layer that was not timed in FP4 stays FP16, and no layer is FP8,
-which packed networks do not hold. Norms and poolings, which also write the packed activations, are the same in every
-placement and not counted.
+**Layers measured** by `profile` in packed networks (`measured_layers`): the model packed in FP16, and quantised and
+packed in FP4, each layer as the step that runs. A layer that was not timed in FP4 stays FP16, and none is in eight
+bits, which packed networks do not hold. Norms and poolings, which also write the packed activations, are the same in
+every placement and not counted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import nn
 
 from fp4deploy.bench.records import Record
 from fp4deploy.errors import InputError
-from fp4deploy.export.lowering.forecast import forecast
+from fp4deploy.export.lowering.forecast import forecast, forecast_eight_bits
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.graph.costs import Work, work_of_layers
 from fp4deploy.peaks import Gpu
@@ -31,8 +31,8 @@ from fp4deploy.qat.telemetry.collect import contracted_axis
 from fp4deploy.system.schema import Count, Float, Name, read_json, validated
 
 FP16, FP8, FP4 = 2.0, 1.0, 4.5 / 8  # bytes an element; FP4 with its block scales
-MOVED = {"FP16": FP16, "FP8": FP8, "FP4": FP4}
-PRECISIONS = ("FP4", "FP8")
+MOVED = {"FP16": FP16, "FP8": FP8, "INT8": FP8, "FP4": FP4}
+PRECISIONS = ("FP4", "FP8", "INT8")
 PROJECTED = "projected: roofline of published peaks"
 MEASURED = "measured: layers of packed networks"
 MAX_MS = 1e9  # of one layer
@@ -40,13 +40,15 @@ MAX_MS = 1e9  # of one layer
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer: bytes of its weights, and milliseconds for one image, in FP4, FP8 and FP16; None: not measured."""
+    """One layer: bytes of its weights, and milliseconds for one image, in each precision; None: not measured."""
 
     bytes_fp4: float
     bytes_fp8: float
+    bytes_int8: float
     bytes_fp16: float
     ms_fp4: float | None
     ms_fp8: float | None
+    ms_int8: float | None
     ms_fp16: float
 
     def of(self, precision: str, kind: str) -> float:
@@ -56,7 +58,7 @@ class LayerCost:
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        """Of "FP4" and "FP8" those whose time is known."""
+        """Of the quantised precisions those whose time is known."""
         return tuple(each for each in PRECISIONS if self.of(each, "ms") is not None)
 
 
@@ -117,7 +119,7 @@ def with_measured(costs: Mapping[str, LayerCost], times: Mapping[tuple[str, str]
             "file: fp4deploy profile --engine FP16.fp4 --engine NVFP4.fp4 --json FILE"
         )
     return {
-        name: replace(cost, ms_fp4=times.get((name, "FP4")), ms_fp8=None, ms_fp16=times[name, "FP16"])
+        name: replace(cost, ms_fp4=times.get((name, "FP4")), ms_fp8=None, ms_int8=None, ms_fp16=times[name, "FP16"])
         for name, cost in costs.items()
     }
 
@@ -142,5 +144,8 @@ def _cost(layer: Any, work: Work, gpu: Gpu, conv: str) -> LayerCost:
     def milliseconds(precision: str, stored: float) -> float:
         return 1e3 * gpu.seconds(precision, work.macs, stored + MOVED[precision] * work.read + FP16 * work.written)
 
-    times = (milliseconds(compute, packed), milliseconds("FP8", eight), milliseconds("FP16", plain))
-    return LayerCost(packed, eight, plain, *times)
+    def eight_bits(form: str) -> float:
+        return milliseconds(forecast_eight_bits(layer, form).compute, eight)
+
+    times = (milliseconds(compute, packed), eight_bits("FP8"), eight_bits("INT8"), milliseconds("FP16", plain))
+    return LayerCost(packed, eight, eight, plain, *times)

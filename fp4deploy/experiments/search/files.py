@@ -16,7 +16,7 @@ from fp4deploy.experiments.search.costs import PRECISIONS, LayerCost
 from fp4deploy.experiments.search.run import Found, Point, sqnr
 from fp4deploy.ptq.methods import find_method
 from fp4deploy.runs import run_of
-from fp4deploy.system.files import atomic_write
+from fp4deploy.system.files import write_whole
 from fp4deploy.train import load_config
 
 RECIPE = "precision.yaml"
@@ -35,8 +35,7 @@ def save_search(found: Found, folder: Path, checkpoint: Path) -> list[Path]:
         "pareto.png": _picture(found),
     }
     for name, content in contents.items():
-        with atomic_write(folder / name) as temporary:
-            temporary.write_bytes(content)
+        write_whole(folder / name, content)
     return [folder / name for name in contents]
 
 
@@ -48,7 +47,7 @@ def recipe(found: Found, checkpoint: Path) -> str:
     """
     chosen, run = found.chosen, run_of(checkpoint)
     settings: dict[str, Any] = load_config(run.config_path).model_dump(mode="json") if run is not None else {}
-    layers = [name for name in found.errors if name in chosen.layers + chosen.fp8]
+    layers = [name for name in found.errors if name in chosen.quantized]
     settings["recipe"] = find_method(found.method).recipe
     settings["train"] = settings.get("train", {}) | {
         "init_checkpoint": str(Path(checkpoint).resolve()),
@@ -58,6 +57,7 @@ def recipe(found: Found, checkpoint: Path) -> str:
         "include": layers,
         "exclude": None,
         "fp8": list(chosen.fp8) or None,
+        "int8": list(chosen.int8) or None,
     }
     heading = f"# {found.budget.kind}={found.budget.most:g}: {_sentence(found, found.chosen)}\n"
     return heading + yaml.safe_dump(settings, sort_keys=False)
@@ -79,6 +79,7 @@ def render(found: Found) -> str:
         [
             f"{len(point.layers)}",
             f"{len(point.fp8)}",
+            f"{len(point.int8)}",
             f"{100 * point.miou:.2f}",
             f"{100 * (found.fp16.miou - point.miou):.2f}",
             f"{point.bytes / 1e6:.2f}",
@@ -90,10 +91,15 @@ def render(found: Found) -> str:
         (
             f"# Search: {found.budget.kind}={found.budget.most:g}, method {found.method}, {found.images} images\n",
             f"Chosen: {_sentence(found, found.chosen)} Times for {found.gpu} are {found.latency}.\n",
-            tables.markdown(("layers in FP4", "in FP8", "mIoU %", "drop, points", "MB", "ms"), points),
-            "Each layer alone in FP4 and in FP8: signal to error of the logits in dB, weights, time:\n",
+            tables.markdown(("layers in FP4", "in FP8", "in INT8", "mIoU %", "drop, points", "MB", "ms"), points),
+            "Each layer alone in every precision: signal to error of the logits in dB, weights, time:\n",
             tables.markdown(
-                ("layer", "FP4 dB", "FP8 dB", "chosen", "FP4 kB", "FP8 kB", "FP16 kB", "FP4 us", "FP8 us", "FP16 us"),
+                (
+                    "layer",
+                    *(f"{each} dB" for each in PRECISIONS),
+                    "chosen",
+                    *(f"{each} {unit}" for unit in ("kB", "us") for each in (*PRECISIONS, "FP16")),
+                ),
                 layers,
             ),
         )
@@ -105,12 +111,13 @@ def _microseconds(cost: LayerCost, precision: str) -> str:
 
 
 def _precision(point: Point, name: str) -> str:
-    return "FP4" if name in point.layers else "FP8" if name in point.fp8 else "FP16"
+    placed = zip(PRECISIONS, (point.layers, point.fp8, point.int8), strict=True)
+    return next((precision for precision, layers in placed if name in layers), "FP16")
 
 
 def _sentence(found: Found, point: Point) -> str:
     return (
-        f"{len(point.layers)} of {len(found.errors)} layers in FP4, {len(point.fp8)} in FP8, "
+        f"{point.counts(f' of {len(found.errors)}')}, "
         f"mIoU {100 * point.miou:.2f} % (FP16 {100 * found.fp16.miou:.2f} %), "
         f"{point.bytes / 1e6:.2f} MB of weights (FP16 {found.fp16.bytes / 1e6:.2f}), "
         f"{point.ms:.3g} ms {found.timed} (FP16 {found.fp16.ms:.3g})."

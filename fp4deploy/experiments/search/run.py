@@ -68,14 +68,24 @@ class Budget:
 
 @dataclass(frozen=True)
 class Point:
-    """A placement: layers in FP4 and in FP8, estimated error, cost, and its measured mIoU."""
+    """A placement: layers in FP4, in FP8 and in INT8, estimated error, cost, and its measured mIoU."""
 
     layers: tuple[str, ...]
     fp8: tuple[str, ...]
+    int8: tuple[str, ...]
     error: float
     bytes: float
     ms: float
     miou: float
+
+    @property
+    def quantized(self) -> tuple[str, ...]:
+        """All layers that are not FP16."""
+        return self.layers + self.fp8 + self.int8
+
+    def counts(self, among: str = "") -> str:
+        """ "3 layers in FP4, 2 in FP8, 1 in INT8"; among: what stands behind the first number."""
+        return f"{len(self.layers)}{among} layers in FP4, {len(self.fp8)} in FP8, {len(self.int8)} in INT8"
 
 
 @dataclass(frozen=True)
@@ -120,7 +130,7 @@ def search(
     say: Say = lambda text: None,
     progress: Phase = lambda phase, done, of: None,
 ) -> Found:
-    """Choose the layers of an FP16 checkpoint that go to FP4 and to FP8.
+    """Choose the layers of an FP16 checkpoint that go to FP4, FP8 and INT8.
 
     Args:
         images: of the training split to calibrate on, and of the validation split to measure on.
@@ -165,11 +175,12 @@ def search(
 
         def point(placement: Placement) -> Point:
             chosen = dict(placement)
-            four, eight = (tuple(name for name in names if chosen.get(name) == each) for each in PRECISIONS)
+            four, eight, whole = (tuple(name for name in names if chosen.get(name) == each) for each in PRECISIONS)
             parts = [(costs[name], chosen.get(name, "FP16")) for name in names]
             return Point(
                 four,
                 eight,
+                whole,
                 sum(errors[option] for option in placement),
                 fixed + sum(cost.of(precision, "bytes") for cost, precision in parts),
                 sum(cost.of(precision, "ms") for cost, precision in parts),
@@ -184,8 +195,7 @@ def search(
             progress("placements", number, len(placements))
             points.append(point(placement))
             last = points[-1]
-            counts = f"{len(last.layers)} layers in FP4, {len(last.fp8)} in FP8"
-            say(f"  {counts}: mIoU {100 * last.miou:.2f} %, {last.bytes / 1e6:.2f} MB")
+            say(f"  {last.counts()}: mIoU {100 * last.miou:.2f} %, {last.bytes / 1e6:.2f} MB")
         chosen = _choose(budget, fp16, points, errors, saved, point)
         by_layer = {name: {each: errors[name, each] for each in costs[name].precisions} for name in names}
         latency = PROJECTED if times is None else MEASURED
@@ -206,9 +216,7 @@ def _choose(
     point: Callable[[Placement], Point],
 ) -> Point:
     if budget.kind == "drop":
-        fitting = [
-            each for each in points if 100 * (fp16.miou - each.miou) <= budget.most and (each.layers or each.fp8)
-        ]
+        fitting = [each for each in points if 100 * (fp16.miou - each.miou) <= budget.most and each.quantized]
         if not fitting:
             raise InputError(
                 f"No placement of the frontier loses at most {budget.most:g} points of mIoU. Allow more, or "

@@ -1,4 +1,4 @@
-"""What is measured: the error of each layer alone in FP4 and FP8, and the mIoU of whole placements; kept line by line.
+"""What is measured: the error of each layer alone in a precision, and the mIoU of whole placements; kept line by line.
 
 The record, `measured.jsonl`, begins with what the numbers depend on: checkpoint, images, method. A search that is given
 the same again takes what is there and goes on; with anything else it refuses the folder.
@@ -26,6 +26,7 @@ from fp4deploy.experiments.search.choose import Option
 from fp4deploy.ptq import quantize
 from fp4deploy.ptq.forward import deployed_in
 from fp4deploy.qat.load import round_to_deployed
+from fp4deploy.qat.recipes import EIGHT_BITS
 from fp4deploy.rest import FP16, Rest
 from fp4deploy.system.files import append_line
 from fp4deploy.system.schema import MAX_BYTES, Name, whole_lines
@@ -94,7 +95,7 @@ class Measurements:
         self._logits: list[Tensor] | None = None
 
     def error(self, option: Option) -> float:
-        """Squared error of the logits over their power, one layer alone in FP4 or FP8."""
+        """Squared error of the logits over their power, one layer alone in one precision."""
         layer, precision = option
         return self.record.measure(f"error {precision} {layer}", lambda: self._error([option]))
 
@@ -109,8 +110,8 @@ class Measurements:
         found = copy.deepcopy(self.model)
         if options:
             names = tuple(layer for layer, _ in options)
-            eight = tuple(layer for layer, precision in options if precision == "FP8")
-            chosen: dict[str, Any] = {"include": names, "fp8": eight, "correction": "none"}
+            eight = {form: tuple(layer for layer, each in options if each == form.upper()) for form in EIGHT_BITS}
+            chosen: dict[str, Any] = {"include": names, **eight, "correction": "none"}
             with deployed_in(self.rest):
                 quantize(found, self.calibration, self.method, **chosen, progress=lambda *_: None)
             round_to_deployed(found, self.rest)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fp4deploy.bench import tables
 from fp4deploy.experiments.sensitivity.study import LayerDamage, Study
-from fp4deploy.system.files import atomic_write
+from fp4deploy.system.files import write_whole
 
 MEASURES = ("changed", "logit_error", "parameters", "macs")
 COLOURS = {  # Okabe and Ito's, distinct to colour-blind readers
@@ -33,8 +33,7 @@ def save_study(study: Study, folder: Path) -> list[Path]:
     written = []
     for suffix, content in contents.items():
         path = folder / f"kurtosis.{suffix}"
-        with atomic_write(path) as temporary:
-            temporary.write_bytes(content)
+        write_whole(path, content)
         written.append(path)
     return written
 

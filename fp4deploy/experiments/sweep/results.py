@@ -24,7 +24,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.experiments.sweep.spec import Sweep, Variant
 from fp4deploy.experiments.sweep.test_split import read_test
 from fp4deploy.runs import Run
-from fp4deploy.system.files import atomic_write
+from fp4deploy.system.files import write_whole
 from fp4deploy.system.schema import Count, Float, Share, read_json, read_lines, validated
 from fp4deploy.tasks import key_of
 from fp4deploy.train.schedule import training_job
@@ -175,8 +175,7 @@ def write_results(results: dict[str, Any], out: Path) -> None:
         InputError: a file cannot be written.
     """
     for name, text in (("sweep.json", json.dumps(results, indent=1) + "\n"), ("sweep.md", markdown(results))):
-        with atomic_write(out / name) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+        write_whole(out / name, text)
 
 
 def markdown(results: dict[str, Any]) -> str:

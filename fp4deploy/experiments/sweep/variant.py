@@ -18,7 +18,7 @@ from fp4deploy.experiments.sweep.spec import Sweep, Variant
 from fp4deploy.experiments.sweep.test_split import forget_test, needs_test_score, score_test
 from fp4deploy.models.spec import name_model
 from fp4deploy.runs import Run
-from fp4deploy.system.files import atomic_write
+from fp4deploy.system.files import write_whole
 from fp4deploy.train.batches import share_of_workers
 from fp4deploy.train.config import Config, with_settings
 from fp4deploy.train.models import train_models
@@ -171,5 +171,5 @@ def _tidy() -> None:
 
 def write_error(out: Path, variant: Variant, seed: int, paragraph: str) -> None:
     """Keep why a run failed, where its outcome is looked for."""
-    with atomic_write(run_of(out, variant, seed).path / ERROR_FILE) as temporary:
-        temporary.write_text(json.dumps({"error": " ".join(paragraph.split())[:2000]}) + "\n", encoding="utf-8")
+    error = {"error": " ".join(paragraph.split())[:2000]}
+    write_whole(run_of(out, variant, seed).path / ERROR_FILE, json.dumps(error) + "\n")

@@ -161,9 +161,9 @@ class Ledger:
 
     @property
     def precision(self) -> str:
-        """Precision of the model in the plan: "nvfp4" where any layer keeps FP4 weights, else "fp8" or "fp16"."""
+        """Precision of the model in the plan: "nvfp4" where any weights are FP4, else "fp8", "int8" or "fp16"."""
         kept = {row.weights for row in self.layers}
-        return "nvfp4" if "FP4" in kept else "fp8" if "FP8" in kept else "fp16"
+        return "nvfp4" if "FP4" in kept else next((each.lower() for each in ("FP8", "INT8") if each in kept), "fp16")
 
     def model_card(self) -> ModelCard | None:
         """Model card of the source, or None for a foreign ONNX file."""

@@ -17,7 +17,7 @@ from fp4deploy.export.lowering.fp8 import why_not_fp8
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.qat.layers import TRANSPOSED, QuantizedLayer
 from fp4deploy.qat.placement import is_pointwise, is_upsampling
-from fp4deploy.qat.plan import is_fp8
+from fp4deploy.qat.plan import eight_bits
 from fp4deploy.rest import FP16, Rest
 
 BLOCKED = "TensorRT has no FP4 convolution: FP4 weights are decoded for it"
@@ -42,8 +42,8 @@ def forecast(layer: nn.Module, conv: str, rest: Rest = FP16) -> Forecast:
     >>> forecast(nn.Conv2d(16, 16, 3, padding=1), "gemm").compute
     'FP4'
     """
-    if isinstance(layer, QuantizedLayer) and is_fp8(layer.recipe):
-        return forecast_fp8(layer, rest)
+    if isinstance(layer, QuantizedLayer) and (form := eight_bits(layer.recipe)):
+        return forecast_eight_bits(layer, form, rest)
     plain, half = rest.label, rest.name == "fp16"
     if conv == "plugin" and half and _is_plugin(layer):
         return Forecast("FP4", "FP4", "plugin: TensorRT has no FP4 convolution")
@@ -74,12 +74,12 @@ def forecast(layer: nn.Module, conv: str, rest: Rest = FP16) -> Forecast:
     return Forecast(plain, "FP4", f"{BLOCKED}; --conv gemm makes it FP4 im2col")
 
 
-def forecast_fp8(layer: nn.Module, rest: Rest = FP16) -> Forecast:
-    """The forecast of a layer that is FP8 in the model, under any `--conv` mode."""
+def forecast_eight_bits(layer: nn.Module, form: str, rest: Rest = FP16) -> Forecast:
+    """The forecast of a layer that is FP8 or INT8 in the model, under any `--conv` mode."""
     assert isinstance(layer.weight, torch.Tensor)
-    if problem := why_not_fp8(layer.weight.shape[2:], isinstance(layer, TRANSPOSED)):
-        return Forecast(rest.label, "FP8", problem)
-    return Forecast("FP8", "FP8", "FP8 as the model has it")
+    if problem := why_not_fp8(layer.weight.shape[2:], isinstance(layer, TRANSPOSED), form):
+        return Forecast(rest.label, form, problem)
+    return Forecast(form, form, f"{form} as the model has it")
 
 
 def _is_one_gemm(layer: nn.Module) -> bool:

@@ -32,18 +32,18 @@ from fp4deploy.export.onnx.writer import NodeWriter
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.formats.constants import E4M3_MAX, nvfp4_range
 
-NO_TRANSPOSED = "TensorRT-RTX multiplies transposed convolutions in FP16: their FP8 weights are decoded"
+NO_TRANSPOSED = "TensorRT-RTX multiplies transposed convolutions in FP16: their weights are decoded"
 REASON = "no FP4 convolution in TensorRT: FP4 weights, decoded and rounded to FP8, and FP8 activations"
 MAX_TAPS = 32  # of an FP8 convolution, found by building: 4x8 and 31x1 are FP8, 1x33, 5x7, 6x6 and 7x7 are not
 TOO_MANY_TAPS = f"TensorRT-RTX has FP8 convolutions of at most {MAX_TAPS} taps: the FP8 weights of this one are decoded"
 SMALLEST_SCALE = 2.0**-14  # FP16's smallest normal number
 
 
-def why_not_fp8(kernel: Sequence[int], transposed: bool) -> str:
-    """Why the compiler decodes the FP8 weights of a convolution; "" where it multiplies in FP8."""
+def why_not_fp8(kernel: Sequence[int], transposed: bool, form: str = "FP8") -> str:
+    """Why the compiler decodes the weights of a convolution in FP8, or INT8; "" where it multiplies in that."""
     if transposed:
         return NO_TRANSPOSED
-    return TOO_MANY_TAPS if math.prod(kernel) > MAX_TAPS else ""
+    return TOO_MANY_TAPS if form == "FP8" and math.prod(kernel) > MAX_TAPS else ""
 
 
 def can_be_fp8(layer: Fp4Layer) -> bool:

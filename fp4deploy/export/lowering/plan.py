@@ -172,13 +172,12 @@ def _forecast(
         dtype = node.outputs[0].dtype if node is not None else None
         high = high_precision(dtype)
         stored = weight_initializer(node) if node is not None else None
-        if node is not None and stored is not None and stored.dtype == ir.DataType.FLOAT8E4M3FN:
-            problem = why_not_fp8(_kernel(node), node.op_type == "ConvTranspose")
+        eight = _asked(node) if stored is not None else ""
+        if node is not None and eight and eight in (requested, _CODES.get(stored.dtype)):  # type: ignore[union-attr, arg-type]
+            problem = why_not_fp8(_kernel(node), node.op_type == "ConvTranspose", eight)
             reason = "; ".join(text for text in (kept, problem) if text)
-            return "fp8", high if problem else "FP8", "FP8", reason
-        if stored is not None and node is not None and _asked(node) == requested:
-            return requested.lower(), requested, requested, kept
-        if requested in ("FP4", "FP8"):
+            return eight.lower(), high if problem else eight, eight, reason
+        if requested in ("FP4", *_CODES.values()):
             return "plain", requested, requested, f"the file holds no {requested} weights for this layer"
         return "plain", high, high, kept
     if plugin:

@@ -1,5 +1,5 @@
 """The constants that a file holds of a quantised layer: codes, block scales and the global amax of weight and input;
-of an FP8 layer codes and FP16 scales.
+of a layer in FP8 or INT8 codes and FP16 scales.
 
 Both amaxes are those that runtimes use (`formats.deployed_amax`): an ONNX initialiser is the global scale A / 6E, a
 packed file holds A itself, and both describe the same numbers. The global scale stays FP32: in FP16 it would be
@@ -18,10 +18,15 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fp4deploy.errors import InputError
-from fp4deploy.formats import deployed_amax, fp8_scale, quantize_fp8, quantize_nvfp4
+from fp4deploy.formats import INT8_MAX, deployed_amax, quantize_fp8, quantize_int8, quantize_nvfp4, scale_of
+from fp4deploy.formats.constants import E4M3_MAX
 from fp4deploy.qat.layers import TRANSPOSED, QuantizedLayer
 from fp4deploy.qat.plan import crossed_groups
 
+_EIGHT_BITS = {  # quantiser, largest code, dtype of the codes
+    "fp8": (quantize_fp8, E4M3_MAX, ml_dtypes.float8_e4m3fn),
+    "int8": (quantize_int8, INT8_MAX, np.int8),
+}
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -51,10 +56,11 @@ class LayerConstants:
 
 
 @dataclass(frozen=True)
-class Fp8Constants:
-    """What the file holds of one FP8 layer.
+class EightBitConstants:
+    """What the file holds of one layer in FP8 or INT8.
 
-    codes: float8_e4m3fn in the operator's order: [O, C, KH, KW], transposed [C, O, KH, KW], a linear layer's [C, O].
+    codes: float8_e4m3fn or int8 in the operator's order: [O, C, KH, KW], transposed [C, O, KH, KW], a linear layer's
+        [C, O].
     scales: float16 [O], one an output channel. axis: where the output channels lie in `codes`.
     input_scale: float16, of the whole input.
     """
@@ -70,15 +76,15 @@ class Fp8Constants:
         return self.codes.shape
 
 
-def layer_constants(name: str, layer: QuantizedLayer) -> LayerConstants | Fp8Constants:
-    """Quantise the FP32 weight of one layer exactly as `formats` does: NVFP4 tap by tap, FP8 by output channel.
+def layer_constants(name: str, layer: QuantizedLayer) -> LayerConstants | EightBitConstants:
+    """Quantise the FP32 weight of one layer exactly as `formats` does: NVFP4 tap by tap, eight bits by output channel.
 
     Raises:
         InputError: the layer was never calibrated, its recipe has no static engine form, or a value is not finite.
     """
     recipe = layer.recipe
-    if recipe.weight is not None and recipe.weight.format == "fp8" and layer.is_static:
-        return _fp8_constants(name, layer)
+    if recipe.weight is not None and recipe.weight.in_eight_bits and layer.is_static:
+        return _eight_bit_constants(name, layer, recipe.weight.format)
     if recipe.weight is None or not layer.is_static or recipe.weight.format != "nvfp4" or recipe.weight.row_scaled:
         raise InputError(
             f"{name}: recipe '{recipe.name}' does not quantise weights to NVFP4 and activations with a static global "
@@ -124,18 +130,19 @@ def _amax_and_weight(name: str, layer: QuantizedLayer) -> tuple[float, torch.Ten
     return amax, weight
 
 
-def _fp8_constants(name: str, layer: QuantizedLayer) -> Fp8Constants:
+def _eight_bit_constants(name: str, layer: QuantizedLayer, form: str) -> EightBitConstants:
     amax, weight = _amax_and_weight(name, layer)
     axis = layer.gemms().weight_axes[0]
-    found = quantize_fp8(weight, axis)
+    quantize, largest, dtype = _EIGHT_BITS[form]
+    found = quantize(weight, axis)
     codes, scales = found.codes.view(torch.uint8), found.scale.flatten().to(torch.float16)
     if isinstance(layer, nn.Linear):
         codes, axis = codes.T, 1
-    return Fp8Constants(
-        codes=codes.contiguous().cpu().numpy().view(ml_dtypes.float8_e4m3fn),
+    return EightBitConstants(
+        codes=codes.contiguous().cpu().numpy().view(dtype),
         scales=scales.cpu().numpy(),
         axis=axis,
-        input_scale=np.float16(fp8_scale(torch.tensor(amax)).item()),
+        input_scale=np.float16(scale_of(torch.tensor(amax), largest).item()),
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fp4deploy.errors import InputError
-from fp4deploy.export.onnx.layer_constants import CONVOLUTIONS, Fp8Constants, LayerConstants
+from fp4deploy.export.onnx.layer_constants import CONVOLUTIONS, EightBitConstants, LayerConstants
 from fp4deploy.export.onnx.qdq import ACTIVATION_MARKER, MARKER_DOMAIN, WEIGHT_MARKER
 from fp4deploy.graph.copies import copied
 from fp4deploy.qat.computed import rest_tensors, torch_class
@@ -20,7 +20,10 @@ from fp4deploy.rest import Rest
 
 
 def traceable(
-    model: nn.Module, constants: dict[str, LayerConstants | Fp8Constants], refused: dict[str, InputError], rest: Rest
+    model: nn.Module,
+    constants: dict[str, LayerConstants | EightBitConstants],
+    refused: dict[str, InputError],
+    rest: Rest,
 ) -> nn.Module:
     """A copy in `rest` on the CPU whose quantised layers leave markers, or raise what is `refused`."""
     for name, tensor in rest_tensors(model, rest):
@@ -51,16 +54,16 @@ def _computes(module: nn.Module, *kinds: type[nn.Module]) -> bool:
 
 
 def _marking_forward(
-    name: str, layer: LayerConstants | Fp8Constants, module: nn.Module, dtype: torch.dtype
+    name: str, layer: LayerConstants | EightBitConstants, module: nn.Module, dtype: torch.dtype
 ) -> Callable[..., torch.Tensor]:
     """The layer's forward with two markers in place of its quantised operands."""
-    shape = layer.shape if isinstance(layer, Fp8Constants) else tuple(layer.shape[axis] for axis in layer.order)
+    shape = layer.shape if isinstance(layer, EightBitConstants) else tuple(layer.shape[axis] for axis in layer.order)
     channels = int(cast(Any, module.in_features if isinstance(module, nn.Linear) else module.in_channels))
 
     def operands(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = x.to(dtype)  # of code that computes in FP32
         padded: tuple[Any, ...] = tuple(x.shape)
-        if not isinstance(layer, Fp8Constants):
+        if not isinstance(layer, EightBitConstants):
             axis = layer.channel_axis % x.ndim
             torch._check(x.shape[axis] == channels)  # as the product that the markers stand for does
             padded = (*x.shape[:axis], layer.channels, *x.shape[axis + 1 :])

@@ -13,8 +13,8 @@ constants must be 2-D for a convolution to build; E4M3 may not be the scale of a
 weights stay in OHWI order, so that a block never crosses a tap. Channels beyond C are zeros on both sides, so padding
 does not change the result.
 
-A layer in FP8 has ONNX's own operators, with FP16 scales (the same numbers in FP32, and Casts, where the rest is not
-FP16):
+A layer in FP8 or INT8 has ONNX's own operators, with FP16 scales (the same numbers in FP32, and Casts, where the rest
+is not FP16):
 
     x -> QuantizeLinear(s) -> DequantizeLinear(s)              one scale
     W E4M3 -> DequantizeLinear(axis)                           one scale a channel
@@ -29,12 +29,11 @@ import math
 from collections.abc import Mapping
 from typing import Any, cast
 
-import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
 from fp4deploy.errors import InputError
-from fp4deploy.export.onnx.layer_constants import Fp8Constants, LayerConstants
+from fp4deploy.export.onnx.layer_constants import EightBitConstants, LayerConstants
 from fp4deploy.export.onnx.quantize_function import QUANTIZE_OP, TRT_DOMAIN, dynamic_quantize_function
 from fp4deploy.export.onnx.writer import NodeWriter
 from fp4deploy.formats import NVFP4_BLOCK, global_scale
@@ -49,7 +48,7 @@ WEIGHT_MARKER = "WeightQuantize"
 class LowerMarkers(ir.passes.InPlacePass):
     """Replace every marker that tracing left by its Q/DQ nodes; precondition: `layers` has each marked layer."""
 
-    def __init__(self, layers: Mapping[str, LayerConstants | Fp8Constants], rest: Rest) -> None:
+    def __init__(self, layers: Mapping[str, LayerConstants | EightBitConstants], rest: Rest) -> None:
         super().__init__()
         self.layers, self.dtype = layers, ONNX_TYPES[rest.name]
 
@@ -65,8 +64,8 @@ class LowerMarkers(ir.passes.InPlacePass):
             prefix = f"{name}.input" if is_input else f"{name}.weight"
             writer = NodeWriter(model.graph, prefix, before=node, dtype=self.dtype)
             layer = self.layers[name]
-            if isinstance(layer, Fp8Constants):
-                value = _fp8_activation(writer, layer, node) if is_input else _fp8_weight(writer, layer)
+            if isinstance(layer, EightBitConstants):
+                value = _activation(writer, layer, node) if is_input else _weight(writer, layer)
             else:
                 value = _lower_activation(writer, layer, node) if is_input else _lower_weight(writer, layer)
             node.outputs[0].replace_all_uses_with(value)
@@ -131,30 +130,30 @@ def _lower_activation(writer: NodeWriter, layer: LayerConstants, marker: ir.Node
     return writer.add("Reshape", "image", value, extents, shape=padded)
 
 
-def _fp8_activation(writer: NodeWriter, layer: Fp8Constants, marker: ir.Node) -> ir.Value:
+def _activation(writer: NodeWriter, layer: EightBitConstants, marker: ir.Node) -> ir.Value:
     """x -> QuantizeLinear -> DequantizeLinear."""
     (x,) = marker.inputs
     assert x is not None
-    scale = writer.constant("scale", _fp8_scale(writer, layer.input_scale))
-    zero = writer.constant("zero", np.zeros((), ml_dtypes.float8_e4m3fn))
+    scale = writer.constant("scale", _scale(writer, layer.input_scale))
+    zero = writer.constant("zero", np.zeros((), layer.codes.dtype))
     if writer.dtype == ir.DataType.BFLOAT16:
         x = writer.add("Cast", "wide", x, dtype=ir.DataType.FLOAT, shape=x.shape, to=int(ir.DataType.FLOAT))
-    codes = writer.add("QuantizeLinear", "quantize", x, scale, zero, dtype=ir.DataType.FLOAT8E4M3FN, shape=x.shape)
+    codes = writer.add("QuantizeLinear", "quantize", x, scale, zero, dtype=zero.dtype, shape=x.shape)
     return _narrow(
         writer, writer.add("DequantizeLinear", "dequantized", codes, scale, zero, dtype=scale.dtype, shape=x.shape)
     )
 
 
-def _fp8_weight(writer: NodeWriter, layer: Fp8Constants) -> ir.Value:
+def _weight(writer: NodeWriter, layer: EightBitConstants) -> ir.Value:
     """codes -> DequantizeLinear, one scale an output channel."""
-    codes, scales = writer.constant("codes", layer.codes), writer.constant("scales", _fp8_scale(writer, layer.scales))
+    codes, scales = writer.constant("codes", layer.codes), writer.constant("scales", _scale(writer, layer.scales))
     value = writer.add(
         "DequantizeLinear", "dequantized", codes, scales, dtype=scales.dtype, shape=layer.shape, axis=layer.axis
     )
     return _narrow(writer, value)
 
 
-def _fp8_scale(writer: NodeWriter, scale: Any) -> Any:
+def _scale(writer: NodeWriter, scale: Any) -> Any:
     """An FP16 scale; as FP32 where the rest is not FP16, in which BF16 would not hold it."""
     return scale if writer.dtype == ir.DataType.FLOAT16 else np.asarray(scale, np.float32)
 

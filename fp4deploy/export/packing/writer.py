@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from fp4deploy.errors import InputError
-from fp4deploy.export.onnx.layer_constants import Fp8Constants, LayerConstants, layer_constants
+from fp4deploy.export.onnx.layer_constants import EightBitConstants, LayerConstants, layer_constants
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.graph import ir
 from fp4deploy.graph.capture import Dynamic
@@ -19,6 +19,7 @@ from fp4deploy.graph.sizes import Size, axes_of
 from fp4deploy.packed import graph as packed
 from fp4deploy.packed.graph import Form, Graph, Input, Output
 from fp4deploy.qat.layers import QuantizedLayer
+from fp4deploy.qat.plan import eight_bits
 from fp4deploy.rest import FP32, Rest
 
 Tensors = dict[str, torch.Tensor]
@@ -67,10 +68,10 @@ class Writer:
             layer = self._quantized(node)
             if layer is not None and node.layer not in self.constants:
                 found = layer_constants(node.layer, layer)
-                if isinstance(found, Fp8Constants):
+                if isinstance(found, EightBitConstants):
                     raise InputError(
-                        f"{node.layer} is FP8, and packed networks hold NVFP4 and FP16. Export it with: "
-                        "fp4deploy export --format onnx"
+                        f"{node.layer} is {eight_bits(layer.recipe)}, and packed networks hold NVFP4 and FP16. "
+                        "Export it with: fp4deploy export --format onnx"
                     )
                 self.constants[node.layer] = found
             self._fold(node)

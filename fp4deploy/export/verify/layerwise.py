@@ -35,7 +35,7 @@ from fp4deploy.formats import NVFP4_BLOCK, pad_to_blocks
 from fp4deploy.graph.capture import Inputs
 from fp4deploy.models.meaning import UNKNOWN, OutputMeanings
 from fp4deploy.qat import QuantizedLayer, quantized_layers
-from fp4deploy.qat.plan import is_fp8
+from fp4deploy.qat.plan import eight_bits
 from fp4deploy.rest import Rest
 
 REFERENCE = ".from_torch"
@@ -119,7 +119,7 @@ def compare_layerwise(
 
 def _blocks_with(differs: NDArray[np.bool_], layer: QuantizedLayer) -> int:
     """The number of blocks that hold a differing element."""
-    if is_fp8(layer.recipe):
+    if eight_bits(layer.recipe):
         return int(differs.sum())
     last = np.moveaxis(differs, layer.gemms().input_axis, -1)
     return int(last.reshape(-1, NVFP4_BLOCK).any(-1).sum())
@@ -179,7 +179,7 @@ def _run_torch(
     def keep(name: str) -> Any:
         def hook(layer: Any, inputs: tuple[torch.Tensor, ...]) -> None:
             x = layer.quantized_input(inputs[0])
-            if not is_fp8(layer.recipe):  # whose channels are not padded
+            if not eight_bits(layer.recipe):  # whose channels are not padded
                 x = pad_to_blocks(x, (layer.gemms().input_axis % x.ndim,))
             operands[name].append(x.numpy())
 

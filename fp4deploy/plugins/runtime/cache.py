@@ -23,7 +23,9 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
+import stat
 import tempfile
+import time
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -32,9 +34,10 @@ from pathlib import Path
 
 from fp4deploy.errors import InputError
 from fp4deploy.system.children import owned_folder
-from fp4deploy.system.files import atomic_write, digest_of
+from fp4deploy.system.files import digest_of, write_whole
 
 _DIGEST = hashlib.sha256().digest_size
+MAX_UNUSED_DAYS = 30
 _LONGEST_WAIT = 600  # seconds; on a disk whose locks never free each process compiles for itself
 
 
@@ -135,8 +138,7 @@ def write_entry(entry: Path, content: bytes) -> None:
     Raises:
         InputError: the folder cannot be written.
     """
-    with atomic_write(entry) as temporary:
-        temporary.write_bytes(content + hashlib.sha256(content).digest())
+    write_whole(entry, content + hashlib.sha256(content).digest())
 
 
 def keep_entry(entry: Path, content: bytes) -> None:
@@ -149,6 +151,19 @@ def keep_entry(entry: Path, content: bytes) -> None:
             "Set FP4DEPLOY_CACHE to a folder that can be written.",
             stacklevel=3,
         )
+
+
+def remove_unused(*names: str) -> None:
+    """Delete files of these folders of the cache that nobody has read or written for `MAX_UNUSED_DAYS`.
+
+    A network compiled by Inductor takes some 140 MB there; what is deleted by mistake is compiled again.
+    """
+    oldest = time.time() - MAX_UNUSED_DAYS * 86400
+    for path in (path for name in names for path in (cache_folder() / name).rglob("*")):
+        with suppress(OSError):  # another process may delete it, too
+            found = path.lstat()
+            if not stat.S_ISDIR(found.st_mode) and max(found.st_atime, found.st_mtime) < oldest:
+                path.unlink()
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """One operand of a GEMM, fake-quantised as its spec says: along its contraction axis, group by group.
 
-FP8 has no blocks: one scale for the tensor, or one for each output channel of a weight.
+FP8 and INT8 have no blocks: one scale for the tensor, or one for each output channel of a weight.
 
 `axes` names the contraction axis last; before it, for 2-D blocks, the other axis of the weight. With `groups` that
 axis holds several groups' channels one after the other and a block must not cross from one to the next: each group is
@@ -23,6 +23,8 @@ from fp4deploy.plugins.quantize.dispatch import (
     finite_amax,
 )
 from fp4deploy.qat.recipes import QuantSpec
+
+_IN_EIGHT_BITS = {"fp8": formats.fake_quantize_fp8, "int8": formats.fake_quantize_int8}
 
 
 def quantize_operand(
@@ -52,15 +54,15 @@ def quantize_operand(
     if spec.rounding == "ms_eden":
         assert rotation is not None
         return _rotate_and_quantize(x, spec, axes, groups, rotation), None
-    if spec.format == "fp8":
-        return formats.fake_quantize_fp8(x, axes[0] if spec.row_scaled else None, amax)
+    if spec.in_eight_bits:
+        return _IN_EIGHT_BITS[spec.format](x, axes[0] if spec.row_scaled else None, amax)
     values, in_range, _ = _quantize_groups(x, spec, axes, amax, groups, measure=False)
     return values, in_range
 
 
 def unfolds_by_kernel(x: torch.Tensor, spec: QuantSpec) -> bool:
     """Whether a kernel quantises the feature map `x` [N, C, H, W] unfolded by `spec`, without unfolding it first."""
-    special = spec.format == "fp8" or spec.row_scaled or spec.rounding == "ms_eden"
+    special = spec.in_eight_bits or spec.row_scaled or spec.rounding == "ms_eden"
     return not special and unfolded.supports(x, spec.mx_rule)
 
 
@@ -96,8 +98,8 @@ def quantize_and_measure(
 
     The second pass that it costs otherwise is left where the kernel that does both does not fit.
     """
-    if spec.format == "fp8":
-        values, in_range = formats.fake_quantize_fp8(x, amax=amax)
+    if spec.in_eight_bits:
+        values, in_range = _IN_EIGHT_BITS[spec.format](x, None, amax)
         assert in_range is not None
         return values, in_range, finite_amax(x)
     values, in_range, largest = _quantize_groups(x, spec, axes, amax, groups, measure=True)

@@ -17,13 +17,14 @@ from numpy.typing import NDArray
 from fp4deploy.bench.runtimes.protocol import Runtime
 from fp4deploy.bench.runtimes.pytorch import TorchRuntime
 from fp4deploy.data import IGNORE, LetterboxTransform, Sample, box_set
+from fp4deploy.data.sample import spread
 from fp4deploy.detection import Detections, decode_boxes
 from fp4deploy.detection.decode import iou
 from fp4deploy.detection.draw import draw_boxes
 from fp4deploy.models.boxes import SHOWN as SCORE
 from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.report.figures.instance_overlays import enlarged
-from fp4deploy.report.figures.overlays import CANDIDATES, SHOWN, Overlay, Pixels, png_uri
+from fp4deploy.report.figures.overlays import CANDIDATES, Overlay, Pixels, faded, most_telling, png_uri
 
 MATCHED = 0.5  # IoU
 
@@ -33,14 +34,13 @@ def draw_box_overlays(fp16: Path, nvfp4: Path, data: Path) -> list[Overlay]:
     models = TorchRuntime(fp16), TorchRuntime(nvfp4)
     dataset = box_set(models[0].card, data)
     found: list[_Prediction] = []
-    for index in sorted({round(place) for place in np.linspace(0, len(dataset) - 1, CANDIDATES)}):
+    for index in spread(len(dataset), CANDIDATES):
         sample = dataset.load(index)
         first, second = (find_boxes(model, sample) for model in models)
         names = models[0].card.class_names
         found.append(_Prediction(sample.name, sample.image, true_boxes(sample), first, second, names))
-    worst = max(found, key=lambda prediction: prediction.differing)
-    rich = sorted((each for each in found if each is not worst), key=lambda prediction: -len(prediction.truth))
-    return [prediction.draw(prediction is worst) for prediction in (*rich[: SHOWN - 1], worst)]
+    *rich, worst = most_telling(found, lambda each: each.differing, lambda each: len(each.truth))
+    return [each.draw(each is worst) for each in (*rich, worst)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +60,7 @@ class _Prediction:
         image = enlarged(self.image)
         factor = image.shape[0] / self.image.shape[0]
         truth, first, second = (_scaled(each, factor) for each in (self.truth, self.first, self.second))
-        grey = np.repeat(image.mean(axis=2, keepdims=True) * 0.5 + 110, 3, axis=2).astype(np.uint8)
+        grey = faded(image)
         for one, other in ((first, second), (second, first)):
             grey = draw_boxes(grey, _chosen(one, unmatched(one, other)), self.names)
         pictures = {

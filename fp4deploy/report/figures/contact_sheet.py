@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw, ImageOps
 
 from fp4deploy.data import open_boxes, open_dataset
 from fp4deploy.data.palette import colours, tinted
-from fp4deploy.data.sample import IGNORE, Boxes, Sample
+from fp4deploy.data.sample import IGNORE, Boxes, Sample, spread
 from fp4deploy.report.figures.overlays import grey_slice
 from fp4deploy.system.files import atomic_write
 
@@ -30,12 +30,12 @@ def draw_contact_sheet(root: Path, split: str, out: Path, boxes: bool = False) -
         InputError: the data cannot be read, or the file cannot be written.
     """
     dataset = open_boxes(root, split) if boxes else open_dataset(root, split)
-    chosen = np.unique(np.linspace(0, len(dataset) - 1, min(len(dataset), COLUMNS * ROWS)).round().astype(int))
+    chosen = spread(len(dataset), COLUMNS * ROWS)
     palette = colours(dataset.class_names, dataset.background)
     present: set[int] = set()
     cells = []
     for index in chosen:
-        sample = _flat(dataset.load(int(index)))
+        sample = _flat(dataset.load(index))
         image = Image.fromarray(sample.image if boxes else tinted(sample.image, sample.mask, palette))
         image.thumbnail((SIDE - 8, SIDE - 8))  # at once: twelve whole photos may be gigabytes
         times = max(1, (SIDE - 8) // max(image.size))  # small images: whole pixels, enlarged

@@ -18,7 +18,7 @@ from fp4deploy.report.history import Epoch
 from fp4deploy.report.model import MODEL_TITLES
 from fp4deploy.report.run_folder import RunData
 from fp4deploy.runs import Run
-from fp4deploy.system.files import atomic_write
+from fp4deploy.system.files import write_whole
 
 MODEL_COLOURS = {"fp16": "#4c6ef5", "nvfp4": "#0ca678", "fp16_control": "#adb5bd", "nvfp4_ptq": "#f08c00"}
 RUN_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
@@ -105,8 +105,7 @@ def draw_comparison(runs: Sequence[RunData], histories: Sequence[Histories]) -> 
 def save_curves(run: Run, svg: str) -> Path:
     """Keep the picture as a file too, for slides."""
     path = run.path / "plots" / "training.svg"
-    with atomic_write(path) as temporary:
-        temporary.write_text(svg, encoding="utf-8")
+    write_whole(path, svg)
     return path
 
 

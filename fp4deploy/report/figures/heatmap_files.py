@@ -17,7 +17,7 @@ from typing import Any
 
 from fp4deploy.report.figures.heatmap import MISSING, Heatmap
 from fp4deploy.report.figures.heatmap_page import page
-from fp4deploy.system.files import atomic_write
+from fp4deploy.system.files import write_whole
 
 MAX_TICKS = 17
 STEPS = (1, 2, 4, 10, 16, 20, 40, 100, 200, 400, 1000)  # between labels
@@ -35,8 +35,7 @@ def save_heatmap(heatmap: Heatmap, stem: Path, script: Path) -> list[Path]:
     paths = [stem.with_name(f"{stem.name}.{suffix}") for suffix in ("json", "html", "png")]
     contents = _json(heatmap), page(heatmap, stem.parent, script).encode(), picture(heatmap)
     for path, content in zip(paths, contents, strict=True):
-        with atomic_write(path) as temporary:
-            temporary.write_bytes(content)
+        write_whole(path, content)
     return paths
 
 

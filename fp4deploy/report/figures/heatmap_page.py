@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4deploy.report.figures.heatmap import MISSING, Heatmap
-from fp4deploy.system.files import atomic_write
+from fp4deploy.system.files import write_whole
 
 STANDOFF = 12  # pixels between the labels of an axis and its title; without it plotly lays one over the other
 _INLINE = re.compile(r"<script\b[^>]*>(.*?)</script>", re.DOTALL)
@@ -34,8 +34,7 @@ def save_script(path: Path) -> None:
         return
     from plotly.offline import get_plotlyjs
 
-    with atomic_write(path) as temporary:
-        temporary.write_text(get_plotlyjs(), encoding="utf-8")
+    write_whole(path, get_plotlyjs())
 
 
 def page(heatmap: Heatmap, folder: Path, script: Path) -> str:

@@ -17,10 +17,11 @@ from PIL import Image
 
 from fp4deploy.bench.runtimes.pytorch import TorchRuntime
 from fp4deploy.data import IGNORE, NumberedEvalTransform, instance_set
+from fp4deploy.data.sample import spread
 from fp4deploy.instances import Instances, decode
 from fp4deploy.instances.draw import draw_instances, label_objects
 from fp4deploy.models.heads import InstanceHead
-from fp4deploy.report.figures.overlays import CANDIDATES, DIFFERENCE, SHOWN, Overlay, Pixels, png_uri
+from fp4deploy.report.figures.overlays import CANDIDATES, DIFFERENCE, Overlay, Pixels, faded, most_telling, png_uri
 
 LARGEST = 420  # side of a picture in pixels
 MAX_TEXTS = 12  # of a picture: the objects of the highest scores
@@ -36,7 +37,7 @@ def draw_instance_overlays(fp16: Path, nvfp4: Path, data: Path) -> list[Overlay]
     dataset = instance_set(card, data, numbered=True)
     transform = NumberedEvalTransform(card.height, card.width, card.mean, card.std)
     predictions: list[_Prediction] = []
-    for index in sorted({round(place) for place in np.linspace(0, len(dataset) - 1, CANDIDATES)}):
+    for index in spread(len(dataset), CANDIDATES):
         sample = dataset.load(index)
         assert sample.instances is not None
         size = (sample.mask.shape[0], sample.mask.shape[1])
@@ -47,12 +48,8 @@ def draw_instance_overlays(fp16: Path, nvfp4: Path, data: Path) -> list[Overlay]
         texts = [_true_texts(sample.instances, sample.mask, card.class_names)]
         texts += [_texts(found, card.class_names) for found in (first, second)]
         predictions.append(_Prediction(sample.name, sample.image, sample.instances, void, first.ids, second.ids, texts))
-    worst = max(predictions, key=lambda prediction: prediction.differing)
-    rich = sorted(
-        (prediction for prediction in predictions if prediction is not worst),
-        key=lambda prediction: -int(prediction.truth.max()),
-    )
-    return [prediction.draw(prediction is worst) for prediction in (*rich[: SHOWN - 1], worst)]
+    *rich, worst = most_telling(predictions, lambda each: each.differing, lambda each: int(each.truth.max()))
+    return [each.draw(each is worst) for each in (*rich, worst)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +69,7 @@ class _Prediction:
         return float(different(self.first, self.second).mean())
 
     def draw(self, worst: bool) -> Overlay:
-        grey = np.repeat(self.image.mean(axis=2, keepdims=True) * 0.5 + 110, 3, axis=2).astype(np.uint8)
+        grey = faded(self.image)
         grey[different(self.first, self.second)] = DIFFERENCE
         pictures = {
             "image": self.image,

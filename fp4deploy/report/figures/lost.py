@@ -24,7 +24,7 @@ from fp4deploy.instances.draw import draw_instances
 from fp4deploy.models import ModelCard
 from fp4deploy.models.heads import InstanceHead
 from fp4deploy.report.figures.box_overlays import find_boxes, true_boxes
-from fp4deploy.report.figures.overlays import DIFFERENCE, Pixels
+from fp4deploy.report.figures.overlays import DIFFERENCE, Pixels, faded
 from fp4deploy.system.files import atomic_write
 from fp4deploy.tasks import task_of
 
@@ -129,7 +129,7 @@ def _row(image: Pixels, truth: Pixels, predictions: Sequence[Pixels], palette: P
     wrong = (predictions[-1] != truth) & (truth != IGNORE)
     if len(predictions) > 1:
         wrong &= predictions[0] == truth
-    grey = np.repeat(image.mean(axis=2, keepdims=True) * 0.5 + 110, 3, axis=2).astype(np.uint8)
+    grey = faded(image)
     grey[wrong] = DIFFERENCE
     return np.concatenate([image, *(tinted(image, mask, palette) for mask in (truth, *predictions)), grey], axis=1)
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import base64
 import io
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ from PIL import Image
 from fp4deploy.bench.runtimes.pytorch import TorchRuntime
 from fp4deploy.data import IGNORE, validation_set
 from fp4deploy.data.palette import Palette, colours, tinted
+from fp4deploy.data.sample import spread
 from fp4deploy.tasks import task_of
 
 CANDIDATES = 16
@@ -32,6 +34,7 @@ PAIR = "FP16 | NVFP4"
 SVG = "http://www.w3.org/2000/svg"
 
 Pixels = NDArray[np.uint8]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ def draw_overlays(fp16: Path, nvfp4: Path, data: Path) -> list[Overlay]:
     palette = colours(card.class_names, card.background)
     mean, std = (np.array(values, dtype=np.float32)[:, None, None] for values in (card.mean, card.std))
     found: list[_Prediction] = []
-    for index in sorted({round(place) for place in np.linspace(0, len(dataset) - 1, CANDIDATES)}):
+    for index in spread(len(dataset), CANDIDATES):
         sample = dataset.load(index)
         tensor, mask = transform(sample)
         normalised = tensor.numpy()
@@ -90,12 +93,21 @@ def draw_overlays(fp16: Path, nvfp4: Path, data: Path) -> list[Overlay]:
             continue
         image = ((normalised * std + mean).clip(0, 1) * 255).round().astype(np.uint8).transpose(1, 2, 0)
         found.append(_Prediction(sample.name, image, truth, first, second))
-    worst = max(found, key=lambda prediction: prediction.differing)
-    rich = sorted(
-        (prediction for prediction in found if prediction is not worst), key=lambda prediction: -prediction.classes
-    )
-    chosen = (*rich[: SHOWN - 1], worst)
-    return [prediction.draw(palette, prediction is worst, card.class_names) for prediction in chosen]
+    *rich, worst = most_telling(found, lambda each: each.differing, lambda each: each.classes)
+    return [each.draw(palette, each is worst, card.class_names) for each in (*rich, worst)]
+
+
+def most_telling(
+    found: Sequence[T], differing: Callable[[T], float], richness: Callable[[T], float], shown: int = SHOWN
+) -> list[T]:
+    """The richest of some images, and last the one on which the models differ most."""
+    worst = max(found, key=differing)
+    return [*sorted((each for each in found if each is not worst), key=richness, reverse=True)[: shown - 1], worst]
+
+
+def faded(image: Pixels) -> Pixels:
+    """An image in light grey, on which colours are seen."""
+    return np.repeat(image.mean(axis=2, keepdims=True) * 0.5 + 110, 3, axis=2).astype(np.uint8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +130,7 @@ class _Prediction:
         return float((self.first != self.second).mean())
 
     def draw(self, palette: Palette, worst: bool, names: Sequence[str]) -> Overlay:
-        grey = np.repeat(self.image.mean(axis=2, keepdims=True) * 0.5 + 110, 3, axis=2).astype(np.uint8)
+        grey = faded(self.image)
         grey[self.first != self.second] = DIFFERENCE
         pictures = {
             "image": self.image,

@@ -19,6 +19,7 @@ from PIL import Image
 from fp4deploy.bench.runtimes.pytorch import TorchRuntime
 from fp4deploy.data import IGNORE
 from fp4deploy.data.palette import Palette, colours, tinted
+from fp4deploy.data.sample import spread
 from fp4deploy.detection.draw import draw_boxes
 from fp4deploy.errors import Fp4DeployError, InputError
 from fp4deploy.instances import decode
@@ -27,7 +28,7 @@ from fp4deploy.models.heads import InstanceHead
 from fp4deploy.report.comparison import Member, comparable
 from fp4deploy.report.figures.box_overlays import find_boxes, true_boxes, unmatched_share
 from fp4deploy.report.figures.instance_overlays import different
-from fp4deploy.report.figures.overlays import MAX_RUNS, PictureRow, png_uri
+from fp4deploy.report.figures.overlays import MAX_RUNS, PictureRow, most_telling, png_uri
 from fp4deploy.report.model import MODEL_TITLES
 from fp4deploy.report.run_folder import RunData, readable
 from fp4deploy.runs import Run
@@ -93,15 +94,15 @@ def _rows(
         raise InputError(f"the validation split of {data} holds no images.")
     palette = colours(card.class_names, card.background)
     found = []
-    for index in sorted({round(place) for place in np.linspace(0, len(dataset) - 1, CANDIDATES)}):
+    for index in spread(len(dataset), CANDIDATES):
         sample = dataset.load(index)
         predictions = [kind.predict(model, sample) for model in models]
         differing = [kind.differing(predictions[0], each) for each in predictions[1:]]
         found.append((sample, predictions, max(differing, default=0.0), kind.richness(sample)))
-    most = max(found, key=lambda entry: entry[2])
-    others = sorted((entry for entry in found if entry is not most), key=lambda entry: -entry[3])
     rows = []
-    for sample, predictions, most_differing, _ in (*others[: SHOWN - 1], most):
+    for sample, predictions, most_differing, _ in most_telling(
+        found, lambda each: each[2], lambda each: each[3], SHOWN
+    ):
         drawn = [kind.truth(sample, palette), *(kind.draw(sample.image, each, palette) for each in predictions)]
         named = zip(("image", "truth", *titles), (sample.image, *drawn), strict=True)
         unlike = f": up to {100 * most_differing:.2f} % of {kind.unit} differ from {titles[0]}"

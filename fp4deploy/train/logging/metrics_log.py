@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4deploy.errors import InputError
-from fp4deploy.system.files import atomic_write
+from fp4deploy.system.files import write_whole
 from fp4deploy.system.schema import MAX_LINES_BYTES, parse_json, read_bytes
 
 
@@ -32,8 +32,7 @@ def keep_lines(path: Path, wanted: Callable[[Any], bool]) -> None:
     whole = read_bytes(path, MAX_LINES_BYTES)
     kept = b"".join(line + b"\n" for line in whole.splitlines() if _is_wanted(line, wanted))
     if kept != whole:
-        with atomic_write(path) as temporary:
-            temporary.write_bytes(kept)
+        write_whole(path, kept)
 
 
 def _is_wanted(line: bytes, wanted: Callable[[Any], bool]) -> bool:

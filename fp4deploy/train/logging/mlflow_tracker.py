@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fp4deploy.system.files import atomic_write
+from fp4deploy.system.files import write_whole
 from fp4deploy.system.schema import read_text
 from fp4deploy.train.logging.tracker import Entry, required
 
@@ -48,8 +48,7 @@ class MlflowTracker:
         self.run = self.client.create_run(experiment, run_name=self.name).info.run_id
         for key, value in self.config.items():
             self.client.log_param(self.run, key, value)
-        with atomic_write(known) as temporary:
-            temporary.write_text(self.run + "\n", encoding="utf-8")
+        write_whole(known, self.run + "\n")
 
     def log(self, entry: Entry) -> None:
         """Log scalars, and the share of each code."""

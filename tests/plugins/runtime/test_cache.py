@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -104,3 +105,21 @@ def test_what_torch_compiles_is_kept_in_it(folder: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/chosen")
     cache.keep_compiled_private()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/chosen"
+
+
+def test_what_nobody_uses_is_deleted_and_links_are_not_followed(folder: Path, tmp_path: Path) -> None:
+    names = ("programs/old", "programs/read", "programs/written", "inductor/a/old", "kernels/old")
+    days = {"old": (31, 31), "read": (1, 31), "written": (31, 1)}
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    kept = outside / "old"
+    for path in (*(folder / name for name in names), kept):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x")
+        read, written = (time.time() - 86400 * each for each in days[path.name])
+        os.utime(path, (read, written))
+    (folder / "inductor" / "link").symlink_to(outside)
+    cache.remove_unused("programs", "inductor", "absent")
+    left = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert left == {"programs/read", "programs/written", "kernels/old"}
+    assert kept.is_file()

@@ -13,7 +13,7 @@
 // distances, where computing their addresses took longer than the multiplications; LANES pairs of channels of a block, at
 // most 64; KH, KW taps; SH, SW strides; DH, DW dilations; ROWS, COLUMNS of a thread (ROWS 1 where DH is not 1).
 // x, out: DTYPE [N, H, W, C], [N, OH, OW, C], contiguous, 4-byte aligned; w: DTYPE [KH KW, C]; bias: float32 [C] or null.
-// Launch: block LANES x strips, at most 128; grid (ceil(N down across / strips), ceil(C / 2 / LANES)), where down and
+// Launch: block LANES x STRIPS, at most 128; grid (ceil(N down across / STRIPS), ceil(C / 2 / LANES)), where down and
 // across count pieces of ROWS x COLUMNS pixels.
 #include "channels.cuh"
 
@@ -39,7 +39,7 @@ namespace {
 
 using Two = channels::Pair<DTYPE>::type;
 
-constexpr int TAPS = KH * KW;
+constexpr int TAPS = KH * KW, STRIPS = 128 / LANES;
 constexpr int SPAN = (COLUMNS - 1) * SW + (KW - 1) * DW + 1;
 constexpr int STEP = ROWS == 1 ? DH : 1;  // between rows that are read
 constexpr int TRIPS = ROWS == 1 ? KH : (ROWS - 1) * SH + KH;
@@ -54,12 +54,22 @@ extern "C" __global__ void __launch_bounds__(128, ROWS * COLUMNS > 16 ? 3 : 4) d
     int down, int across, int pieces) {
     __shared__ float2 filters[TAPS * LANES];
     begin_after_primary();
-    const int strip = threadIdx.x / LANES, lane = threadIdx.x % LANES, strips = blockDim.x / LANES;
+    const int strip = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     const int c = 2 * (LANES * int(blockIdx.y) + lane);
-    for (int tap = strip; tap < (c < C ? TAPS : 0); tap += strips)
-        filters[tap * LANES + lane] = channels::widen(*reinterpret_cast<const Two*>(w + tap * C + c));
+    Two held[(TAPS + STRIPS - 1) / STRIPS];  // all on their way at once: one after the other takes longer than the sums
+#pragma unroll
+    for (int i = 0; i * STRIPS < TAPS; ++i) {
+        const int tap = i * STRIPS + strip;
+        held[i] = Two{};
+        if (tap < TAPS && c < C) held[i] = *reinterpret_cast<const Two*>(w + tap * C + c);
+    }
+#pragma unroll
+    for (int i = 0; i * STRIPS < TAPS; ++i) {
+        const int tap = i * STRIPS + strip;
+        if (tap < TAPS && c < C) filters[tap * LANES + lane] = channels::widen(held[i]);
+    }
     __syncthreads();
-    const long long piece = (long long)blockIdx.x * strips + strip;
+    const long long piece = (long long)blockIdx.x * STRIPS + strip;
     if (piece >= pieces || c >= C) return;
     const int line = int(piece) / across, item = line / down;
     const int oy = (line - item * down) * ROWS, ox = (int(piece) - line * across) * COLUMNS;
