@@ -44,6 +44,7 @@ MEASURED = {  # by script, or command of fp4deploy: folders of fp4deploy
     "convergence": _TRAINING,
     "cpu_latency": ("bench/runtimes", "packed", "export/onnx"),
     "data_loading": ("data",),
+    "depthwise_conv": ("plugins/gemm",),
     "direct_conv": ("plugins/gemm",),
     "emulated": ("plugins",),
     "engine_accuracy": (*_TRAINING, *_ENGINES, "interop"),
@@ -82,13 +83,14 @@ MEASURED = {  # by script, or command of fp4deploy: folders of fp4deploy
     "telemetry_cost": ("qat/telemetry", "train"),
     "tiles": ("plugins/gemm",),
     "train": _TRAINING,
+    "touched": ("system",),
     "training_models": _TRAINING,
     "training_step": _TRAINING,
     "transformers_table": ("qat", "graph", *_ENGINES, *_PACKED),
     "vit_digits": ("formats", "qat"),
     "warpgroup_conv": ("plugins/gemm",),
 }
-_NAME = re.compile(r"(?:python (?:-m )?(?:benchmarks|examples|tests)[./](?:export\.)?|fp4deploy )(\w+)")
+_NAME = re.compile(r"(?:python (?:-m )?(?:benchmarks|examples|tests)[./](?:export\.|system\.)?|fp4deploy )(\w+)")
 
 
 class Origin(NamedTuple):

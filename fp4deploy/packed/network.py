@@ -211,9 +211,9 @@ class PackedNetwork:
     def read_input(self, each: Input, x: torch.Tensor, pack: Pack = packed_form) -> list[FeatureMap]:
         """An input in the forms that nodes read; `pack` makes the packed ones.
 
-        An image that only kernels of any strides read stays as it is, NCHW and FP32 or FP16.
+        An image that only kernels of any strides read stays as it is, NCHW and FP32 or 16 bits.
         """
-        if each.outputs[0].name in self._as_given and x.dtype in (torch.float32, torch.float16):
+        if each.outputs[0].name in self._as_given and x.dtype in (torch.float32, torch.float16, self.dtype):
             return [x.to(self.device)] * len(each.outputs)
         if each.dtype == "int64":
             return [x.to(self.device, torch.int64)] * len(each.outputs)

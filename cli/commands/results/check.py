@@ -59,7 +59,10 @@ def check(
             "--recipe", help="Recipe to plan for (unet and FP16 checkpoints).", autocompletion=completion.recipes
         ),
     ] = "nvfp4_qat",
-    classes: Annotated[int, typer.Option("--classes", min=1, help="Number of classes (unet only).")] = 21,
+    classes: Annotated[
+        int | None,
+        typer.Option("--classes", min=1, help="Number of classes.", show_default="21, or what the network has"),
+    ] = None,
     digits: Annotated[
         bool, typer.Option("--digits", help="The first layer reads a multi-term FP4 encoding of the image (unet only).")
     ] = False,
@@ -109,7 +112,7 @@ def _library(conv: str, target: str) -> str:
 
 
 def _subject(
-    model: str, recipe: str, classes: int, digits: bool, sets: list[str] | None, size: tuple[int, ...] | None
+    model: str, recipe: str, classes: int | None, digits: bool, sets: list[str] | None, size: tuple[int, ...] | None
 ) -> Subject:
     path = Path(model)
     if nnunet.is_folder(path):
@@ -176,16 +179,19 @@ def _inputs(size: tuple[int, ...]) -> NetworkInput:
 
 
 def _of_spec(
-    model: str, recipe: str, classes: int, digits: bool, sets: list[str] | None, size: tuple[int, ...] | None
+    model: str, recipe: str, classes: int | None, digits: bool, sets: list[str] | None, size: tuple[int, ...] | None
 ) -> Subject:
     from fp4deploy.models.build import build_model
+    from fp4deploy.models.output import LogitsOutput
     from fp4deploy.models.spec import parse_spec
     from fp4deploy.qat import layer_plan
     from fp4deploy.train import load_config
 
     chosen = load_config(None, sets or []).model
     inputs = _inputs(size or (256, 256))
-    network = build_model(parse_spec(model, chosen.args, chosen.output), classes, digits=digits, inputs=inputs)
+    network = build_model(parse_spec(model, chosen.args, chosen.output), classes or 21, digits=digits, inputs=inputs)
+    if classes is None and isinstance(network, LogitsOutput):
+        network.logits_channels = None
     return _of_network(network, layer_plan(network, recipe), _example((inputs.channels, *inputs.size)))
 
 
