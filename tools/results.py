@@ -76,7 +76,6 @@ MEASURED = {  # by script, or command of fp4deploy: folders of fp4deploy
     "roofline_training": ("peaks.py", "graph", "qat"),
     "scaling": _TRAINING,
     "selftest": ("selftest", "plugins", "packed", "export"),
-    "depthwise_conv": ("plugins/gemm",),
     "small_k_conv": ("plugins/gemm",),
     "sweep": _TRAINING,
     "telemetry": ("qat/telemetry", "experiments/sensitivity"),
