@@ -68,7 +68,7 @@ TRAINED = "trained"  # the checkpoint itself, in autocast
 FILE = "accuracy.json"
 ROUNDED = {onnx.TensorProto.FLOAT16: torch.float16, onnx.TensorProto.FLOAT8E4M3FN: torch.float8_e4m3fn}
 E4M3_MAX = 448.0
-OF_A_RUN = ("epochs", "best_epoch", "best", "last", "skipped_steps")  # best and last: of the validation split
+OF_A_RUN = ("status", "epochs", "best_epoch", "best", "last", "skipped_steps")  # best and last: of the validation split
 
 
 class Rounding(OnnxNetwork):
@@ -236,7 +236,7 @@ def gather(folders: list[Path]) -> dict[str, Any]:
                 mine.setdefault("runs", {})[seed] = {key: run[key] for key in OF_A_RUN if key in run}
                 for form, scored in found["forms"].items():
                     kept.setdefault((name, form), {})[seed] = scored
-    rows = []
+    rows: list[dict[str, Any]] = []
     for (name, form), by_seed in sorted(kept.items(), key=lambda item: (list(variants).index(item[0][0]), 0)):
         seeds = sorted(by_seed, key=int)
         scores = {seed: by_seed[seed].get("value") for seed in seeds}
@@ -244,12 +244,15 @@ def gather(folders: list[Path]) -> dict[str, Any]:
         line: dict[str, Any] = {"variant": name, "form": form, "score": scores}
         line |= {"mean": statistics.fmean(known) if known else None}
         line |= {"sd": statistics.stdev(known) if len(known) > 1 else None}
-        line |= {key: {seed: by_seed[seed].get(key) for seed in seeds} for key in ("changed", "error")}
+        for key in ("changed", "error"):
+            line[key] = {seed: by_seed[seed][key] for seed in seeds if by_seed[seed].get(key) is not None} or None
         line |= {"layers": by_seed[seeds[0]].get("layers")}
         for key, other in (("drop", variants[name]["against"]), ("drop_of_form", name if form != TRAINED else None)):
             if other is not None and (other, TRAINED) in kept:
                 line[key] = drops(kept[other, TRAINED], by_seed)
         rows.append({key: each for key, each in line.items() if each is not None})
+        if form == TRAINED:
+            variants[name] |= _of_a_sweep(rows[-1])
     counts = next((_counts(each) for forms in kept.values() for each in forms.values() if "evidence" in each), None)
     about |= {"images": len(counts.images), "metric": _metric(counts)} if counts else {}
     return {
@@ -259,6 +262,17 @@ def gather(folders: list[Path]) -> dict[str, Any]:
         "variants": variants,
         "rows": rows,
     }
+
+
+def _of_a_sweep(row: dict[str, Any]) -> dict[str, Any]:
+    """Score and gap of the test split under the names that results of sweeps have; gaps are in points, signed."""
+    found: dict[str, Any] = {}
+    if row.get("sd") is not None:
+        found["test"] = {"mean": row["mean"] / 100, "sd": row["sd"] / 100}
+    if (drop := row.get("drop", {})).get("low") is not None:
+        by_seed = {seed: -each["drop"] for seed, each in drop["by_seed"].items()}
+        found["gap_test"] = {"mean": -drop["mean"], "low": -drop["high"], "high": -drop["low"], "by_seed": by_seed}
+    return found
 
 
 def drops(baseline: dict[str, dict[str, Any]], other: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ import jinja2
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for docs and tools
-from docs.tables import accuracy, kernels, names, networks, packed, picture, results, training  # noqa: E402
+from docs.tables import accuracy, engines, kernels, names, networks, packed, picture, results, training  # noqa: E402
 from docs.tables.accuracy import ABLATION as ABLATION  # noqa: E402
 from docs.tables.results import as_of, document, points, result  # noqa: E402
 
@@ -60,7 +60,8 @@ FIGURES: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
         result, command, points, machine, accuracy.instances_of_samples, accuracy.claim_growth, accuracy.image_loss,
-        accuracy.first_input_share, kernels.four_over_six_cost, kernels.wgmma_share, kernels.triton_share,
+        accuracy.first_input_share, engines.engine_control, engines.trained_for_auto, kernels.four_over_six_cost,
+        kernels.wgmma_share, kernels.triton_share,
         packed.cpu_slowest, packed.input_encoding_cost, packed.packed_fp16_over_nvfp4,
         packed.packed_networks_ratios, picture.digits_below,
         picture.largest_loss, picture.qat_over_calibrated, training.captured_recipe, training.first_steps,
@@ -71,7 +72,7 @@ FIGURES: dict[str, Callable[..., Any]] = {
 TEXTS: dict[str, Callable[..., str]] = {"commands": commands, "public_names": names.public_names}
 TABLES: dict[str, Callable[..., str]] = {
     name: function
-    for module in (accuracy, kernels, names, networks, packed, picture, training)
+    for module in (accuracy, engines, kernels, names, networks, packed, picture, training)
     for name, function in inspect.getmembers(module, inspect.isfunction)
     if function.__module__ == module.__name__ and not name.startswith("_") and name not in FIGURES | TEXTS
 }

@@ -30,8 +30,8 @@ RestName = Literal["fp16", "bf16", "fp32"]
 AUTO = "auto"  # FP16, with FP32 for modules whose code leaves its range; BF16 where a layer does (`qat.ranges`)
 POSITIONS = 2048  # whole numbers up to here are held only if they are exact: they may be positions
 ADVICE = (
-    "Deploy it with --rest auto (rest='auto'), which computes such modules in FP32, or with --rest bf16, or train it "
-    "under FP16 autocast."
+    "Deploy it with --rest auto (rest='auto'), which computes what a module's own code overflows in in FP32 and takes "
+    "BF16 where a layer or parameter does, or with --rest bf16."
 )
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from docs.tables.results import difference, gap, markdown, result, spread
+from docs.tables.results import NOT_MEASURED, difference, gap, markdown, result, shown, spread
 from docs.tables.steps import best_fp16, over_best, steps
 from fp4deploy.qat.recipes import RECIPES
 
-NOT_MEASURED = "not measured"
 WHOLE_PICTURE = (  # data and network, result, control, calibrated only, QAT
     ("COCO samples, persons; EfficientNet-Lite0 UNet", "coco_samples_h200", "control", "", "qat"),
     ("COCO samples, seven classes; EfficientNet-Lite0 UNet", "coco_samples_h200", "control_classes", "", "qat_classes"),
@@ -24,6 +23,9 @@ WHOLE_PICTURE = (  # data and network, result, control, calibrated only, QAT
     ("CamVid; smp Unet(resnet34)", "camvid_unet_resnet34_h200", "unet_resnet34_control", "", "unet_resnet34"),
     ("CamVid; smp DeepLabV3+", "camvid_deeplabv3plus_h200", "deeplabv3plus_control", "", "deeplabv3plus"),
     ("CamVid; UNet 0.25", "camvid_quarter_sweep_h200", "control", "ptq", "qat"),
+    ("CamVid; UNet 0.25, 256x352, 80 epochs", "engine_camvid_h200", "control", "ptq", "qat"),
+    ("CamVid; smp MAnet(resnet34), the rest BF16", "camvid_manet_h200", "bf16_control", "nvfp4_ptq_bf16", "nvfp4_bf16"),
+    ("DSB2018; UNet 0.25, 50 epochs", "engine_dsb2018_h200", "control", "ptq", "qat"),
     ("CamVid; UNet 1.0", "camvid_sweep_h200", "control", "ptq", "qat"),
     ("CamVid; UNet 1.0, every layer", "camvid_sweep_h200", "control", "ptq_all", "qat_all"),
     (
@@ -52,8 +54,9 @@ def whole_picture() -> str:
         score = found[control].get(split) or found[control]["ap"]
         tuned, calibrated = (found[each][f"gap_{split}"] if each else None for each in (qat, ptq))
         cells = [label, f"{metric}, {'test' if split == 'test' else 'validation'}", spread(score)]
-        cells += [_shown(calibrated), _shown(tuned), _shown(_over(tuned, calibrated)) if calibrated else NOT_MEASURED]
-        rows.append((tuned["mean"], [*cells, f"`{report['command'].removeprefix(SWEEP)}`"]))
+        cells += [shown(calibrated), shown(tuned), shown(_over(tuned, calibrated)) if calibrated else NOT_MEASURED]
+        sweep = report["command"].removeprefix(SWEEP).split(" && ")[0]
+        rows.append((tuned["mean"], [*cells, f"`{sweep}`"]))
     head = ["data; network", "score", "FP16 control", "calibrated", "QAT", "QAT − calibrated", f"`{SWEEP}...`"]
     return markdown(head, (cells for _, cells in sorted(rows, key=lambda row: float(row[0]))))
 
@@ -73,13 +76,6 @@ def largest_loss() -> str:
 def _over(value: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """The difference of two gaps to one control, paired by seed."""
     return difference([value["by_seed"][seed] - other["by_seed"][seed] for seed in value["by_seed"]])
-
-
-def _shown(value: dict[str, Any] | None) -> str:
-    """A gap, bold where its interval lies on one side of zero."""
-    if value is None:
-        return NOT_MEASURED
-    return f"**{gap(value)}**" if value["low"] > 0 or value["high"] < 0 else gap(value)
 
 
 def qat_over_calibrated(name: str, split: str, layers: str = "") -> str:
@@ -106,28 +102,31 @@ def recipe_evidence() -> str:
     for data in ("camvid", "dsb2018"):
         claimed = (each for each in result("claim_h200")["gaps"] if (each["data"], each["network"]) == (data, "unet_1"))
         gaps.append({each["recipe"]: gap(each) for each in claimed})
+    gaps += [_tuned(f"engine_{data}_h200", "gap_test") for data in ("camvid", "dsb2018")]
     gaps += [{name: gap(value) for name, value in _digit_gaps(name).items()} for name in DIGITS]
     names = dict.fromkeys((*RECIPES, *(name for column in gaps for name in column)))
     rows = [[f"`{name}`", *(column.get(name, NOT_MEASURED) for column in gaps)] for name in names]
     head = ["recipe", "step over the best FP16", "CamVid, fine-tuned", "boxes of nuclei, fine-tuned, AP"]
-    return markdown([*head, "CamVid, from random weights", "DSB2018, from random weights", *DIGITS.values()], rows)
+    head += [f"{data}, from random weights" for data in ("CamVid", "DSB2018")]
+    head += [f"{data}, UNet 0.25, fine-tuned, test" for data in ("CamVid", "DSB2018")]
+    return markdown([*head, *DIGITS.values()], rows)
 
 
-def _tuned(name: str) -> dict[str, str]:
+def _tuned(name: str, score: str = "gap_best") -> dict[str, str]:
     """Gaps to the control of the variants of a sweep that choose a recipe and no layers, and of its `qat`."""
     found = {}
     for variant, row in result(name)["variants"].items():
         settings = dict(each.split("=", 1) for each in row["settings"])
         recipe = json.loads(settings.get("recipe", '"nvfp4_qat"' if variant == "qat" else "null"))
         if recipe and settings.keys() <= {"recipe", "quant.percentile"}:
-            found[SAME_RECIPE.get(recipe, recipe)] = _with_seeds(row)
+            found[SAME_RECIPE.get(recipe, recipe)] = _with_seeds(row[score])
     return found
 
 
-def _with_seeds(row: dict[str, Any]) -> str:
-    """The gap at the best epoch; of fewer than three seeds, how many."""
-    seeds = len(row["gap_best"]["by_seed"])
-    return gap(row["gap_best"]) + {1: " (1 seed)", 2: " (2 seeds)"}.get(seeds, "")
+def _with_seeds(value: dict[str, Any]) -> str:
+    """The gap; of fewer than three seeds, how many."""
+    seeds = len(value["by_seed"])
+    return gap(value) + {1: " (1 seed)", 2: " (2 seeds)"}.get(seeds, "")
 
 
 DIGITS = {"digits_vit_cpu": "digits, transformer", "digits_conv_cpu": "digits, convolutions"}

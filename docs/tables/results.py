@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 
 MINUS = "\N{MINUS SIGN}"
+NOT_MEASURED = "not measured"
 
 
 def result(name: str) -> Any:
@@ -60,6 +61,13 @@ def points(values: Sequence[float]) -> str:
 def gap(value: dict[str, Any] | None) -> str:
     """A difference paired by seed, in points, with its 95 % interval where there are several seeds."""
     return "" if value is None else gap_text(value).replace("-", MINUS)
+
+
+def shown(value: dict[str, Any] | None) -> str:
+    """A gap, bold where its interval lies on one side of zero."""
+    if value is None:
+        return NOT_MEASURED
+    return f"**{gap(value)}**" if value["low"] > 0 or value["high"] < 0 else gap(value)
 
 
 def difference(values: Sequence[float]) -> dict[str, Any]:

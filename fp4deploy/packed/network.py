@@ -65,7 +65,7 @@ from fp4deploy.packed.graph import (
     weight_names,
 )
 from fp4deploy.packed.on_cpu import convolution
-from fp4deploy.packed.operators import Context, as_numbers, channels_last, compute, convolve, positions_of
+from fp4deploy.packed.operators import Context, as_numbers, channels_last, compute, convolve, positions_of, read_tensors
 from fp4deploy.packed.plain_layers import convolve_small_k, plain_geometry, plain_kernel, read_as_given, small_k_kernel
 from fp4deploy.packed.producers import Move, Produce, Step, label, moved, normalized, plan
 from fp4deploy.packed.shapes import Shape, expected, fitting, shapes_of, weight_order, weight_shape
@@ -158,8 +158,7 @@ class PackedNetwork:
         small_k = partial(small_k_kernel, weights=self._plain, device=self.device)
         self._as_given = set[str]() if self._own else read_as_given(self.graph, inputs, steps, small_k)
         names -= constants_of(self.graph)  # an embedding may share the weight of the output layer
-        others = {name: tensor for name, tensor in file.tensors.items() if name not in names}
-        self._vectors = {name: tensor.to(self.device, torch.float32) for name, tensor in others.items()}
+        self._vectors = read_tensors(self.graph, file.tensors, names, self.device, self.dtype)
         self._positions = positions_of(self.graph, self.device)
 
     def __call__(self, *inputs: torch.Tensor) -> Result:

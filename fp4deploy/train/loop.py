@@ -138,6 +138,7 @@ class Trainer:
         self.average = WeightAverage(model, settings.ema) if settings.ema else None
         self.auxiliary = auxiliary and auxiliary.placed(self.device, self.layout, fused)
         self.stream = torch.cuda.Stream() if on_gpu and settings.cuda_graph and not self._alone else None
+        self.forward = self.bare.forward  # which the next line puts under autocast, in the module itself
         self.model: Any = self.accelerator.prepare_model(self.bare, evaluation_mode=True)
         self.stepper = self.accelerator.prepare_optimizer(self.optimizer)
         if not self._alone:
@@ -481,6 +482,7 @@ class Trainer:
         They are measured on the images of the last step, in FP32.
         """
         if self.autocast == "fp16" and self.images is not None:
+            self.bare.forward = self.forward  # under autocast what overflows is infinite already
             with self._uncompiled(), Ranges(self.bare, FP16) as ranges:
                 self.bare(self.images)
             if beyond := ranges.beyond(advice="Start again with --set train.precision=bf16."):

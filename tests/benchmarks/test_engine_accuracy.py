@@ -98,9 +98,26 @@ def test_seeds_of_several_folders_become_one_table(tmp_path: Path) -> None:
     assert [each["drop"] for each in auto["drop"]["by_seed"].values()] == pytest.approx([drop, 0], abs=1e-3)
     assert auto["drop"]["mean"] == pytest.approx(drop / 2, abs=1e-3)
     assert list(auto["drop_of_form"]["by_seed"]) == ["0"]
+    assert "changed" not in auto
+    assert found["variants"]["qat"]["runs"]["0"]["status"] == "done"
+    assert found["variants"]["control"]["test"] == pytest.approx({"mean": value(fine), "sd": 0})
+    assert "gap_test" not in found["variants"]["qat"]  # one seed has no interval
     assert rows["qat", TRAINED]["score"] == {"0": value(fine), "1": None}
     assert (found["images"], found["metric"], found["settings"]) == (4, "mIoU", [])
     said = text(found)
     assert said.index("auto") < said.index(TRAINED)
     assert "NaN" in said
     assert "other seed 1 failed: no memory" in said
+
+
+def test_a_gap_is_a_drop_with_the_other_sign(tmp_path: Path) -> None:
+    fine, worse = counts([10, 9, 10, 8]), counts([8, 8, 9, 2])
+    folders = [
+        sweep(tmp_path / seed, seed, {"control": {TRAINED: fine}, "qat": {TRAINED: each}})
+        for seed, each in (("0", worse), ("1", fine))
+    ]
+    found = gather(folders)
+    drop, gap = found["rows"][1]["drop"], found["variants"]["qat"]["gap_test"]
+    assert gap["mean"] < 0
+    assert (gap["mean"], gap["low"], gap["high"]) == (-drop["mean"], -drop["high"], -drop["low"])
+    assert gap["by_seed"] == {seed: -each["drop"] for seed, each in drop["by_seed"].items()}

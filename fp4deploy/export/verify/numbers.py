@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp4deploy.qat import quantized_layers
+from fp4deploy.qat.experts import weights_held
 from fp4deploy.rest import Rest
 
 _NAMES = ("add", "sub", "mul", "div", "rsub", "true_divide", "multiply", "subtract", "divide")
@@ -85,7 +86,7 @@ def rest_numbers(model: nn.Module, rest: Rest) -> Iterator[None]:
         handles.append(layer.register_forward_pre_hook(mode.enter, prepend=True))
         handles.append(layer.register_forward_hook(mode.leave, always_call=True))
     try:
-        with mode:
+        with weights_held(model), mode:
             yield
     finally:
         for handle in handles:
