@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,13 +24,14 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.nn.functional as F
+from peers import origin
 
 from fp4deploy.export.to_packed import pack_model
 from fp4deploy.formats import Nvfp4Tensor, quantize_nvfp4
-from fp4deploy.graph.sizes import output_size
 from fp4deploy.models import ModelCard, build_unet
 from fp4deploy.packed import PackedNetwork, packed_file
 from fp4deploy.plugins.gemm import dispatch
+from fp4deploy.plugins.gemm.reference import Sizes, each, output_sizes
 from fp4deploy.qat import prepare
 from fp4deploy_emulator.accumulate import DEPTH, block_scaled
 
@@ -60,9 +62,9 @@ def convolution(model: str) -> Any:
         sources: tuple[Nvfp4Tensor, ...],
         weight: Nvfp4Tensor,
         bias: torch.Tensor | None = None,
-        stride: int = 1,
-        padding: int = 0,
-        dilation: int = 1,
+        stride: Sizes = 1,
+        padding: Sizes = 0,
+        dilation: Sizes = 1,
         relu: bool = False,
         dtype: torch.dtype = torch.float16,
         out_amax: torch.Tensor | None = None,
@@ -70,7 +72,8 @@ def convolution(model: str) -> Any:
     ) -> Any:
         n, h, w = sources[0].shape[:3]
         outputs, kh, kw, _ = weight.shape
-        oh, ow = (output_size(s, k, stride, padding, dilation) for s, k in ((h, kh), (w, kw)))
+        oh, ow = output_sizes((h, w), (kh, kw), stride, padding, dilation)
+        (sy, sx), (py, px), (dy, dx) = (each(size, 2) for size in (stride, padding, dilation))
         acc = np.zeros((n * oh * ow, outputs), np.float32)
         factor, first = torch.tensor(1.0), 0
         for source in sources:
@@ -87,13 +90,13 @@ def convolution(model: str) -> Any:
                 weight.e4m3_max,
             )
             x, f = unpacked(source), unpacked(part)
-            border = ((0, 0), (padding, padding), (padding, padding), (0, 0))
-            padded = [np.pad(each, border) for each in x]
+            border = ((0, 0), (py, py), (px, px), (0, 0))
+            padded = [np.pad(values, border) for values in x]
             for ky in range(kh):
                 for kx in range(kw):
-                    rows = slice(ky * dilation, ky * dilation + stride * (oh - 1) + 1, stride)
-                    columns = slice(kx * dilation, kx * dilation + stride * (ow - 1) + 1, stride)
-                    a = tuple(each[:, rows, columns].reshape(n * oh * ow, -1) for each in padded)
+                    rows = slice(ky * dy, ky * dy + sy * (oh - 1) + 1, sy)
+                    columns = slice(kx * dx, kx * dx + sx * (ow - 1) + 1, sx)
+                    a = tuple(values[:, rows, columns].reshape(n * oh * ow, -1) for values in padded)
                     acc = gemm(a, (f[0][:, ky, kx], f[1][:, ky, kx]), acc, model)
             first += channels
         y = torch.from_numpy(acc) * (factor * (weight.amax / (6 * weight.e4m3_max)))
@@ -123,11 +126,21 @@ def linear(k: int, spread: float, seed: int) -> dict[str, float]:
         scaled = sums.double() * float(factor)
         found[f"{model}_relative_error"] = float((scaled - exact).norm() / exact.norm())
     found["fp16_differ"] = float((outputs["hardware"] != outputs["exact"]).double().mean())
-    amax = outputs["exact"].float().abs().amax()
+    sizes = outputs["exact"].float().abs()
+    amax = sizes[sizes.isfinite()].amax()  # of sums that FP16 holds
     packed = [quantize_nvfp4(each, amax=amax) for each in outputs.values()]
     codes = [torch.stack([each.codes & 15, each.codes >> 4]) for each in packed]
     found["packed_codes_differ"] = float((codes[0] != codes[1]).double().mean())
     return found
+
+
+def packed_operands() -> Any:
+    """Inside, a CPU multiplies packed operands, as a GPU does; by itself it decodes them."""
+
+    def multiply(network: Any, node: Any, inputs: Any, bias: Any, _: Any) -> Any:
+        return network._multiply(node, inputs, bias)
+
+    return mock.patch.object(PackedNetwork, "_multiply_on_cpu", multiply)
 
 
 def unet(seed: int, scale: float, size: int) -> dict[str, float]:
@@ -142,9 +155,8 @@ def unet(seed: int, scale: float, size: int) -> dict[str, float]:
     names = tuple(f"class {index}" for index in range(5))
     rgb = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
     card = ModelCard("nvfp4", scale, names, size, size, *rgb, False, "nvfp4_qat")
-    network = PackedNetwork(
-        packed_file(Path("unet.fp4"), card, *pack_model(model.eval(), torch.zeros(1, 3, size, size), False))
-    )
+    file = packed_file(Path("unet.fp4"), card, *pack_model(model.eval(), torch.zeros(1, 3, size, size), False))
+    network = PackedNetwork(file, dtype=torch.float16)
     hardware, exact = convolution("hardware"), convolution("exact")
     differ, total = 0, 0
 
@@ -157,9 +169,10 @@ def unet(seed: int, scale: float, size: int) -> dict[str, float]:
 
     logits = {}
     for name, function in (("hardware", hardware), ("exact", exact), ("both", both)):
-        with mock.patch.object(dispatch, "conv2d_reference", function):
+        with packed_operands(), mock.patch.object(dispatch, "conv2d_reference", function):
             logits[name] = network(images).float()
-    plain = network(images).float()
+    with packed_operands():
+        plain = network(images).float()
     classes = {name: each.argmax(1) for name, each in logits.items()}
     return {
         "seed": seed,
@@ -181,6 +194,9 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=64, help="pixels of an image along each side")
     given = parser.parse_args()
     results: dict[str, Any] = {
+        "command": f"python benchmarks/accumulator.py {' '.join(sys.argv[1:])}".strip(),
+        **origin(),
+        "versions": {"torch": torch.__version__, "numpy": np.__version__},
         "note": "CPU only; the hardware's accumulator is a published model, nothing ran on a GPU",
         "linear": [
             linear(k, spread, seed)

@@ -36,7 +36,7 @@ from fp4deploy_emulator.cases import cases
 from fp4deploy_emulator.cases.case import Setting
 
 GEMMS = ("linear", "conv", "several taps", "two sources", "transposed", "packed output", "volumes", "W4A16", "GEMV")
-GEMMS += ("decoded weights", "split-K", "dgrad", "wgrad")
+GEMMS += ("decoded weights", "split-K", "dgrad", "wgrad", "grouped")
 
 
 def main() -> None:

@@ -179,9 +179,9 @@ def measure(name: str, engine: bool = False) -> dict[str, Any]:
         return row
     _stage(row, "train", lambda: _train(model, inputs))
     model.eval()
-    if experts_of(model):
-        row["files"] = "experts in high precision"  # which no file has in FP4
-        _stage(row, "without experts", lambda: _without_experts(model, inputs))
+    if experts_of(model):  # one product of all chosen experts has no loop that depends on values
+        cast(Any, model).set_experts_implementation("batched_mm")
+        fd.calibrate(model, inputs)
     with tempfile.TemporaryDirectory() as folder:
         onnx, packed = Path(folder) / "model.onnx", Path(folder) / "model.fp4"
         if _stage(row, "export", lambda: _export(model, inputs, onnx)) is not None:
@@ -227,13 +227,6 @@ def _prepare(model: nn.Module, inputs: Inputs) -> dict[str, Any]:
         "parameters": total,
         "fp4_share": round(quantised / total, 4),
     }
-
-
-def _without_experts(model: nn.Module, inputs: Inputs) -> None:
-    """For files: one product of all chosen experts has no loop that depends on values."""
-    fd.prepare(model, exclude=["experts"], example_inputs=inputs)
-    fd.calibrate(model, inputs)
-    cast(Any, model).set_experts_implementation("batched_mm")
 
 
 def _train(model: nn.Module, inputs: Inputs) -> dict[str, Any]:

@@ -44,6 +44,7 @@ MEASURED = {  # by script, or command of fp4deploy: folders of fp4deploy
     "convergence": _TRAINING,
     "cpu_latency": ("bench/runtimes", "packed", "export/onnx"),
     "data_loading": ("data",),
+    "depthwise_conv": ("plugins/gemm",),
     "direct_conv": ("plugins/gemm",),
     "emulated": ("plugins",),
     "engine_accuracy": (*_TRAINING, *_ENGINES, "interop"),
@@ -67,6 +68,7 @@ MEASURED = {  # by script, or command of fp4deploy: folders of fp4deploy
     "packed_unet": _PACKED,
     "plain_conv": ("plugins/gemm",),
     "products": ("plugins/gemm",),
+    "qdq_placement": ("interop/placement.py", *_ENGINES),
     "ptq": ("ptq", "qat"),
     "random_networks": ("models", "qat", "graph", *_ENGINES, *_PACKED),
     "written_networks": ("models", "qat", "graph", *_ENGINES, *_PACKED),
@@ -75,20 +77,20 @@ MEASURED = {  # by script, or command of fp4deploy: folders of fp4deploy
     "roofline_training": ("peaks.py", "graph", "qat"),
     "scaling": _TRAINING,
     "selftest": ("selftest", "plugins", "packed", "export"),
-    "depthwise_conv": ("plugins/gemm",),
     "small_k_conv": ("plugins/gemm",),
     "sweep": _TRAINING,
     "telemetry": ("qat/telemetry", "experiments/sensitivity"),
     "telemetry_cost": ("qat/telemetry", "train"),
     "tiles": ("plugins/gemm",),
     "train": _TRAINING,
+    "touched": ("system",),
     "training_models": _TRAINING,
     "training_step": _TRAINING,
     "transformers_table": ("qat", "graph", *_ENGINES, *_PACKED),
     "vit_digits": ("formats", "qat"),
     "warpgroup_conv": ("plugins/gemm",),
 }
-_NAME = re.compile(r"(?:python (?:-m )?(?:benchmarks|examples|tests)[./](?:export\.)?|fp4deploy )(\w+)")
+_NAME = re.compile(r"(?:python (?:-m )?(?:benchmarks|examples|tests)[./](?:export\.|system\.)?|fp4deploy )(\w+)")
 
 
 class Origin(NamedTuple):

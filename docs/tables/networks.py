@@ -187,7 +187,7 @@ def transformers_table() -> str:
         built = f"{engine['fp4_gemms']}, {engine['fallbacks']}" if "fallbacks" in engine else _refusal(engine)
         layers = f"{planned['fp4_layers']} of {planned['layers']}" if "layers" in planned else _refusal(planned)
         rows.append([
-            f"`{row['class']}`" + (" \\*" if "files" in row else ""),
+            f"`{row['class']}`",
             layers,
             f"{100 * planned.get('fp4_share', 0):.0f} %",
             "agrees" if exported.get("passed") else _refusal(exported),

@@ -27,13 +27,9 @@ UNSTEADY = 1.5  # p90 over p50 above which a row says that its times are no prop
 
 
 def metrics(artifacts: Sequence[ArtifactEntry]) -> tuple[tuple[str, str], ...]:
-    """Title and key of the metrics to show: mIoU, of volumes Dice and distance, too; AP and AP50 of objects."""
-    instance = any(entry.ap is not None for entry in artifacts)
-    semantic = any(entry.miou is not None for entry in artifacts)
-    volumes = VOLUMES if any(entry.dice is not None for entry in artifacts) else ()
-    labels = LABELS if any(entry.top1 is not None for entry in artifacts) else ()
-    maps = SEMANTIC if semantic or not (instance or labels) else ()
-    return maps + volumes + labels + (INSTANCE if instance else ())
+    """Title and key of the metrics that an artefact has: mIoU, Dice and distance, top-1, AP and AP50."""
+    known = (SEMANTIC, VOLUMES, LABELS, INSTANCE)
+    return sum((each for each in known if any(getattr(entry, each[0][1]) is not None for entry in artifacts)), ())
 
 
 def head(artifacts: Sequence[ArtifactEntry]) -> tuple[str, ...]:

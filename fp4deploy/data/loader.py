@@ -41,7 +41,7 @@ def _leave_signals_to_the_parent(worker: int) -> None:
     do not answer, takes effect after some seconds.
     """
 
-    def end_later(*_: Any) -> None:
+    def end_later(*_: object) -> None:
         timer = threading.Timer(_GRACE, os._exit, (0,))
         timer.daemon = True
         timer.start()

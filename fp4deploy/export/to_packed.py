@@ -36,7 +36,6 @@ from fp4deploy.packed.capture import CapturedNetwork, graphs_enabled
 from fp4deploy.packed.file import SUFFIX
 from fp4deploy.packed.program import compile_mode
 from fp4deploy.qat import load_model, round_to_deployed, unquantized
-from fp4deploy.qat.experts import refuse_experts
 from fp4deploy.qat.layers import QuantizedLayer
 from fp4deploy.qat.ranges import automatic_rest
 from fp4deploy.rest import AUTO, FP16, Rest, rest_of
@@ -188,7 +187,6 @@ def pack_model(
         InputError: a module that cannot be captured, an operation or recipe without packed form, a value that is not
             finite.
     """
-    refuse_experts(model)
     if not any(True for _ in model.children()):  # a single layer has no name of its own
         model = nn.Sequential(model)
     digits = bool(getattr(model, "digits", False))

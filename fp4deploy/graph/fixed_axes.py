@@ -59,7 +59,7 @@ class Specializing(TorchFunctionMode):
         self.known = set[Any]()
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call, and look at the conditions that torch has noted meanwhile."""
         try:

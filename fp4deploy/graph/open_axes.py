@@ -46,7 +46,7 @@ class Divided(TorchFunctionMode):
         self.pools = pools
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call, or compute what the call does."""
         kwargs = kwargs or {}
@@ -91,7 +91,7 @@ def _area(
     size: Any = None,
     scale_factor: Any = None,
     mode: str = "nearest",
-    *_: Any,
+    *_: object,
     **__: Any,
 ) -> torch.Tensor | None:
     """An average over areas is an adaptive pooling; None where the number of areas depends on the size."""

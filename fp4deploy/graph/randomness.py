@@ -70,7 +70,7 @@ class _Drawn(DispatchMode):
         super().__init__()
         self.calls: list[tuple[str, str]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         draws = torch.Tag.nondeterministic_seeded in func.tags or "rrelu" in func._schema.name
         if draws and not (kwargs or {}).get("generator"):
             self.calls.append(_place(func._schema.name.rpartition("::")[2].rstrip("_")))

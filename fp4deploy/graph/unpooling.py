@@ -56,7 +56,7 @@ class Unpooling(TorchFunctionMode):
         self.pooled: dict[int, _Pooled] = {}
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call, or compute what the call does."""
         kwargs = kwargs or {}

@@ -21,9 +21,7 @@ from PIL import Image
 
 from fp4deploy.data import CocoDataset
 from fp4deploy.instances.decode import Instances
-from fp4deploy.instances.results import MAX_BYTES
 from fp4deploy.system.files import atomic_write, write_whole
-from fp4deploy.system.schema import read_json, validated
 
 
 @dataclass(frozen=True)
@@ -74,12 +72,6 @@ def to_rgb(ids: NDArray[np.int32]) -> NDArray[np.uint8]:
     return np.stack([ids >> shift & 255 for shift in (0, 8, 16)], axis=-1).astype(np.uint8)
 
 
-def from_rgb(pixels: NDArray[np.uint8]) -> NDArray[np.int32]:
-    """Segment ids of what `to_rgb` gives."""
-    red, green, blue = (pixels[..., channel].astype(np.int32) for channel in range(3))
-    return red + 256 * green + 65536 * blue
-
-
 class PanopticWriter:
     """Writes the PNG of every image as it comes, and the JSON at the end."""
 
@@ -125,13 +117,3 @@ class PanopticWriter:
         path = self.folder / "panoptic.json"
         write_whole(path, json.dumps(content))
         return path
-
-
-def read_panoptic(folder: Path) -> dict[str, Any]:
-    """Content of panoptic.json.
-
-    Raises:
-        InputError: the file is missing or not JSON.
-    """
-    path, advice = Path(folder) / "panoptic.json", "Write it with: fp4deploy bench --results DIR"
-    return validated(dict[str, Any], read_json(path, advice, MAX_BYTES), path, advice)

@@ -174,7 +174,9 @@ class _Layer:
         self.keys, self.values, self.at = keys, values, at
         self.is_initialized = keys is not None
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, *_: object, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add those of new tokens [N, heads, L, D], and give all."""
         self.keys, self.values = self._with(self.keys, keys), self._with(self.values, values)
         self.is_initialized = True

@@ -78,16 +78,6 @@ def _rounded(x: torch.Tensor) -> torch.Tensor:
     return (x.to(torch.float16).view(torch.int16) & -1).view(torch.float16)
 
 
-def decode_input(encoded: torch.Tensor) -> torch.Tensor:
-    """The image [N, 3, H, W] that the terms [N, 13, H, W] stand for: `encode_input` undone up to its error.
-
-    >>> decode_input(encode_input(torch.full((1, 3, 1, 1), 1.0)))[0, 0]
-    tensor([[0.9877]])
-    """
-    terms = encoded[:, : ENCODED_CHANNELS - 1].split(IMAGE_CHANNELS, 1)
-    return torch.stack([term / unit for term, unit in zip(terms, UNITS, strict=True)]).sum(0) / GAIN
-
-
 def expand_weight(weight: torch.Tensor) -> torch.Tensor:
     """First layer over an image [O, 3, KH, KW] -> the same function over its terms [O, 13, KH, KW]."""
     scaled = [weight / (unit * GAIN) for unit in UNITS]

@@ -31,7 +31,7 @@ class LogitsOutput:
     """Mixed in before the network's own class by `with_logits`."""
 
     logits_output: str | None
-    logits_channels: int
+    logits_channels: int | None  # None: any number
     logits_spec: str
     logits_maps: bool
 
@@ -40,7 +40,11 @@ class LogitsOutput:
         found = pick_logits(self._outputs(x), self.logits_spec, self.logits_output)
         if not self.logits_maps:
             return self._of_images(found, x)
-        if found.ndim != x.ndim or found.shape[0] != x.shape[0] or found.shape[1] != self.logits_channels:
+        if (
+            found.ndim != x.ndim
+            or found.shape[0] != x.shape[0]
+            or found.shape[1] != (self.logits_channels or found.shape[1])
+        ):
             size = ", ".join("dhw"[5 - x.ndim :])
             raise InputError(
                 f"The output of {self.logits_spec} has the shape {list(found.shape)}, and a logits map of this data "

@@ -34,6 +34,7 @@ from fp4deploy.packed.graph import (
     Compare,
     Conv2d,
     ConvTranspose2d,
+    Experts,
     Form,
     Graph,
     GroupNormReLU,
@@ -50,6 +51,7 @@ from fp4deploy.packed.graph import (
     axes_of,
     constants_of,
     named,
+    parts_of,
     tensors_of,
     weight_names,
 )
@@ -126,8 +128,8 @@ def check_values(tensors: Mapping[str, torch.Tensor], graph: Graph) -> None:
             raise InputError(f"the tensor '{name}' holds {largest:g}, and {limit}. {AGAIN}")
         if name in amaxes and not float(tensor) >= SMALLEST_AMAX:
             raise InputError(f"'{name}' is {float(tensor):g}, and a scale needs an amax of at least 2^-100. {AGAIN}")
-        if name.endswith(".weight.amax") and not float(tensor) >= 0:
-            raise InputError(f"'{name}' is {float(tensor):g}, and an amax is not negative. {AGAIN}")
+        if name.endswith(".amax") and not (tensor >= 0).all():
+            raise InputError(f"'{name}' is {float(tensor.min()):g}, and an amax is not negative. {AGAIN}")
 
 
 def _check_inputs(graph: Graph) -> None:
@@ -307,6 +309,13 @@ def required(graph: Graph, node: Node, shapes: Shapes) -> Iterator[Requirement]:
         if isinstance(node, Conv2d) and node.groups > 1:
             _require(deep % NVFP4_BLOCK == 0, f"a block of {NVFP4_BLOCK} would cross its groups of {deep} channels")
         return
+    if isinstance(node, Experts):
+        codes, scales, amax = parts_of(node.tensor)
+        *rows, deep = graph.tensors[codes].shape
+        _require(len(rows) == 2 and deep % 8 == 0, "the weights of its experts are not [E, N, K] in whole blocks")
+        yield codes, "U8", [*rows, deep]
+        yield scales, "F8_E4M3", [*rows, deep // 8]
+        yield amax, "F32", [rows[0], 1]
     if isinstance(node, GroupNormReLU | Affine | Norm) and node.layer is not None:
         source = shapes[node.inputs[0]]
         shape = list(node.shape) if isinstance(node, Norm) and node.op == "layer_norm" else [source[1]]

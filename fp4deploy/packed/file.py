@@ -4,7 +4,7 @@ The metadata is one entry, `fp4deploy.packed`: a JSON object of strings.
 
 | key | what it is |
 |---|---|
-| `format` | `packed/8` to 3, the oldest that has all nodes; `packed/2` and `packed/1` (`legacy`) are read too |
+| `format` | `packed/9` to 3, the oldest that has all nodes; `packed/2` and `packed/1` (`legacy`) are read too |
 | `version` | version of fp4deploy that wrote it |
 | `card` | the model card, or "" |
 | `graph` | JSON: inputs, nodes, outputs, and of each tensor type, shape and SHA-256 (`graph.Graph`) |
@@ -43,6 +43,7 @@ from fp4deploy.system.files import digest_of
 
 SUFFIX = ".fp4"
 FORMATS = (
+    "packed/9",
     "packed/8",
     "packed/7",
     "packed/6",

@@ -35,7 +35,8 @@ or paddings. A convolution of two packed inputs reads them as their concatenatio
 
 A layer's weight is `<layer>.weight`, of the rest's type O,KH,KW,C (O,C of a linear layer; FP32 where the module's code
 computes it from its parameters, as a standardised weight), or where the layer is quantised `<layer>.weight.codes`,
-`.scales` and `.amax`, the FP32 global amax A; E is the layer's `e4m3_max`.
+`.scales` and `.amax`, the FP32 global amax A; E is the layer's `e4m3_max`. Weights of experts, `experts`, are such
+tensors with an amax each, [E, 1]; they are decoded when a network is opened, and multiplied in the rest.
 """
 
 from __future__ import annotations
@@ -242,6 +243,15 @@ class Constant(Step):
     op: Literal["constant"] = "constant"
     inputs: Annotated[list[Name], Field(max_length=0)] = []
     tensor: Name
+
+
+class Experts(Step):
+    """Weights [E, N, K] of experts in NVFP4, decoded; blocks along K."""
+
+    op: Literal["experts"] = "experts"
+    inputs: Annotated[list[Name], Field(max_length=0)] = []
+    tensor: Name
+    e4m3_max: Literal[448, 256] = 448
 
 
 class Concat(Step):
@@ -457,7 +467,7 @@ class Aten(Step):
 
 Node = Annotated[
     Conv2d | ConvTranspose2d | Linear | GroupNormReLU | Affine | Norm | Activation | PReLU | Arithmetic | Compare
-    | Where | Constant | Concat | Pool | AdaptivePool | Reduce | Variance | CumulativeSum | ArgMax | Resize
+    | Where | Constant | Experts | Concat | Pool | AdaptivePool | Reduce | Variance | CumulativeSum | ArgMax | Resize
     | PixelShuffle | Unfold | Fold | Reshape | Permute | Slice | Select | Roll | Flip | Repeat | Take | Pad | Matmul
     | Softmax | Attention | Aten,
     Field(discriminator="op"),
@@ -506,6 +516,8 @@ class Graph(Strict):
 
 def format_of(node: Node) -> int:
     """The oldest format `packed/N` that has a node of this kind, from 3 on."""
+    if isinstance(node, Experts):
+        return 9
     if isinstance(node, Norm | GroupNormReLU) and node.eps <= MIN_EPSILON:
         return 8
     if isinstance(node, Aten) and node.function.partition(".")[0] in ("embedding", "index", "index_select"):
@@ -556,7 +568,12 @@ def axes_of(node: Conv2d | ConvTranspose2d) -> int:
 def weight_names(node: Layer) -> list[str]:
     """Names of the tensors that hold a layer's weight."""
     weight = f"{node.layer}.weight"
-    return [f"{weight}.{part}" for part in ("codes", "scales", "amax")] if node.precision == "nvfp4" else [weight]
+    return parts_of(weight) if node.precision == "nvfp4" else [weight]
+
+
+def parts_of(weight: str) -> list[str]:
+    """Names of the tensors of an NVFP4 weight."""
+    return [f"{weight}.{part}" for part in ("codes", "scales", "amax")]
 
 
 def tensors_of(node: Node | Input) -> list[str]:
@@ -572,6 +589,8 @@ def tensors_of(node: Node | Input) -> list[str]:
         names += [f"{node.layer}.scale", f"{node.layer}.shift"]
     elif isinstance(node, Constant | PReLU):
         names.append(node.tensor)
+    elif isinstance(node, Experts):
+        names += parts_of(node.tensor)
     names += [form.amax for form in node.outputs]
     return [name for name in dict.fromkeys(names) if name]
 

@@ -16,8 +16,8 @@ import math
 from collections.abc import Sequence
 
 from fp4deploy.formats import NVFP4_BLOCK
-from fp4deploy.packed.graph import Concat, Conv2d, Form, Graph, Input, Layer, Linear, Node
-from fp4deploy.packed.shapes import Shape, Shapes, fitting, shapes_of, weight_shape
+from fp4deploy.packed.graph import Concat, Conv2d, Experts, Form, Graph, Input, Layer, Linear, Node
+from fp4deploy.packed.shapes import Shape, Shapes, fitting, shapes_of, stored_shape, weight_shape
 from fp4deploy.rest import FP16, Rest, rest_of
 
 
@@ -89,6 +89,8 @@ def plain_bytes(graph: Graph) -> int:
             axis = -1 if isinstance(node, Linear) else 1
             channels = sum(shapes[name][axis] for name in node.inputs)
             total += FP16.bytes * math.prod(weight_shape(graph, node, channels))
+        elif isinstance(node, Experts):
+            total += FP16.bytes * math.prod(stored_shape(graph, node.tensor))
     kept = [info for info in graph.tensors.values() if "16" in info.dtype or (info.dtype == "F32" and info.shape)]
     return total + sum(FP16.bytes * math.prod(info.shape) for info in kept)
 

@@ -65,7 +65,7 @@ from fp4deploy.packed.graph import (
     weight_names,
 )
 from fp4deploy.packed.on_cpu import convolution
-from fp4deploy.packed.operators import Context, as_numbers, channels_last, compute, convolve, positions_of
+from fp4deploy.packed.operators import Context, as_numbers, channels_last, compute, convolve, positions_of, read_tensors
 from fp4deploy.packed.plain_layers import convolve_small_k, plain_geometry, plain_kernel, read_as_given, small_k_kernel
 from fp4deploy.packed.producers import Move, Produce, Step, label, moved, normalized, plan
 from fp4deploy.packed.shapes import Shape, expected, fitting, shapes_of, weight_order, weight_shape
@@ -158,8 +158,7 @@ class PackedNetwork:
         small_k = partial(small_k_kernel, weights=self._plain, device=self.device)
         self._as_given = set[str]() if self._own else read_as_given(self.graph, inputs, steps, small_k)
         names -= constants_of(self.graph)  # an embedding may share the weight of the output layer
-        others = {name: tensor for name, tensor in file.tensors.items() if name not in names}
-        self._vectors = {name: tensor.to(self.device, torch.float32) for name, tensor in others.items()}
+        self._vectors = read_tensors(self.graph, file.tensors, names, self.device, self.dtype)
         self._positions = positions_of(self.graph, self.device)
 
     def __call__(self, *inputs: torch.Tensor) -> Result:
@@ -211,9 +210,9 @@ class PackedNetwork:
     def read_input(self, each: Input, x: torch.Tensor, pack: Pack = packed_form) -> list[FeatureMap]:
         """An input in the forms that nodes read; `pack` makes the packed ones.
 
-        An image that only kernels of any strides read stays as it is, NCHW and FP32 or FP16.
+        An image that only kernels of any strides read stays as it is, NCHW and FP32 or 16 bits.
         """
-        if each.outputs[0].name in self._as_given and x.dtype in (torch.float32, torch.float16):
+        if each.outputs[0].name in self._as_given and x.dtype in (torch.float32, torch.float16, self.dtype):
             return [x.to(self.device)] * len(each.outputs)
         if each.dtype == "int64":
             return [x.to(self.device, torch.int64)] * len(each.outputs)

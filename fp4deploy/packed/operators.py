@@ -6,13 +6,14 @@ executor gets. Nodes that multiply packed operands by kernels are in `network`; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.graph.sizes import evaluate
 from fp4deploy.packed.graph import (
     LATER_FUNCTIONS,
@@ -29,6 +30,7 @@ from fp4deploy.packed.graph import (
     Conv2d,
     ConvTranspose2d,
     CumulativeSum,
+    Experts,
     Flip,
     Fold,
     Graph,
@@ -56,6 +58,7 @@ from fp4deploy.packed.graph import (
     Unfold,
     Variance,
     Where,
+    parts_of,
 )
 from fp4deploy.plugins.quantize.window import max_pool
 from fp4deploy.rest import FP16, POSITIONS
@@ -65,9 +68,9 @@ from fp4deploy.rest import FP16, POSITIONS
 class Context:
     """What a node reads besides activations.
 
-    tensor: name -> float32 tensor of the file. sizes: "<input>.<axis>" -> its size. positions: those of `Take`, on the
-    device; a CUDA graph cannot copy them from the host, and reads them as long as it is replayed. dtype: of plain
-    activations.
+    tensor: name -> float32 tensor of the file, or decoded weights of experts. sizes: "<input>.<axis>" -> its
+    size. positions: those of `Take`, on the device; a CUDA graph cannot copy them from the host, and reads them as long
+    as it is replayed. dtype: of plain activations.
     """
 
     tensor: Callable[[str], torch.Tensor]
@@ -88,6 +91,20 @@ def positions_of(graph: Graph, device: torch.device) -> dict[tuple[int, ...], to
     """What the nodes `take` of a graph read as `Context.positions`."""
     takes = {tuple(node.indices) for node in graph.nodes if isinstance(node, Take)}
     return {indices: torch.tensor(indices, device=device) for indices in takes}
+
+
+def read_tensors(
+    graph: Graph, tensors: Mapping[str, torch.Tensor], held: Collection[str], device: torch.device, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """What `Context.tensor` gives: float32, without those of layers (`held`), and weights of experts decoded."""
+    experts = {node.tensor: node for node in graph.nodes if isinstance(node, Experts)}
+    parts = {name for weight in experts for name in parts_of(weight)}
+    found = {k: x.to(device, torch.float32) for k, x in tensors.items() if k not in held and k not in parts}
+    for weight, node in experts.items():
+        codes, scales, amax = (tensors[name].to(device) for name in parts_of(weight))
+        shape = torch.Size((*codes.shape[:-1], 2 * codes.shape[-1]))
+        found[weight] = Nvfp4Tensor(codes, scales, amax, shape, node.e4m3_max).dequantize(dtype)
+    return found
 
 
 # Operators of ATen that a file may name: functions of their arguments alone, whose result has a size that follows from
@@ -246,7 +263,7 @@ def _where(_: Where, inputs: list[torch.Tensor], __: Context) -> torch.Tensor:
     return torch.where(condition != 0, one, other)
 
 
-def _constant(node: Constant, _: list[torch.Tensor], context: Context) -> torch.Tensor:
+def _constant(node: Constant | Experts, _: list[torch.Tensor], context: Context) -> torch.Tensor:
     return context.tensor(node.tensor)
 
 
@@ -419,6 +436,7 @@ _TABLE: dict[type[Step], Callable[..., torch.Tensor]] = {
     Compare: _compare,
     Where: _where,
     Constant: _constant,
+    Experts: _constant,
     Concat: _concat,
     Pool: _pool,
     AdaptivePool: _adaptive,

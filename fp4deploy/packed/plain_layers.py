@@ -1,4 +1,4 @@
-"""Which layers in FP16 kernels of this package compute: `small_k` and `plain` of `plugins.gemm.convolution`.
+"""Which layers in 16 bits kernels of this package compute: `small_k` and `plain` of `plugins.gemm.convolution`.
 
 Convolutions whose sum has few elements, the first and the last layer of most networks, come from `small_k` on a GPU;
 where it does not take a layer, does not compile or does not launch, torch computes it.
@@ -21,8 +21,11 @@ Pair = tuple[int, int]
 
 def plain_kernel(node: Layer) -> bool:
     """Whether `plugins.gemm.convolution.plain` computes a layer in FP16."""
-    single = isinstance(node, Conv2d) and node.op == "conv2d" and node.groups == 1 and len(node.inputs) == 1
-    return single and node.precision == "fp16"
+    return _is_single(node) and node.precision == "fp16"
+
+
+def _is_single(node: Layer) -> bool:
+    return isinstance(node, Conv2d) and node.op == "conv2d" and node.groups == 1 and len(node.inputs) == 1
 
 
 def plain_geometry(node: Conv2d) -> tuple[Pair, Pair, Pair]:
@@ -34,13 +37,15 @@ def plain_geometry(node: Conv2d) -> tuple[Pair, Pair, Pair]:
 def small_k_kernel(node: Any, weights: dict[str, torch.Tensor], device: torch.device) -> bool:
     """Whether `plugins.gemm.convolution.small_k` computes a node on a device.
 
-    weights: of layers in FP16, with torch's axes.
+    weights: of layers in FP16 or BF16, with torch's axes.
     """
-    if not isinstance(node, Layer) or not plain_kernel(node) or not small_k.is_available(device):
+    if not isinstance(node, Layer) or not _is_single(node) or node.precision not in ("fp16", "bf16"):
         return False
     place = cast(Conv2d, node)
     outputs, channels, kh, kw = weights[place.layer].shape
-    return small_k.supports(channels, outputs, (kh, kw), *plain_geometry(place), place.groups)
+    return small_k.is_available(device) and small_k.supports(
+        channels, outputs, (kh, kw), *plain_geometry(place), place.groups
+    )
 
 
 def read_as_given(
@@ -71,7 +76,9 @@ def convolve_small_k(
 
     None where sizes do not fit, or the kernel does not run after all.
     """
-    if x.ndim != 4 or not small_k.is_available(x.device):  # refused since the network was loaded
+    if x.ndim != 4 or (x.is_cuda and weight.dtype == torch.float32):
+        return None
+    if not small_k.is_available(x.device):  # refused since the network was loaded
         return None
     x, filters = x.permute(0, 2, 3, 1), weight.permute(0, 2, 3, 1)
     stride, padding, _ = plain_geometry(node)

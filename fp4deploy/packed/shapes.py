@@ -70,7 +70,7 @@ def shapes_of(graph: Graph, inputs: Mapping[str, Shape] | None = None) -> Shapes
         sizes |= {f"{each.name}.{axis}": size for axis, size in enumerate(shape)}
         read = (shape[0], ENCODED_CHANNELS, *shape[2:]) if graph.digits else shape
         _add(found, each, read, sizes)
-    context = Context(lambda name: _empty(graph.tensors[name].shape), sizes)
+    context = Context(lambda name: _empty(stored_shape(graph, name)), sizes)
     for number, node in enumerate(graph.nodes):
         try:
             _add(found, node, _result(graph, node, [found[name] for name in node.inputs], context), sizes)
@@ -116,6 +116,14 @@ def expected(graph: Graph, each: Input) -> str:
     sizes = [names[axis] if axis in each.free else str(size) for axis, size in enumerate(each.shape)]
     kind = "RGB images" if len(sizes) == 4 and sizes[1] == "3" else f"'{each.name}'"
     return f"{kind} [{', '.join(sizes)}]"
+
+
+def stored_shape(graph: Graph, name: str) -> list[int]:
+    """Of a tensor, or of weights of experts, whose codes are half as wide."""
+    if name in graph.tensors:
+        return graph.tensors[name].shape
+    *rows, width = graph.tensors[f"{name}.codes"].shape
+    return [*rows, 2 * width]
 
 
 def weight_shape(graph: Graph, node: Layer, channels: int) -> list[int]:

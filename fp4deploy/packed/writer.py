@@ -60,7 +60,7 @@ from fp4deploy.packed.graph import (
     constants_of,
     weight_names,
 )
-from fp4deploy.packed.operators import Context, compute, positions_of
+from fp4deploy.packed.operators import Context, compute, positions_of, read_tensors
 from fp4deploy.packed.row_norms import row_norms
 from fp4deploy.packed.shapes import Shape, shapes_of, weight_order, weight_shape
 from fp4deploy.packed.wide import wide_activations
@@ -98,7 +98,7 @@ class Writer:
         self.rows = row_norms(file.graph, self.wide, dtype, device)
         layers = [node for node in file.graph.nodes if isinstance(node, Layer)]
         held = {name for node in layers for name in weight_names(node)} - constants_of(file.graph)
-        self.vectors = {k: v.to(device, torch.float32) for k, v in file.tensors.items() if k not in held}
+        self.vectors = read_tensors(file.graph, file.tensors, held, device, dtype)
         self.scales = self._scales(file, layers)
         shapes = shapes_of(file.graph)
         self.weights = {node.layer: self._weight(file, node, shapes, device) for node in layers}

@@ -1,6 +1,7 @@
 """Quantisation-aware training: recipes, straight-through functions, layers, and `prepare`."""
 
 from fp4deploy.qat.calibration import calibrate_percentile
+from fp4deploy.qat.fp4_gemms.grouped import grouped_linear
 from fp4deploy.qat.layers import (
     QuantConv1d,
     QuantConv2d,
@@ -31,6 +32,7 @@ __all__ = [
     "calibrate_percentile",
     "deployed",
     "find_recipe",
+    "grouped_linear",
     "layer_plan",
     "load_model",
     "prepare",

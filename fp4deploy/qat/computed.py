@@ -213,7 +213,7 @@ class _Calls(TorchFunctionMode):
         self.seen, self.skipped = seen, skipped
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call, and remember."""
         if func is not self.operator:

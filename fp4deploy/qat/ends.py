@@ -268,7 +268,7 @@ class _Origins(DispatchMode):
         self.alive.append(storage)
         return int(storage._cdata)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         origin = self.of((args, kwargs))
         if origin.direct or origin.all:

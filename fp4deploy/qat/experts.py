@@ -8,18 +8,20 @@ a linear layer: along the last axis, or the one before where the module says `is
 
 The class is changed in place. Inside its forward the parameters read as quantised, once for each call, with
 straight-through gradients; anywhere else they are the parameters, under their names. What goes in is not quantised: the
-forward is the library's, and gathers tokens before it multiplies. No file has experts in FP4 yet; `refuse` says so.
+forward is the library's, and gathers tokens before it multiplies. Files hold codes and scales of the weights, which are
+decoded when a file is opened (`export.onnx.layer_constants.expert_constants`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from fp4deploy.errors import InputError
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.qat.operators.ste import fake_quantize
 from fp4deploy.qat.recipes import Recipe
@@ -34,17 +36,21 @@ class QuantExperts(nn.Module):
     plain: type[nn.Module]
     names: tuple[str, ...]  # of the weights [E, N, K]
     quantizing: bool
+    held: Mapping[str, torch.Tensor]  # while they are read
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The library's forward, on quantised weights."""
-        if not self.quantizing:
+        if not self.quantizing or "held" in vars(self):
             return self.plain.forward(self, *inputs, **named)
-        held = {name: self.quantized_weight(name) for name in self.names}
-        vars(self)["held"] = held
+        self.hold()
         try:
             return self.plain.forward(self, *inputs, **named)
         finally:
-            del vars(self)["held"]
+            del self.held
+
+    def hold(self, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Let the parameters read as `weights`, or else as quantised now, until `held` is deleted."""
+        self.held = weights or {name: self.quantized_weight(name) for name in self.names}
 
     def quantized_weight(self, name: str) -> torch.Tensor:
         """A parameter [E, N, K], or [E, K, N] of transposed ones, each expert fake-quantised alone."""
@@ -131,17 +137,14 @@ def experts_of(model: nn.Module) -> dict[str, QuantExperts]:
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantExperts)}
 
 
-def refuse_experts(model: nn.Module) -> None:
-    """Refuse to write experts, which no file has in FP4.
-
-    Raises:
-        InputError: with their names, and what to do.
-    """
-    found = experts_of(model)
-    if found:
-        name, layer = next(iter(found.items()))
-        raise InputError(
-            f"{name} ({layer.plain.__name__}) holds experts, {', '.join(layer.names)} [E, N, K]. Their FP4 weights are "
-            "for training and evaluation in torch; a file would need a grouped GEMM, and none has one. To export, "
-            f"leave them in high precision: prepare(model, exclude=['{name.rpartition('.')[2]}'])."
-        )
+@contextmanager
+def weights_held(model: nn.Module) -> Iterator[None]:
+    """Inside, experts read weights that were quantised before, once."""
+    holding = [each for each in experts_of(model).values() if each.quantizing and "held" not in vars(each)]
+    for experts in holding:
+        experts.hold()
+    try:
+        yield
+    finally:
+        for experts in holding:
+            del experts.held

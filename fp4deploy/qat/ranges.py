@@ -30,6 +30,7 @@ from fp4deploy.graph.copies import copied
 from fp4deploy.graph.wide import casts_operands, is_sum, numbers_of, operator_name
 from fp4deploy.qat.batches import run
 from fp4deploy.qat.computed import rest_tensors
+from fp4deploy.qat.experts import weights_held
 from fp4deploy.qat.layers import QuantizedLayer
 from fp4deploy.rest import BF16, FP16, Rest
 from fp4deploy.tracing import DispatchMode
@@ -65,12 +66,15 @@ class Ranges(DispatchMode):
 
     def __enter__(self) -> Ranges:
         self._hooks = list(_hooked(self.model, self._enter, self._leave))
+        self._held = weights_held(self.model)  # quantisers are no operators of the network
+        self._held.__enter__()
         self.largest |= _parameters(self.model, self.rest)
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self._held.__exit__(None, None, None)
         for hook in self._hooks:
             hook.remove()
         self._close()
@@ -88,7 +92,7 @@ class Ranges(DispatchMode):
             self._record(_Result(name, _largest(output)), output)
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call, and record what it gives."""
         kwargs = kwargs or {}

@@ -36,7 +36,9 @@ def test_a_row_of_unsteady_times_says_so(p90: float, unsteady: bool) -> None:
 
 def test_rows_without_numbers() -> None:
     idle = ArtifactEntry(path="x.plan", status="built, not run")
-    assert tables.rows([idle])[0][5:] == ("–", "–", "–", "–", "–", "–", "built, not run")
+    assert tables.rows([idle])[0][5:] == ("–", "–", "–", "–", "–", "built, not run"), (
+        "no column of a score that none has"
+    )
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ import pytest
 
 from benchmarks.transformers_table import HEADINGS, NETWORKS, cells, measure
 
-AMPLIFIED = {"vae"}  # where FP4 amplifies last bits: compared with reference inputs
-REFUSED = {"vae": {"packed"}}  # its outputs on images without contrast differ by more than is allowed
+AMPLIFIED = {"vae", "qwen3-moe"}  # where FP4 amplifies last bits: compared with reference inputs
 LEAST_SHARE = {"flux-block": 0.4}
 
 
@@ -23,11 +22,10 @@ def test_a_row_of_each_network(name: str) -> None:
     library = NETWORKS[name].library
     pytest.importorskip(library, reason=f"{library} is not installed: pip install -e '.[{library}]'")
     row = measure(name)
-    refused = {stage for stage, found in row.items() if isinstance(found, dict) and "error" in found}
-    assert refused <= REFUSED.get(name, set())
+    assert not [stage for stage, found in row.items() if isinstance(found, dict) and "error" in found]
     assert row["prepare"]["fp4_share"] > LEAST_SHARE.get(name, 0.8)
     assert row["train"]["finite"]
     assert row["train"]["with_gradient"] > 0.9
     assert row["export"]["passed"]
-    for stage in {"runtime", "packed"} - refused:
+    for stage in ("runtime", "packed"):
         assert row[stage]["distance"] < (1.0 if name in AMPLIFIED else 1e-3)

@@ -138,6 +138,24 @@ def test_a_checkpoint_is_quantised_without_training(at_home: Invoke, home: Path,
     assert "% of the images; top-1" in result.stdout + result.stderr
 
 
+def test_a_search_scores_placements_by_top1(at_home: Invoke, home: Path, tmp_path: Path) -> None:
+    given = ("--budget", "drop=100", "--images", 4, "--out", tmp_path, "--model", "net.py:Net")
+    result = at_home("search", "runs/one/fp16/best.safetensors", *given)
+    assert result.exit_code == 0, result.stderr
+    assert "top-1" in result.stdout
+    document = json.loads((tmp_path / "search.json").read_text())
+    assert document["fp16"]["top1"] > 0.9
+    assert set(document["chosen"]["layers"]) | set(document["chosen"]["fp8"]) == {"stem", "body", "head"}
+
+
+def test_a_named_classifier_is_checked_before_training(at_home: Invoke) -> None:
+    given = ("--classes", 3, "--size", "16x16", "--json")
+    result = at_home("check", "net.py:Net", "--task", "classification", *given)
+    assert result.exit_code == 0, result.stderr
+    layers = {layer["name"]: layer["precision"] for layer in json.loads(result.stdout)["layers"]}
+    assert layers == {"stem": "FP16", "body": "FP4", "head": "FP16"}
+
+
 def test_defects_of_folders_are_listed(invoke: Invoke, folders: Path, tmp_path: Path) -> None:
     fine = invoke("data", "check", folders, "--task", "classification", "--json")
     assert fine.exit_code == 0, fine.stderr

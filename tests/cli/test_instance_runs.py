@@ -13,11 +13,11 @@ from PIL import Image
 from fp4deploy.data import open_instances
 from fp4deploy.export import to_onnx
 from fp4deploy.instances import average_precision, read_results
-from fp4deploy.instances.panoptic import from_rgb, read_panoptic
 from fp4deploy.models import read_card
 from tests.bench.perfect import perfect
 from tests.cli.command_line import Invoke, run_in, without_engines, without_pictures
 from tests.export.exported_models import traced_once
+from tests.instances.panoptic_files import from_rgb, read_panoptic
 
 FORMS = (".onnx", ".portable.onnx", ".fp4")
 TINY = (

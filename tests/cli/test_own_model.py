@@ -46,6 +46,12 @@ def test_every_stage_takes_a_network_of_the_users_own(invoke: Invoke, tmp_path: 
     planned = invoke("check", model, "--set", "model.args.width=32")
     assert planned.exit_code == 0, planned.stderr
     assert "body.0  Conv2d" in planned.stdout
+    fixed = (
+        "from torch import nn\ndef make():\n    return nn.Sequential(nn.Conv2d(3, 16, 3, 1, 1), nn.Conv2d(16, 2, 1))\n"
+    )
+    (tmp_path / "fixed.py").write_text(fixed)
+    assert "are not known" not in invoke("check", "fixed.py:make").stdout, "two classes, whatever a data set has"
+    assert "are not known" in invoke("check", "fixed.py:make", "--classes", 3).stdout
     trained = invoke("train", "--data", shapes, "--model", model, "--out", run, *TINY)
     assert trained.exit_code == 0, trained.stderr
     assert "Export them with: fp4deploy export run --format onnx --model net.py:Net\n" in trained.stderr

@@ -15,7 +15,7 @@ from pycocotools import mask as coco_mask
 
 from fp4deploy.data import CocoDataset, check_dataset, import_coco, open_dataset
 from fp4deploy.data.coco.annotations import inside_folder, parse
-from fp4deploy.data.coco.regions import decode, pixel_count, pixels_of
+from fp4deploy.data.coco.regions import RegionError, decode, encode, pixel_count, pixels_of
 from fp4deploy.data.images import ImageError, _classes_of_colours, read_image
 from fp4deploy.data.layouts import mask_files
 from fp4deploy.errors import InputError
@@ -28,6 +28,22 @@ def changed(root: Path, split: str = "train", **values: Any) -> Path:
     content["images"][0].update(values)
     path.write_text(json.dumps(content))
     return root
+
+
+@pytest.mark.parametrize(("corner", "far"), [(-127, False), (-129, True), (129, True)])
+def test_a_polygon_far_outside_its_image_on_either_side_is_refused(corner: float, far: bool) -> None:
+    polygon = np.array([0, 0, corner, 0, 0, 8], np.float64)
+    if not far:
+        assert encode([polygon], 8, 8) is not None
+        return
+    with pytest.raises(RegionError, match="far outside"):
+        encode([polygon], 8, 8)
+
+
+def test_a_run_of_too_many_characters_is_refused() -> None:
+    assert encode({"size": [8, 8], "counts": "P2"}, 8, 8) is not None  # 64
+    with pytest.raises(RegionError, match="cannot be decoded"):
+        encode({"size": [8, 8], "counts": f"PR{'P' * 6}0"}, 8, 8)  # the same in nine
 
 
 @pytest.mark.parametrize(

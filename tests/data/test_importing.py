@@ -193,6 +193,8 @@ def test_polygons_of_yolo(yolo: Folder, tmp_path: Path) -> None:
     assert sorted(int(each.max()) for each in masks) == [0, 2, 2], "an image without a file has no objects"
     np.testing.assert_array_equal(masks[0], HALF * 2)
     assert len(open_dataset(tmp_path / "out", "val")) == 1
+    written = json.loads((tmp_path / "out" / "annotations" / "instances_train.json").read_text())
+    assert [each["area"] for each in written["annotations"]] == [WIDTH * HEIGHT / 2] * 2
 
 
 def test_boxes_of_yolo(yolo: Folder, tmp_path: Path) -> None:

@@ -59,6 +59,16 @@ def test_regions() -> None:
     assert (rectangle["bbox"], rectangle["segmentation"], rectangle["image_id"]) == ([2, 3, 4, 3], [], 2)
 
 
+def test_a_brush_is_where_its_colour_is_opaque() -> None:
+    pixels = np.full((6, 8, 4), 255, np.uint8)
+    pixels[..., 3] = 255 * MASK
+    bits = f"{pixels.size:032b}{7:05b}{'1111' * 4}000{pixels.size - 1:016b}"  # one chunk of values as they are
+    bits += "".join(f"{value:08b}" for value in pixels.ravel())
+    code = [int(bits[at : at + 8].ljust(8, "0"), 2) for at in range(0, len(bits), 8)]
+    (brush,) = content([task(1, region("brushlabels", "road", format="rle", rle=code))])["annotations"]
+    assert np.array_equal(coco_mask.decode(brush["segmentation"]), MASK)
+
+
 @pytest.mark.parametrize(
     ("address", "name"),
     [

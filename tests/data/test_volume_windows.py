@@ -86,6 +86,18 @@ def test_a_network_without_context_sees_no_windows(size: tuple[int, int, int], m
     assert np.allclose(joined, np.stack([volume[0] + volume[1], volume[0] * 2, -volume[1]]), atol=1e-5)
 
 
+def test_an_axis_shorter_than_a_window_lies_in_its_middle() -> None:
+    seen: list[np.ndarray] = []
+
+    def network(tiles: np.ndarray) -> np.ndarray:
+        seen.append(tiles)
+        return tiles
+
+    ((_, band),) = sliding_window(np.ones((1, 3, 8, 8), np.float32), (8, 8, 8), network)
+    assert band.shape == (1, 3, 8, 8)
+    assert np.flatnonzero(seen[0][0, 0, :, 0, 0]).tolist() == [2, 3, 4]
+
+
 def test_the_middle_of_a_window_counts_most_and_mirrors_are_averaged() -> None:
     weights = gaussian(16)
     assert weights.argmax() in (7, 8)

@@ -75,6 +75,10 @@ def test_nan_and_infinity_have_no_box() -> None:
     assert np.isfinite(found.boxes).all()
     assert np.isfinite(found.scores).all()
     assert len(decode_boxes(torch.full_like(outputs, float("nan")), HEAD, (64, 64), (64, 64))) == 0
+    broken = torch.full_like(outputs, -20.0)
+    broken[:, 5:8] = outputs[:, 5:8]  # the only places with a score, were they finite
+    assert len(decode_boxes(broken, HEAD, (64, 64), (64, 64))) == 0
+    assert len(decode_boxes(broken.nan_to_num(3, 3, 3), HEAD, (64, 64), (64, 64))) > 0
 
 
 def test_boxes_end_at_the_border_of_the_image() -> None:

@@ -160,7 +160,7 @@ def test_the_front_has_no_point_that_another_beats() -> None:
         Point((), (), (), 0.0, cost, 0.0, miou) for cost, miou in ((1, 0.3), (2, 0.2), (2, 0.5), (3, 0.5), (4, 0.6))
     ]
     front = pareto_front(points, lambda each: each.bytes)
-    assert [(each.bytes, each.miou) for each in front] == [(1, 0.3), (2, 0.5), (4, 0.6)]
+    assert [(each.bytes, each.score) for each in front] == [(1, 0.3), (2, 0.5), (4, 0.6)]
 
 
 def test_a_folder_is_searched_in_by_one_process(untrained: Run, shapes: Path, tmp_path: Path) -> None:

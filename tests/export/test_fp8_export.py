@@ -21,6 +21,7 @@ from fp4deploy.export.lowering.pattern import find_fp4_layers
 from fp4deploy.export.onnx.decomposed import to_portable
 from fp4deploy.export.onnx.graph import export_graph
 from fp4deploy.export.onnx.layers import layers_of
+from fp4deploy.export.to_onnx import export_onnx
 from fp4deploy.export.verify.layerwise import compare_layerwise
 from fp4deploy.export.verify.outputs import compare_with_torch
 from fp4deploy.formats import quantize_fp8, quantize_int8
@@ -91,6 +92,12 @@ def test_layers_are_compared_without_blocks() -> None:
     bias.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(bias) + np.float16(0.5), bias.name))
     found = compare_layerwise(deployed(model), to_portable(broken), [IMAGES[:1]])
     assert found.blocks["2"] == round(found.layers["2"] * 16 * 16 * 16) > 1000
+
+
+@EIGHT_BITS
+def test_every_layer_is_in_the_file_that_is_written(eight: str, tmp_path: Path) -> None:
+    result = export_onnx(mixed(eight)[0], IMAGES, tmp_path / "mixed.onnx", data=[IMAGES[:1]], outputs="values")
+    assert (result.fp4_layers, result.unused_layers) == (5, ())
 
 
 def test_an_uncalibrated_layer_is_named() -> None:

@@ -120,9 +120,9 @@ FUNCTIONS: dict[str, Function] = {
 def test_operators_agree_with_torch(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = Around(FUNCTIONS[name]).eval(), torch.randn(2, 3, 8, 8)
-    fd.pack(model, tmp_path / "own.fp4", example_inputs=x)
+    fd.pack(model, tmp_path / "own.fp4", example_inputs=x, verify=False)
     network = PackedNetwork(read_packed(tmp_path / "own.fp4"))
-    other = torch.randn(1, 3, 8, 8)
+    other = torch.randn(1, 3, *((12, 16) if 2 in network.graph.inputs[0].free else (8, 8)))
     with torch.inference_mode():
         expected, given = fd.open_runtime(tmp_path / "own.fp4").infer(other.numpy()), network(other)
         reference = deployed(model)(other)

@@ -72,3 +72,4 @@ def test_rows_are_divided_among_threads() -> None:
         lanes, steps = layer_norm._division(width)
         assert 2 <= lanes <= 32
         assert (lanes * steps - lanes) * 8 < width <= lanes * steps * 8
+        assert lanes == 2 or lanes // 2 * 8 < width  # half of them would not do

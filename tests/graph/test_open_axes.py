@@ -68,6 +68,13 @@ def test_parts_of_open_axes_follow_the_size(name: str) -> None:
         torch.testing.assert_close(packed, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_areas_by_a_factor_stay_a_call() -> None:
+    x = torch.randn(1, 2, 9, 12)
+    with Divided():
+        found = F.interpolate(x, scale_factor=0.5, mode="area")
+    assert torch.equal(found, F.interpolate(x, scale_factor=0.5, mode="area"))
+
+
 @pytest.mark.parametrize("axes", [1, 2, 3])
 def test_maxima_of_fixed_axes_are_torchs(axes: int) -> None:
     x = torch.randn(2, 3, *(7, 9, 5)[:axes])

@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 from PIL import Image
 
 from fp4deploy.data import generate_shapes, open_instances
-from fp4deploy.errors import InputError
 from fp4deploy.instances import InstanceEvaluation, Instances
 from fp4deploy.instances.draw import OUTLINE, PALETTE, draw_instances, label_objects, outline
-from fp4deploy.instances.panoptic import PanopticWriter, from_rgb, panoptic, read_panoptic, to_rgb
+from fp4deploy.instances.panoptic import PanopticWriter, panoptic, to_rgb
 from fp4deploy.models import InstanceHead
+from tests.instances.panoptic_files import from_rgb, read_panoptic
 from tests.instances.perfect import labels_of, perfect_outputs
 
 
@@ -65,11 +64,6 @@ def test_files_of_generated_scenes(tmp_path: Path) -> None:
         assert len(stuff) == int((sample.mask == dataset.stuff[0]).any())
         rings += len(stuff)
     assert rings
-
-
-def test_a_missing_file_is_said_to_be(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"There is no file .*panoptic\.json.*bench --results"):
-        read_panoptic(tmp_path)
 
 
 def test_neighbours_are_drawn_apart() -> None:

@@ -16,11 +16,24 @@ from fp4deploy.errors import InputError
 from fp4deploy.formats import E2M1_MAX, E2M1_VALUES, E4M3_MAX, FourOverSix, fake_quantize_nvfp4, quantize_nvfp4
 from fp4deploy.formats.mxfp4 import fake_quantize_mxfp4
 from fp4deploy.models import ModelCard, UNet, build_unet, load_weights, read_card, save_checkpoint
-from fp4deploy.models.input_encoding import ENCODED_CHANNELS, GAIN, decode_input, encode_input, expand_weight
+from fp4deploy.models.input_encoding import (
+    ENCODED_CHANNELS,
+    GAIN,
+    IMAGE_CHANNELS,
+    UNITS,
+    encode_input,
+    expand_weight,
+)
 from fp4deploy.qat import calibrate, prepare, quantized_layers
 
 BOUND = 1 / 48 / GAIN
 CARD = ModelCard("fp16", 0.125, ("a", "b", "c"), 32, 32, IMAGE_MEAN, IMAGE_STD, False)
+
+
+def decode_input(encoded: torch.Tensor) -> torch.Tensor:
+    """The image [N, 3, H, W] that the terms [N, 13, H, W] stand for: `encode_input` undone up to its error."""
+    terms = encoded[:, : ENCODED_CHANNELS - 1].split(IMAGE_CHANNELS, 1)
+    return torch.stack([term / unit for term, unit in zip(terms, UNITS, strict=True)]).sum(0) / GAIN
 
 
 def pixels() -> torch.Tensor:

@@ -189,6 +189,34 @@ FAULTS: dict[str, Seeded] = {
         "fp4deploy/data/sample.py", "np.uint8 if classes <= MAX_CLASSES else np.uint16", "np.uint8",
         "tests/predict/test_predictor.py -k a_byte",
     ),
+    "statistics in FP32 are what a norm computes in": Seeded(
+        LEDGER, 'for precision in ("FP16", "BF16", "FP32") if precision in found',
+        'for precision in ("FP32", "BF16", "FP16") if precision in found', f"{LEDGER_TESTS} -k statistics",
+    ),
+    "a volume lower than a window lies at its end": Seeded(
+        "fp4deploy/data/tiles.py", "before = [max(0, side - own) // 2 for", "before = [max(0, side - own) for",
+        "tests/data/test_volume_windows.py -k shorter",
+    ),
+    "a layer that reads the image again is a first one": Seeded(
+        "fp4deploy/qat/ends.py", "first = [call for call in reading if not self.inputs[call].all & set(reading)]",
+        "first = reading", "tests/qat/test_ends.py -k reads_the_image_again",
+    ),
+    "a percentile is that of the last batch": Seeded(
+        "fp4deploy/qat/calibration.py", "torch.maximum(largest[name], value) if name in largest else value", "value",
+        "tests/qat/test_learned.py -k percentile_is_of",
+    ),
+    "a brush is where it is red": Seeded(
+        "fp4deploy/data/importing/label_studio.py", "[..., 3] > 0", "[..., 0] > 0",
+        "tests/data/test_label_studio.py -k opaque",
+    ),
+    "a case of nnU-Net may have more channels": Seeded(
+        "fp4deploy/interop/nnunet/cases.py", "if len(files) != channels", "if len(files) < channels",
+        "tests/interop/test_nnunet_cases.py",
+    ),
+    "a place with Inf has a box": Seeded(
+        "fp4deploy/detection/decode.py", "outputs.where(outputs.isfinite().all(0), -torch.inf)",
+        "outputs.nan_to_num(-torch.inf)", "tests/detection/test_decode_boxes.py -k infinity",
+    ),
     "a command leaves its signal handlers": Seeded(
         "cli/process.py", "            signal.signal(number, signal.SIG_DFL)", "            pass",
         "tests/cli/test_main.py -k signals",

@@ -120,10 +120,10 @@ def test_metadata_of_another_program(tmp_path: Path, text: str) -> None:
 
 
 def test_another_version(written: Path) -> None:
-    rewrite(written, lambda metadata, _: metadata.update(format="packed/9", version="9.9.0"))
+    rewrite(written, lambda metadata, _: metadata.update(format="packed/10", version="9.9.0"))
     with pytest.raises(
         InputError,
-        match="'packed/9', written by fp4deploy 9.9.0; this version .* reads packed/8 and packed/7 and packed/6 and",
+        match="'packed/10', written by fp4deploy 9.9.0; this version .* reads packed/9 and packed/8 and packed/7 and",
     ):
         read_packed(written)
 

@@ -23,6 +23,7 @@ from fp4deploy.plugins.gemm.convolution import small_k
 from fp4deploy.plugins.quantize import norm_pack, pointwise_pack
 from fp4deploy.plugins.runtime.fallback import Fallback
 from fp4deploy.plugins.runtime.nvcc import find_nvcc
+from fp4deploy.rest import rest_of
 from fp4deploy_emulator.cases.case import Outcome, Setting
 from fp4deploy_emulator.cases.cuda import emulated
 from tests.export.packable_networks import NETWORKS, deployed
@@ -38,7 +39,7 @@ def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plain(network: PackedNetwork) -> list[Conv2d]:
-    found = [node for node in network.graph.nodes if isinstance(node, Conv2d) and node.precision == "fp16"]
+    found = [node for node in network.graph.nodes if isinstance(node, Conv2d) and node.precision != "nvfp4"]
     assert found[0].inputs[0] == network.graph.inputs[0].outputs[0].name
     return found
 
@@ -69,15 +70,15 @@ def test_nowhere_without_the_kernel() -> None:
 
 @needs_nvcc
 @pytest.mark.usefixtures("anywhere")
-@pytest.mark.parametrize("which", [0, 1])
-def test_a_layer_of_a_network(which: int) -> None:
-    """The reference to a rounding of FP16, and moments exactly where a GroupNorm follows."""
-    network = PackedNetwork(packed("nvfp4_qat", 0.25)[1])
-    halve(network)
+@pytest.mark.parametrize(("which", "rest"), [(0, "fp16"), (1, "fp16"), (0, "bf16")])
+def test_a_layer_of_a_network(which: int, rest: str) -> None:
+    """The reference to a rounding, and moments exactly where a GroupNorm follows."""
+    network = PackedNetwork(packed("nvfp4_qat", 0.25, rest=rest)[1])
+    halve(network, dtype := rest_of(rest).dtype)
     node = plain(network)[which]
     channels = network._plain[node.layer].shape[1]
     x = torch.randn(2, channels, 19, 37).contiguous(memory_format=torch.channels_last)
-    x = images(2, size=32) if which == 0 else x.half()
+    x = images(2, size=32) if which == 0 else x.to(dtype)
     moments: dict[str, Any] = {}
     outcome = Outcome()
     with emulated(Setting(arch="sm_90"), outcome):
@@ -88,7 +89,7 @@ def test_a_layer_of_a_network(which: int) -> None:
     weight = network._plain[node.layer].permute(0, 2, 3, 1)
     geometry = plain_layers.plain_geometry(node)[:2]
     wanted = small_k.conv2d_reference(x.permute(0, 2, 3, 1), weight, bias, *geometry, node.relu)
-    torch.testing.assert_close(y.permute(0, 2, 3, 1), wanted, rtol=2e-3, atol=1e-4)
+    torch.testing.assert_close(y.permute(0, 2, 3, 1), wanted, rtol=2 * torch.finfo(dtype).eps, atol=1e-4)
     normed = any(isinstance(each, GroupNormReLU) and y_name(node) in each.inputs for each in network.graph.nodes)
     assert (y_name(node) in moments) == normed == (which == 0)
 
@@ -155,11 +156,11 @@ def instance_norms() -> tuple[PackedNetwork, torch.Tensor]:
     return PackedNetwork(packed_file(Path("own.fp4"), None, *pack_model(deployed(factory(), x), x))), x
 
 
-def halve(network: PackedNetwork) -> None:
+def halve(network: PackedNetwork, dtype: torch.dtype = torch.float16) -> None:
     """Activations and weights of layers as on a GPU."""
-    network.dtype = torch.float16
+    network.dtype = dtype
     for name, weight in network._plain.items():
-        network._plain[name] = weight.half()
+        network._plain[name] = weight.to(dtype)
 
 
 def y_name(node: Conv2d) -> str:

@@ -49,6 +49,8 @@ def test_open_attention_gives_what_torch_gives(kind: dict[str, Any]) -> None:
         nn.init.normal_(plain.in_proj_bias)
     other = opened(plain)
     assert list(other.state_dict()) == list(plain.state_dict())
+    projections = (other.q_proj, other.k_proj, other.v_proj)
+    assert [each.in_features for each in projections] == [each.weight.shape[1] for each in projections]
     inputs = texts(plain)
     padding = torch.zeros(N, S, dtype=torch.bool)
     padding[1, 4:] = True

@@ -298,3 +298,24 @@ def test_a_unet_that_encodes_its_image_is_traced() -> None:
     model._modules["encoder"] = model._modules.pop("encoder")
     kinds = (nn.Conv2d, nn.ConvTranspose2d)
     assert ends_of(model, lambda layer: isinstance(layer, kinds)) == Ends(("encoder.0.conv1",), ("head",))
+
+
+class Guided(nn.Module):
+    """The image is read by two parallel stems, and again further down; `traced`: by code that torch.fx can follow."""
+
+    def __init__(self, traced: bool) -> None:
+        super().__init__()
+        self.traced, self.guide = traced, nn.Conv2d(19, 16, 1)
+        self.left, self.right, self.head = nn.Conv2d(3, 16, 1), nn.Conv2d(3, 16, 1), nn.Conv2d(16, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.traced and x.shape[2] < 1:
+            raise ValueError
+        y = self.left(x).relu() + self.right(x).relu()
+        return self.head(self.guide(torch.cat([x, y], 1)).relu())
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_a_layer_that_reads_the_image_again_is_not_the_first(traced: bool) -> None:
+    found = ends_of(Guided(traced), lambda layer: isinstance(layer, nn.Conv2d), torch.zeros(1, 3, 8, 8))
+    assert found == Ends(("left", "right"), ("head",))

@@ -190,3 +190,11 @@ def test_all_layers_quantised_survive_a_checkpoint(tmp_path: Path) -> None:
     assert read.include == ("*",)
     assert list(quantized_layers(loaded)) == list(quantized_layers(model))
     assert {"encoder.0.conv1", "head"} <= quantized_layers(loaded).keys()
+
+
+def test_a_percentile_is_of_the_batch_that_has_the_largest() -> None:
+    model = prepare(nn.Sequential(nn.Linear(64, 32)), "nvfp4_qat", include="0")
+    small, large = torch.linspace(0, 1, 640).view(10, 64), torch.linspace(0, 5, 640).view(10, 64)
+    for batches in ([small, large], [large, small]):
+        calibrate_percentile(model, batches, 50)
+        torch.testing.assert_close(model[0].input_amax, torch.tensor(2.5))

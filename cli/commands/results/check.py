@@ -49,8 +49,8 @@ def check(
     model: Annotated[
         str,
         typer.Argument(
-            help="A model (unet:0.25, smp:Unet/resnet34, net.py:factory), a checkpoint, an .onnx file, or a results "
-            "folder of nnU-Net."
+            help="A model (unet:0.25, smp:Unet/resnet34, hf:vit, net.py:factory), a checkpoint, an .onnx file, or a "
+            "results folder of nnU-Net."
         ),
     ],
     recipe: Annotated[
@@ -59,7 +59,14 @@ def check(
             "--recipe", help="Recipe to plan for (unet and FP16 checkpoints).", autocompletion=completion.recipes
         ),
     ] = "nvfp4_qat",
-    classes: Annotated[int, typer.Option("--classes", min=1, help="Number of classes (unet only).")] = 21,
+    classes: Annotated[
+        int | None,
+        typer.Option("--classes", min=1, help="Number of classes of a named model.", show_default="21, or what it has"),
+    ] = None,
+    task: Annotated[
+        Literal["semantic", "classification"],
+        typer.Option("--task", help="What a named model is built for: maps of logits, or one class an image."),
+    ] = "semantic",
     digits: Annotated[
         bool, typer.Option("--digits", help="The first layer reads a multi-term FP4 encoding of the image (unet only).")
     ] = False,
@@ -86,7 +93,7 @@ def check(
     from fp4deploy.export.lowering.lower import CONV_MODES, check_conv_mode
 
     check_conv_mode(conv, target)
-    subject = _subject(model, recipe, classes, digits, sets, parse_axes(size))
+    subject = _subject(model, recipe, classes, task, digits, sets, parse_axes(size))
     forecasts = {each: subject.forecasts(each, _library(each, target)) for each in CONV_MODES}
     engine = forecasts[conv]
     forms = {each: subject.shares(layer.compute for layer in found) for each, found in forecasts.items()}
@@ -109,14 +116,20 @@ def _library(conv: str, target: str) -> str:
 
 
 def _subject(
-    model: str, recipe: str, classes: int, digits: bool, sets: list[str] | None, size: tuple[int, ...] | None
+    model: str,
+    recipe: str,
+    classes: int | None,
+    task: str,
+    digits: bool,
+    sets: list[str] | None,
+    size: tuple[int, ...] | None,
 ) -> Subject:
     path = Path(model)
     if nnunet.is_folder(path):
         network, plans, patch, rest = nnunet.subject(path, recipe)
         return _of_network(network, plans, patch, named=rest)
     if not path.is_file() and path.suffix not in (".onnx", ".safetensors"):
-        return _of_spec(model, recipe, classes, digits, sets, size)
+        return _of_spec(model, recipe, classes, task, digits, sets, size)
     if not path.is_file():
         raise InputError(
             f"There is no file {model}. check reads a model such as unet:0.25, a checkpoint or an .onnx file."
@@ -176,16 +189,28 @@ def _inputs(size: tuple[int, ...]) -> NetworkInput:
 
 
 def _of_spec(
-    model: str, recipe: str, classes: int, digits: bool, sets: list[str] | None, size: tuple[int, ...] | None
+    model: str,
+    recipe: str,
+    classes: int | None,
+    task: str,
+    digits: bool,
+    sets: list[str] | None,
+    size: tuple[int, ...] | None,
 ) -> Subject:
     from fp4deploy.models.build import build_model
+    from fp4deploy.models.heads import ClassHead
+    from fp4deploy.models.output import LogitsOutput
     from fp4deploy.models.spec import parse_spec
     from fp4deploy.qat import layer_plan
     from fp4deploy.train import load_config
 
     chosen = load_config(None, sets or []).model
     inputs = _inputs(size or (256, 256))
-    network = build_model(parse_spec(model, chosen.args, chosen.output), classes, digits=digits, inputs=inputs)
+    head = ClassHead("label", classes or 21) if task == "classification" else None
+    spec = parse_spec(model, chosen.args, chosen.output)
+    network = build_model(spec, classes or 21, digits=digits, head=head, inputs=inputs)
+    if classes is None and isinstance(network, LogitsOutput):
+        network.logits_channels = None
     return _of_network(network, layer_plan(network, recipe), _example((inputs.channels, *inputs.size)))
 
 

@@ -12,9 +12,9 @@ from ...settings import NamedModelOption, expect
 
 
 def search(
-    checkpoint: Annotated[Path, typer.Argument(help="FP16 checkpoint of a semantic model.")],
+    checkpoint: Annotated[Path, typer.Argument(help="FP16 checkpoint of a semantic model or a classifier.")],
     budget: Annotated[
-        str, typer.Option("--budget", help="drop=POINTS of mIoU, bytes=COUNT of weights, or ms=MILLISECONDS.")
+        str, typer.Option("--budget", help="drop=POINTS of mIoU or top-1, bytes=COUNT of weights, or ms=MILLISECONDS.")
     ],
     data: Annotated[
         Path | None, typer.Option("--data", help="Dataset folder.", show_default="what the run was trained on")
@@ -50,6 +50,7 @@ def search(
     from fp4deploy.experiments.search.run import search as run
     from fp4deploy.system.files import require_writable
     from fp4deploy.system.progress import progress
+    from fp4deploy.tasks import key_of
 
     wanted = Budget.parse(budget)
     folder = out or checkpoint.parent / "search"
@@ -73,12 +74,12 @@ def search(
     files = save_search(found, folder, checkpoint)
     done(
         f"{found.chosen.counts(f' of {len(found.errors)}')}: "
-        f"mIoU {100 * found.chosen.miou:.2f} % (drop of {found.drop:.2f} points), "
+        f"{found.metric} {100 * found.chosen.score:.2f} % (drop of {found.drop:.2f} points), "
         f"{found.chosen.bytes / 1e6:.2f} MB, {found.chosen.ms:.3g} ms {found.timed}",
         layers=list(found.chosen.layers),
         fp8=list(found.chosen.fp8),
         int8=list(found.chosen.int8),
-        miou=found.chosen.miou,
+        **{key_of(found.metric): found.chosen.score},
         drop_points=found.drop,
         bytes=found.chosen.bytes,
         **{f"{found.timed}_ms": found.chosen.ms},

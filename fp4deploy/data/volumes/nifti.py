@@ -116,7 +116,6 @@ def write_labels(path: Path, labels: Pixels, grid: Grid) -> None:
     values = np.ascontiguousarray(nibabel.orientations.apply_orientation(labels.transpose(2, 1, 0), back))
     header = grid.header.copy()
     header.set_data_dtype(values.dtype)
-    header.set_slope_inter(1, 0)
     header["cal_min"], header["cal_max"] = 0, 0  # what a viewer showed of the image
     image = (type(grid.header).__module__.endswith("nifti2") and nibabel.Nifti2Image) or nibabel.Nifti1Image
     made = image(values, grid.affine, header)

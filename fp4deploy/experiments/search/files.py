@@ -17,6 +17,7 @@ from fp4deploy.experiments.search.run import Found, Point, sqnr
 from fp4deploy.ptq.methods import find_method
 from fp4deploy.runs import run_of
 from fp4deploy.system.files import write_whole
+from fp4deploy.tasks import key_of
 from fp4deploy.train import load_config
 
 RECIPE = "precision.yaml"
@@ -80,8 +81,8 @@ def render(found: Found) -> str:
             f"{len(point.layers)}",
             f"{len(point.fp8)}",
             f"{len(point.int8)}",
-            f"{100 * point.miou:.2f}",
-            f"{100 * (found.fp16.miou - point.miou):.2f}",
+            f"{100 * point.score:.2f}",
+            f"{100 * (found.fp16.score - point.score):.2f}",
             f"{point.bytes / 1e6:.2f}",
             f"{point.ms:.3g}",
         ]
@@ -91,7 +92,9 @@ def render(found: Found) -> str:
         (
             f"# Search: {found.budget.kind}={found.budget.most:g}, method {found.method}, {found.images} images\n",
             f"Chosen: {_sentence(found, found.chosen)} Times for {found.gpu} are {found.latency}.\n",
-            tables.markdown(("layers in FP4", "in FP8", "in INT8", "mIoU %", "drop, points", "MB", "ms"), points),
+            tables.markdown(
+                ("layers in FP4", "in FP8", "in INT8", f"{found.metric} %", "drop, points", "MB", "ms"), points
+            ),
             "Each layer alone in every precision: signal to error of the logits in dB, weights, time:\n",
             tables.markdown(
                 (
@@ -118,14 +121,21 @@ def _precision(point: Point, name: str) -> str:
 def _sentence(found: Found, point: Point) -> str:
     return (
         f"{point.counts(f' of {len(found.errors)}')}, "
-        f"mIoU {100 * point.miou:.2f} % (FP16 {100 * found.fp16.miou:.2f} %), "
+        f"{found.metric} {100 * point.score:.2f} % (FP16 {100 * found.fp16.score:.2f} %), "
         f"{point.bytes / 1e6:.2f} MB of weights (FP16 {found.fp16.bytes / 1e6:.2f}), "
         f"{point.ms:.3g} ms {found.timed} (FP16 {found.fp16.ms:.3g})."
     )
 
 
 def _document(found: Found) -> dict[str, object]:
-    return {**dataclasses.asdict(found), "drop": found.drop}
+    """Scores under the key of their task: "miou", "top1"."""
+    key = key_of(found.metric)
+
+    def point(of: Point) -> dict[str, object]:
+        return {key if name == "score" else name: value for name, value in dataclasses.asdict(of).items()}
+
+    points = {"chosen": point(found.chosen), "fp16": point(found.fp16), "points": [*map(point, found.points)]}
+    return {**dataclasses.asdict(found), **points, "drop": found.drop}
 
 
 def _picture(found: Found) -> bytes:
@@ -141,14 +151,14 @@ def _picture(found: Found) -> bytes:
     _draw_panel(time, found, lambda each: factor * each.ms)
     time.set_xlabel(f"{unit} on {found.gpu}, {found.timed}")
     figure.axes[0].legend(frameon=False, fontsize=8)
-    figure.axes[0].set_ylabel("mIoU, %")
+    figure.axes[0].set_ylabel(f"{found.metric}, %")
     target = io.BytesIO()
     figure.savefig(target, format="png", metadata={"Software": None})
     return target.getvalue()
 
 
 def _draw_panel(panel: Any, found: Found, cost: Callable[[Point], float]) -> None:
-    """mIoU against a cost: the Pareto front as a line, dominated placements as open dots."""
+    """The score against a cost: the Pareto front as a line, dominated placements as open dots."""
     points = {found.fp16, found.chosen, *found.points}
     best = pareto_front(points, cost)
     for some, style, looks in (
@@ -157,7 +167,7 @@ def _draw_panel(panel: Any, found: Found, cost: Callable[[Point], float]) -> Non
         ([found.fp16], "s", {"color": "#666666", "ms": 9, "mfc": "none", "label": "FP16"}),
         ([found.chosen], "*", {"color": "#d55e00", "ms": 14, "mfc": "none", "label": "chosen"}),
     ):
-        panel.plot([cost(each) for each in some], [100 * each.miou for each in some], style, **looks)
+        panel.plot([cost(each) for each in some], [100 * each.score for each in some], style, **looks)
     panel.locator_params(axis="x", nbins=6)
     panel.ticklabel_format(useOffset=False)
     panel.grid(True, color="#eef0f2")
@@ -166,9 +176,9 @@ def _draw_panel(panel: Any, found: Found, cost: Callable[[Point], float]) -> Non
 
 
 def pareto_front(points: Iterable[Point], cost: Callable[[Point], float]) -> list[Point]:
-    """The points that no other one beats in cost and mIoU, the cheapest first."""
+    """The points that no other one beats in cost and score, the cheapest first."""
     front: list[Point] = []
-    for point in sorted(points, key=lambda each: (cost(each), -each.miou)):
-        if not front or point.miou > front[-1].miou:
+    for point in sorted(points, key=lambda each: (cost(each), -each.score)):
+        if not front or point.score > front[-1].score:
             front.append(point)
     return front

@@ -1,18 +1,19 @@
-"""The search: errors of all layers, a frontier of placements with their mIoU, and the choice under a budget."""
+"""The search: errors of all layers, a frontier of placements with their score, and the choice under a budget."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fp4deploy.data import VAL, validation_set
+from fp4deploy.data import VAL
 from fp4deploy.errors import InputError
 from fp4deploy.experiments.search.choose import Option, Placement, least_cost, least_error
 from fp4deploy.experiments.search.costs import (
@@ -25,6 +26,7 @@ from fp4deploy.experiments.search.costs import (
     with_measured,
 )
 from fp4deploy.experiments.search.study import Labelled, Measurements, Record
+from fp4deploy.metrics import LabelScore, SegmentationScore
 from fp4deploy.models import read_card
 from fp4deploy.peaks import find_gpu
 from fp4deploy.ptq.checkpoint import calibration_images
@@ -44,7 +46,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Budget:
-    """drop: points of mIoU below FP16; bytes: of weights; ms: for one image."""
+    """drop: points of mIoU or top-1 below FP16; bytes: of weights; ms: for one image."""
 
     kind: str
     most: float
@@ -68,7 +70,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Point:
-    """A placement: layers in FP4, in FP8 and in INT8, estimated error, cost, and its measured mIoU."""
+    """A placement: layers in FP4, in FP8 and in INT8, estimated error, cost, and its measured score."""
 
     layers: tuple[str, ...]
     fp8: tuple[str, ...]
@@ -76,7 +78,7 @@ class Point:
     error: float
     bytes: float
     ms: float
-    miou: float
+    score: float
 
     @property
     def quantized(self) -> tuple[str, ...]:
@@ -102,6 +104,7 @@ class Found:
     latency: str  # what the times are: `costs.PROJECTED` or `costs.MEASURED`
     method: str
     images: int
+    metric: str  # of the task: "mIoU" or "top-1"
 
     @property
     def timed(self) -> str:
@@ -110,8 +113,8 @@ class Found:
 
     @property
     def drop(self) -> float:
-        """Points of mIoU below FP16."""
-        return 100 * (self.fp16.miou - self.chosen.miou)
+        """Points of the score below FP16."""
+        return 100 * (self.fp16.score - self.chosen.score)
 
 
 def search(
@@ -148,8 +151,13 @@ def search(
     times, timed_on = measured_layers(measured) if measured is not None else (None, gpu.name)
     card = read_card(checkpoint)
     task = task_of(card)
-    if card.precision != "fp16" or task.counts_objects or task.whole_images:
-        raise InputError(f"search takes the FP16 checkpoint of a semantic model, and {checkpoint} is another one.")
+    if card.precision != "fp16" or task.counts_objects:
+        raise InputError(
+            f"search takes the FP16 checkpoint of a semantic model or of a classifier, and {checkpoint} is another one."
+        )
+    classes = card.class_names
+    whole = partial(LabelScore, classes)
+    scorer: Any = whole if task.whole_images else partial(SegmentationScore, len(classes), classes)
     with hold(out):
         model, _ = load_model(checkpoint, device)
         names = [plan.name for plan in layer_plan(model, include="*") if plan.precision == "FP4"]
@@ -162,7 +170,8 @@ def search(
             "images": images,
         }
         record = Record(out / "measured.jsonl", identity)
-        measure = Measurements(model, calibration, labelled, card.class_names, method, record, rest_of(card))
+        rest = rest_of(card)
+        measure = Measurements(model, calibration, labelled, scorer, task.key, method, record, rest)
         costs = layer_costs(model, {name: model.get_submodule(name) for name in names}, calibration[0], gpu, conv)
         costs = costs if times is None else with_measured(costs, times)
         errors: dict[Option, float] = {}
@@ -184,7 +193,7 @@ def search(
                 sum(errors[option] for option in placement),
                 fixed + sum(cost.of(precision, "bytes") for cost, precision in parts),
                 sum(cost.of(precision, "ms") for cost, precision in parts),
-                measure.miou(placement),
+                measure.score(placement),
             )
 
         fp16 = point(frozenset())
@@ -195,11 +204,13 @@ def search(
             progress("placements", number, len(placements))
             points.append(point(placement))
             last = points[-1]
-            say(f"  {last.counts()}: mIoU {100 * last.miou:.2f} %, {last.bytes / 1e6:.2f} MB")
-        chosen = _choose(budget, fp16, points, errors, saved, point)
+            say(f"  {last.counts()}: {task.metric} {100 * last.score:.2f} %, {last.bytes / 1e6:.2f} MB")
+        chosen = _choose(budget, task.metric, fp16, points, errors, saved, point)
         by_layer = {name: {each: errors[name, each] for each in costs[name].precisions} for name in names}
         latency = PROJECTED if times is None else MEASURED
-        return Found(budget, chosen, fp16, tuple(points), by_layer, costs, timed_on, latency, method, images)
+        return Found(
+            budget, chosen, fp16, tuple(points), by_layer, costs, timed_on, latency, method, images, task.metric
+        )
 
 
 def sqnr(error: float) -> float:
@@ -209,6 +220,7 @@ def sqnr(error: float) -> float:
 
 def _choose(
     budget: Budget,
+    metric: str,
     fp16: Point,
     points: Sequence[Point],
     errors: dict[Option, float],
@@ -216,10 +228,10 @@ def _choose(
     point: Callable[[Placement], Point],
 ) -> Point:
     if budget.kind == "drop":
-        fitting = [each for each in points if 100 * (fp16.miou - each.miou) <= budget.most and each.quantized]
+        fitting = [each for each in points if 100 * (fp16.score - each.score) <= budget.most and each.quantized]
         if not fitting:
             raise InputError(
-                f"No placement of the frontier loses at most {budget.most:g} points of mIoU. Allow more, or "
+                f"No placement of the frontier loses at most {budget.most:g} points of {metric}. Allow more, or "
                 "quantise by a better method: --method gptq"
             )
         return min(fitting, key=lambda each: each.bytes)
@@ -262,12 +274,15 @@ def _fixed_bytes(model: nn.Module, names: Sequence[str]) -> float:
 
 def _labelled(checkpoint: Path, data: Path, count: int, batch: int, device: str) -> Labelled:
     card = read_card(checkpoint)
-    dataset = validation_set(card, data, VAL)
+    dataset = task_of(card).for_card(card, data, VAL)
     transform = task_of(card).transform(card.size, card.mean, card.std)
     count = min(count, len(dataset))
     samples = [transform(dataset.load(at * len(dataset) // count)) for at in range(count)]
     parts = [samples[start : start + batch] for start in range(0, count, batch)]
-    return [(torch.stack([x for x, _ in part]).to(device), torch.stack([y for _, y in part])) for part in parts]
+    return [
+        (torch.stack([x for x, _ in part]).to(device), torch.stack([torch.as_tensor(y) for _, y in part]))
+        for part in parts
+    ]
 
 
 def _digest(labelled: Labelled) -> str:

@@ -1,4 +1,4 @@
-"""What is measured: the error of each layer alone in a precision, and the mIoU of whole placements; kept line by line.
+"""What is measured: the error of each layer alone in a precision, and the score of whole placements; kept line by line.
 
 The record, `measured.jsonl`, begins with what the numbers depend on: checkpoint, images, method. A search that is given
 the same again takes what is there and goes on; with anything else it refuses the folder.
@@ -18,11 +18,10 @@ import torch
 from pydantic import Field, ValidationError
 from torch import Tensor, nn
 
-from fp4deploy.bench.detail import SegmentationDetail
-from fp4deploy.bench.gate.bootstrap import value
 from fp4deploy.bench.records import Record as Line
 from fp4deploy.errors import InputError
 from fp4deploy.experiments.search.choose import Option
+from fp4deploy.metrics import LabelScore, SegmentationScore
 from fp4deploy.ptq import quantize
 from fp4deploy.ptq.forward import deployed_in
 from fp4deploy.qat.load import round_to_deployed
@@ -31,11 +30,11 @@ from fp4deploy.rest import FP16, Rest
 from fp4deploy.system.files import append_line
 from fp4deploy.system.schema import MAX_BYTES, Name, whole_lines
 
-Labelled = Sequence[tuple[Tensor, Tensor]]  # batches of images [N, 3, H, W] and labels [N, H, W]
+Labelled = Sequence[tuple[Tensor, Tensor]]  # batches of images [N, 3, H, W] and labels [N, H, W], of classifiers [N]
 
 
 class Measured(Line):
-    """One line of the record: an error (relative, squared) or an mIoU."""
+    """One line of the record: an error (relative, squared) or a score."""
 
     of: Name
     value: Annotated[float, Field(strict=True, ge=0, le=1e30, allow_inf_nan=False)]
@@ -84,14 +83,15 @@ class Measurements:
         model: nn.Module,
         calibration: Sequence[Tensor],
         labelled: Labelled,
-        classes: Sequence[str],
+        scorer: Callable[[], SegmentationScore | LabelScore],
+        key: str,
         method: str,
         record: Record,
         rest: Rest = FP16,
     ) -> None:
         self.rest = rest
         self.model, self.calibration, self.labelled = model, calibration, labelled
-        self.classes, self.method, self.record = tuple(classes), method, record
+        self.scorer, self.key, self.method, self.record = scorer, key, method, record
         self._logits: list[Tensor] | None = None
 
     def error(self, option: Option) -> float:
@@ -99,12 +99,12 @@ class Measurements:
         layer, precision = option
         return self.record.measure(f"error {precision} {layer}", lambda: self._error([option]))
 
-    def miou(self, placement: Iterable[Option]) -> float:
-        """mIoU with these layers in their precisions; of the model itself where there are none."""
+    def score(self, placement: Iterable[Option]) -> float:
+        """mIoU or top-1 with these layers in their precisions; of the model itself where there are none."""
         options = sorted(placement)
         text = "\n".join(f"{precision} {layer}" for layer, precision in options)
         name = hashlib.sha256(text.encode()).hexdigest()[:16] if options else "fp16"
-        return self.record.measure(f"miou {name}", lambda: self._miou(options))
+        return self.record.measure(f"{self.key} {name}", lambda: self._score(options))
 
     def _quantized(self, options: Sequence[Option]) -> nn.Module:
         found = copy.deepcopy(self.model)
@@ -129,13 +129,11 @@ class Measurements:
         return error / power if power else 0.0
 
     @torch.no_grad()
-    def _miou(self, options: Sequence[Option]) -> float:
-        model, detail = self._quantized(options), SegmentationDetail(self.classes)
-        count = 0
+    def _score(self, options: Sequence[Option]) -> float:
+        model, scorer = self._quantized(options), self.scorer()
         for images, labels in self.labelled:
-            detail.update(self._run(model, images).argmax(1), labels)
-            count += len(images)
-        return value(detail.counts([str(number) for number in range(count)]))
+            scorer.update(self._run(model, images).argmax(1), labels)
+        return scorer.compute().score
 
     def _run(self, model: nn.Module, images: Tensor) -> Tensor:
         with self.rest.autocast(images.device.type):

@@ -134,7 +134,7 @@ def _answer_signals(handler: Any) -> None:
         signal.signal(number, handler)
 
 
-def _ignore(*_: Any) -> None:
+def _ignore(*_: object) -> None:
     """Between two runs there is nothing to interrupt."""
 
 

@@ -21,7 +21,7 @@ ONNX Runtime has no FP4 kernels, so the decomposed graph computes the same numbe
 from __future__ import annotations
 
 import math
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import onnx
@@ -183,9 +183,10 @@ def _weight_steps(node: ir.Node, scale: ir.Value | None) -> NDArray[np.float32]:
     if producer is None or producer.op_type != "DequantizeLinear":
         raise unsupported(node, "its scale is neither a constant nor the DequantizeLinear of one")
     block, whole = (value.const_value if value is not None else None for value in producer.inputs[:2])
-    if block is None or whole is None or whole.size != 1:
-        raise unsupported(node, "its scale needs constant block scales under one constant global scale")
-    return block_steps(block.numpy().astype(np.float32), global_amax(np.float32(whole.numpy().item())))
+    if block is None or whole is None or (whole.size != 1 and [*whole.shape] != [block.shape[0]]):
+        raise unsupported(node, "its scale needs constant block scales under one constant global scale, or one a row")
+    scales = whole.numpy().reshape(-1, *[1] * (len(block.shape) - 1))
+    return block_steps(block.numpy().astype(np.float32), global_amax(cast(Any, scales)))
 
 
 def _known_shape(node: ir.Node) -> bool:

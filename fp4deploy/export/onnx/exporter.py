@@ -154,7 +154,7 @@ def _require_free(
 class AttentionMasks(TorchFunctionMode):
     """Write a mask of one row for all queries, [..., 1, S], as [..., L, S]: ONNX Runtime's attention takes no other."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         """Call, with the mask expanded where it is one of attention."""
         kwargs = kwargs or {}
         if function is not F.scaled_dot_product_attention:
@@ -170,7 +170,7 @@ class AttentionMasks(TorchFunctionMode):
 class AttentionOfFourAxes(TorchFunctionMode):
     """Give queries, keys and values [..., L, E] the four axes that torch's exporter asks for."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function is not F.scaled_dot_product_attention or args[0].ndim == 4:
             return function(*args, **kwargs)

@@ -36,7 +36,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.bf16 import WidenEnds, WidenOperators
 from fp4deploy.export.onnx.canonical import CANONICAL, FORM_KEY, IR_VERSION, LAYERS_KEY, REST_KEY, WIDE_KEY
 from fp4deploy.export.onnx.exporter import BATCH, Examples, OpenAxes, input_names, trace
-from fp4deploy.export.onnx.layer_constants import EightBitConstants, LayerConstants, layer_constants
+from fp4deploy.export.onnx.layer_constants import EightBitConstants, LayerConstants, expert_constants, layer_constants
 from fp4deploy.export.onnx.markers import traceable
 from fp4deploy.export.onnx.mixed_types import one_type_of_norms
 from fp4deploy.export.onnx.naming import ForgetTracing, NameAfterModules, aliases_of
@@ -45,7 +45,7 @@ from fp4deploy.graph.capture import Inputs, arguments, require_axes
 from fp4deploy.graph.copies import copied
 from fp4deploy.graph.randomness import refuse_random
 from fp4deploy.models.card import CARD_KEY, ModelCard
-from fp4deploy.qat.experts import refuse_experts
+from fp4deploy.qat.experts import experts_of
 from fp4deploy.qat.plan import layer_plan
 from fp4deploy.qat.prepare import quantized_layers, unquantized
 from fp4deploy.rest import BF16, FP16, FP32, Rest, rest_of
@@ -92,7 +92,6 @@ def export_graph(
     >>> [node.op_type for node in graph.graph.node]
     ['Conv', 'Relu']
     """
-    refuse_experts(model)
     constants, refused = _constants(model)
     precision = rest_of(rest or card)
     # The multi-term FP4 encoding reads FP16.
@@ -183,6 +182,8 @@ def _constants(model: nn.Module) -> tuple[dict[str, LayerConstants | EightBitCon
             found[name] = layer_constants(name, layer)
         except InputError as error:
             refused[name] = error
+    for name, experts in experts_of(model).items():
+        found |= {f"{name}.{own}": expert_constants(name, experts, own) for own in experts.names}
     return found, refused
 
 

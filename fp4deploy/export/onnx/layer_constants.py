@@ -18,8 +18,17 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fp4deploy.errors import InputError
-from fp4deploy.formats import INT8_MAX, deployed_amax, quantize_fp8, quantize_int8, quantize_nvfp4, scale_of
+from fp4deploy.formats import (
+    INT8_MAX,
+    NVFP4_BLOCK,
+    deployed_amax,
+    quantize_fp8,
+    quantize_int8,
+    quantize_nvfp4,
+    scale_of,
+)
 from fp4deploy.formats.constants import E4M3_MAX
+from fp4deploy.qat.experts import QuantExperts, contracted
 from fp4deploy.qat.layers import TRANSPOSED, QuantizedLayer
 from fp4deploy.qat.plan import crossed_groups
 
@@ -46,7 +55,7 @@ class LayerConstants:
 
     codes: NDArray[np.uint8]
     scales: NDArray[Any]
-    weight_amax: np.float32
+    weight_amax: Any  # np.float32; of experts one each
     input_amax: np.float32
     e4m3_max: int
     shape: tuple[int, ...]
@@ -114,6 +123,42 @@ def layer_constants(name: str, layer: QuantizedLayer) -> LayerConstants | EightB
         order=_operator_order(layer),
         channel_axis=-1 if isinstance(layer, nn.Linear) else 1,
         channels=channels * (layer.groups if isinstance(layer, CONVOLUTIONS) else 1),
+    )
+
+
+def expert_constants(name: str, experts: QuantExperts, own: str) -> LayerConstants:
+    """Weights [E, N, K] of experts, `name.own`, each quantised with its own amax, as `QuantExperts` reads them.
+
+    Returns:
+        With `weight_amax` [E]; codes of E N rows. There is no input: what experts multiply is not quantised.
+
+    Raises:
+        InputError: no NVFP4, a K that is not whole blocks, or a value that is not finite.
+    """
+    weight, spec = cast(torch.Tensor, experts._parameters[own]).detach().float(), experts.recipe.weight
+    transposed = contracted(experts) == 1
+    weight = weight.mT if transposed else weight
+    name = f"{name}.{own}"
+    if spec is None or spec.format != "nvfp4" or spec.row_scaled or weight.shape[-1] % NVFP4_BLOCK:
+        raise InputError(
+            f"{name}: a file holds experts in NVFP4, each with one global scale and in whole blocks of {NVFP4_BLOCK}; "
+            f"these are [E, N, {weight.shape[-1]}] in {experts.recipe.name}. Leave them in high precision: "
+            "exclude=['experts']."
+        )
+    if not torch.isfinite(weight).all():
+        raise InputError(f"{name} holds NaN or Inf. Export an earlier checkpoint.")
+    packed = [quantize_nvfp4(each, block=spec.block, four_over_six=spec.four_over_six) for each in weight.cpu()]
+    e4m3_max = packed[0].e4m3_max
+    return LayerConstants(
+        codes=torch.cat([each.codes for each in packed]).numpy(),
+        scales=torch.cat([each.scales.view(torch.uint8) for each in packed]).numpy().view(ml_dtypes.float8_e4m3fn),
+        weight_amax=np.array([deployed_amax(np.float32(each.amax.item()), e4m3_max) for each in packed], np.float32),
+        input_amax=np.float32(0),
+        e4m3_max=e4m3_max,
+        shape=tuple(weight.shape),
+        order=(0, 2, 1) if transposed else (0, 1, 2),
+        channel_axis=-1,
+        channels=weight.shape[-1],
     )
 
 

@@ -15,6 +15,7 @@ from fp4deploy.export.onnx.layer_constants import CONVOLUTIONS, EightBitConstant
 from fp4deploy.export.onnx.qdq import ACTIVATION_MARKER, MARKER_DOMAIN, WEIGHT_MARKER
 from fp4deploy.graph.copies import copied
 from fp4deploy.qat.computed import rest_tensors, torch_class
+from fp4deploy.qat.experts import QuantExperts
 from fp4deploy.qat.layers import TRANSPOSED, QuantLinear
 from fp4deploy.rest import Rest
 
@@ -39,6 +40,8 @@ def traceable(
             forward = _marking_forward(name, constants[name], module, rest.dtype)
         elif name in refused:
             forward = _refusing_forward(refused[name])
+        elif isinstance(module, QuantExperts):
+            forward = _marking_experts(name, {own: constants[f"{name}.{own}"] for own in module.names}, rest.dtype)
         elif _computes(module, nn.GroupNorm) and module.affine:
             forward = _group_norm
         elif _computes(module, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d) and module.running_mean is None:
@@ -89,6 +92,19 @@ def _marking_forward(
     if isinstance(module, CONVOLUTIONS):
         return convolution
     return transposed_convolution if isinstance(module, TRANSPOSED) else linear
+
+
+def _marking_experts(
+    name: str, weights: dict[str, LayerConstants | EightBitConstants], dtype: torch.dtype
+) -> Callable[..., torch.Tensor]:
+    """The experts' forward on a marker for each of their weights."""
+
+    def forward(self: QuantExperts, *inputs: Any, **named: Any) -> Any:
+        shapes = {own: tuple(each.shape[axis] for axis in each.order) for own, each in weights.items()}  # type: ignore[union-attr]
+        self.hold({own: _marker(WEIGHT_MARKER, [], f"{name}.{own}", shape, dtype) for own, shape in shapes.items()})
+        return QuantExperts.forward(self, *inputs, **named)
+
+    return forward
 
 
 def _refusing_forward(error: InputError) -> Callable[..., torch.Tensor]:

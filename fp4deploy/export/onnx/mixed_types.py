@@ -34,7 +34,7 @@ class MixedTypes(TorchFunctionMode):
     """Inside, what needs operands of one type is given FP32 where some are FP16 or BF16 and some FP32."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call, with operands of one type where it needs them."""
         given: tuple[Any, ...] = (args, kwargs or {})

@@ -24,7 +24,7 @@ class Divisors(TorchFunctionMode):
     """Inside, average pooling with another divisor is written as one with its own, and a product."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call, with the window's own divisor."""
         axes = AXES.get(func)

@@ -170,11 +170,14 @@ def _lower_weight(writer: NodeWriter, layer: LayerConstants) -> ir.Value:
     rows, width = layer.codes.shape[0], 2 * layer.codes.shape[1]
     packed = ir.PackedTensor(layer.codes, ir.DataType.FLOAT4E2M1, shape=ir.Shape((rows, width)))
     codes, scales = writer.constant("codes", packed), writer.constant("scales", layer.scales)
-    scale = writer.constant("global_scale", global_scale(layer.weight_amax, layer.e4m3_max))
+    amax = np.repeat(layer.weight_amax, layer.shape[1]) if np.ndim(layer.weight_amax) else layer.weight_amax
+    scale = writer.constant("global_scale", global_scale(cast(Any, amax), layer.e4m3_max))
     value = _dequantize(writer, codes, scales, scale, 1)
     shape = tuple(layer.shape[axis] for axis in layer.order)
     if layer.shape != (rows, width):
         value = _reshape(writer, value, "ohwi", layer.shape)
+    if layer.order == tuple(range(len(layer.order))):
+        return value
     if layer.order[0] == 0 and set(layer.shape[1:-1]) == {1}:
         return _reshape(writer, value, "oihw", shape)  # no byte moves, and TensorRT-RTX does not compile this transpose
     return writer.add("Transpose", "transposed", value, shape=shape, perm=list(layer.order))
@@ -188,7 +191,8 @@ def _reshape(writer: NodeWriter, x: ir.Value, role: str, shape: tuple[Any, ...])
 def _dequantize(writer: NodeWriter, codes: ir.Value, scales: ir.Value, scale: ir.Value, axis: int) -> ir.Value:
     """Codes and block scales -> the type of the rest."""
     op, wide = "DequantizeLinear", ir.DataType.FLOAT
-    steps = writer.add(op, "scales_dequantized", scales, scale, dtype=wide, shape=scales.shape)
+    rows = {"axis": 0} if scale.shape else {}  # a global scale each
+    steps = writer.add(op, "scales_dequantized", scales, scale, dtype=wide, shape=scales.shape, **rows)
     blocks = {"axis": axis, "block_size": NVFP4_BLOCK}
     value = writer.add(op, "dequantized", codes, steps, dtype=wide, shape=codes.shape, **blocks)
     return _narrow(writer, value)

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from fp4deploy.errors import InputError
-from fp4deploy.export.onnx.layer_constants import EightBitConstants, LayerConstants, layer_constants
+from fp4deploy.export.onnx.layer_constants import EightBitConstants, LayerConstants, expert_constants, layer_constants
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.graph import ir
 from fp4deploy.graph.capture import Dynamic
@@ -18,6 +18,7 @@ from fp4deploy.graph.operators import ARITHMETIC
 from fp4deploy.graph.sizes import Size, axes_of
 from fp4deploy.packed import graph as packed
 from fp4deploy.packed.graph import Form, Graph, Input, Output
+from fp4deploy.qat.experts import QuantExperts
 from fp4deploy.qat.layers import QuantizedLayer
 from fp4deploy.qat.plan import eight_bits
 from fp4deploy.rest import FP32, Rest
@@ -318,12 +319,30 @@ class Writer:
 
     def constant(self, name: str, reader: ir.Node) -> str:
         """An activation that a tensor of the file is, in the form that its reader takes."""
+        owner, _, own = name.rpartition(".")
+        experts = self.modules.get(owner)
+        if isinstance(experts, QuantExperts) and own in experts.names:
+            return self._experts(owner, experts, own)
         self.keep(name, self.state[name])
         amax, axis = self._scale(reader)
         form = Form(name=self._name(name if amax is None else f"{name}.packed"), amax=amax, axis=cast(Any, axis))
         self._amaxes([form])
         self.nodes.append(packed.Constant(outputs=[form], tensor=name))
         return form.name
+
+    def _experts(self, name: str, experts: QuantExperts, own: str) -> str:
+        """The weights of experts, decoded, in the order of axes of the module."""
+        constants, weight = expert_constants(name, experts, own), f"{name}.{own}"
+        rows = constants.shape[:-1]
+        codes, scales = torch.from_numpy(constants.codes), torch.from_numpy(constants.scales.view("uint8"))
+        self.tensors[f"{weight}.codes"] = codes.view(*rows, -1)
+        self.tensors[f"{weight}.scales"] = scales.view(*rows, -1).view(torch.float8_e4m3fn)
+        self.tensors[f"{weight}.amax"] = torch.from_numpy(constants.weight_amax)[:, None]
+        form = Form(name=self._name(weight))
+        self.nodes.append(packed.Experts(outputs=[form], tensor=weight, e4m3_max=cast(Any, constants.e4m3_max)))
+        if constants.order == (0, 1, 2):
+            return form.name
+        return self.step(packed.Permute, form.name, f"{weight}.transposed", dims=list(constants.order))
 
     def step(self, kind: Any, read: str, label: str, **fields: Any) -> str:
         """A node that stands for no node of the captured graph; the plain activation that it writes."""

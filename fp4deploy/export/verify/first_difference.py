@@ -89,12 +89,12 @@ class _Calls(TorchFunctionMode):
         """The first hook of a module, for the names of the calls in it."""
         return lambda *_: self.layers.append(name or self.layers[0])
 
-    def leave(self, *_: Any) -> None:
+    def leave(self, *_: object) -> None:
         """The last hook of a module."""
         self.layers.pop()
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call, and record what comes of it."""
         result = func(*args, **(kwargs or {}))

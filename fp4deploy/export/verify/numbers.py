@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp4deploy.qat import quantized_layers
+from fp4deploy.qat.experts import weights_held
 from fp4deploy.rest import Rest
 
 _NAMES = ("add", "sub", "mul", "div", "rsub", "true_divide", "multiply", "subtract", "divide")
@@ -49,7 +50,7 @@ class _RestNumbers(TorchFunctionMode):
         self.computed = WeakTensorKeyDictionary()
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call, with a number or computed tensors in the rest's precision."""
         if self.inside:
@@ -68,11 +69,11 @@ class _RestNumbers(TorchFunctionMode):
     def _rounded(self, x: torch.Tensor) -> torch.Tensor:
         return x.to(self.rest.dtype).to(x.dtype) if x in self.computed and self.rest.holds_tensor(x) else x
 
-    def enter(self, *_: Any) -> None:
+    def enter(self, *_: object) -> None:
         """The first hook of a quantised layer, whose formulas are not the network's code."""
         self.inside += 1
 
-    def leave(self, *_: Any) -> None:
+    def leave(self, *_: object) -> None:
         """The last hook of a quantised layer."""
         self.inside -= 1
 
@@ -85,7 +86,7 @@ def rest_numbers(model: nn.Module, rest: Rest) -> Iterator[None]:
         handles.append(layer.register_forward_pre_hook(mode.enter, prepend=True))
         handles.append(layer.register_forward_hook(mode.leave, always_call=True))
     try:
-        with mode:
+        with weights_held(model), mode:
             yield
     finally:
         for handle in handles:

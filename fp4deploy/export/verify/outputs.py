@@ -124,10 +124,12 @@ def verify_decomposed(
         agreement = replace(agreement, layerwise=compare_layerwise(model, portable, kept, meanings))
     if not (agreement.passed and flat):
         return agreement
-    return replace(agreement, flat=_flat_difference(model, portable, kept[0], card))
+    return replace(agreement, flat=_flat_difference(model, portable, kept[0], card, meanings))
 
 
-def _flat_difference(model: nn.Module, portable: onnx.ModelProto, batch: Inputs, card: ModelCard | None) -> str:
+def _flat_difference(
+    model: nn.Module, portable: onnx.ModelProto, batch: Inputs, card: ModelCard | None, meanings: OutputMeanings
+) -> str:
     session = verifying_session(portable)
     names = [value.name for value in session.get_inputs()]
     first = session.get_inputs()[0].shape
@@ -141,7 +143,10 @@ def _flat_difference(model: nn.Module, portable: onnx.ModelProto, batch: Inputs,
         fed = feed(of_batch(inputs, fixed), names)
         return [floats(torch.from_numpy(each)) for each in session.run(None, fed)]
 
-    return flat_difference(of_torch, of_file, batch, card, bool(quantized_layers(model)))
+    def by_layer(inputs: Inputs) -> bool:
+        return _explain(compare_layerwise(model, portable, [of_batch(inputs, fixed)], meanings)) is None
+
+    return flat_difference(of_torch, of_file, batch, card, by_layer if quantized_layers(model) else None)
 
 
 def require_agreement(agreement: Agreement, name: str) -> None:

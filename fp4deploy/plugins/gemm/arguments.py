@@ -69,7 +69,7 @@ def launch_gemm(
     else:
         out = torch.empty((*shape[:-1], 8 * blocks), dtype=torch.uint8, device=device)
         scales = torch.empty((*shape[:-1], blocks), dtype=torch.uint8, device=device)
-    capability = capability or _capability(device.index)
+    capability = capability or capability_of(device)
     call = gemm_call(sources, weight, bias, extent, pixels, out, scales, out_amax, dtype, capability, **geometry)
     if launch is None:
         run(call, device)
@@ -94,7 +94,7 @@ def launch_weight_only(x: torch.Tensor, weight: Nvfp4Tensor, bias: torch.Tensor 
     if gemv.supports(rows, weight):
         gemv.launch(rows, weight, None if bias is None else _bias(bias, weight), out, relu)
     else:
-        run(weight_only_call(rows, weight, bias, out, _capability(x.device.index), relu), x.device)
+        run(weight_only_call(rows, weight, bias, out, capability_of(x.device), relu), x.device)
     return out
 
 
@@ -121,7 +121,7 @@ def require_offsets(
     stride: int | Sizes = 1,
     padding: int | Sizes = 0,
     dilation: int = 1,
-    **_: Any,
+    **_: object,
 ) -> None:
     """What `implicit_gemm_kernel` computes in 32 bits; the offset of a pixel and of a row of the filter have 64."""
     deepest, last_tap = max(channel_bytes), 0
@@ -169,16 +169,18 @@ def gemm_call(
     transposed: bool = False,
     tile: Tile | None = None,
     asm: bool = True,
+    groups: torch.Tensor | None = None,
 ) -> Call:
     """The launch of `implicit_gemm_kernel`.
 
     extent, pixels: batch, perhaps depth, height and width of the input and of the output (of a transposed convolution:
     of the input). stride, padding: of all axes or of each. transposed: a transposed convolution, whose strides are the
     sizes of the weight's filter. capability: 90 for SM90; from 100 on the native instructions are used.
+    groups: `grouped.tile_table` of `tile`, of a matrix with a weight [E, outputs, K], E amaxes and a bias [E, outputs].
     """
     x, second = sources[0], sources[-1]
     two = len(sources) == 2
-    m, outputs = math.prod(pixels), weight.shape[0]
+    m, outputs = math.prod(pixels), weight.shape[0 if groups is None else 1]
     strides, paddings = each(stride, len(taps)), each(padding, len(taps))
     if transposed:  # each pixel by itself, wherever it lies: one tap, without padding
         scale = weight.shape[1:-1]
@@ -198,6 +200,7 @@ def gemm_call(
         tile = gemm_tile(m, outputs, capability, quantize, transposed, two, filter_taps, depth)
     constants: dict[str, Any] = {
         **({} if volume else dict.fromkeys(VOLUME)),
+        **({"groups": None} if groups is None else {}),
         "KD": taps[0] if len(taps) == 3 else 1,
         "KH": taps[-2],
         "KW": taps[-1],
@@ -216,7 +219,7 @@ def gemm_call(
     types["out"] = "*u8" if quantize else f"*{TYPES[dtype]}"
     types |= {"out_scales": "*u8", "out_amax": "*fp32"} | dict.fromkeys(SIZES, "i32")
     types |= dict.fromkeys(("x_range", "x2_range", "w_range"), "fp32")
-    types |= dict.fromkeys(VOLUME if volume else (), "i32")
+    types |= dict.fromkeys(VOLUME if volume else (), "i32") | ({} if groups is None else {"groups": "*i32"})
     wide = ("CB", "CB2") if cb % 16 == 0 and cb2 % 16 == 0 else ()
     launch = _launch("gemm:implicit_gemm_kernel", types, constants, (*ALIGNED, *wide), tile)
     tensors: tuple[torch.Tensor, ...] = (_codes(x), _scales(x), x.amax, _codes(second), _scales(second), second.amax)
@@ -224,8 +227,10 @@ def gemm_call(
     tensors += (out if out_scales is None else out_scales, x.amax if out_amax is None else out_amax)
     sizes = (*extent[-2:], cb, cb2, *pixels[-2:], m, outputs, strides[-2], paddings[-2], dilation)
     ranges = tuple(E2M1_MAX * value.e4m3_max for value in (x, second, weight))
-    grid = (-(-m // tile.bm) * -(-outputs // tile.bn) * (math.prod(taps) if transposed else 1), 1, 1)
-    return Call(launch, (*tensors, *sizes, *ranges, *volume), grid)
+    tables = () if groups is None else (groups,)
+    rows = -(-m // tile.bm) if groups is None else len(groups)
+    grid = (rows * -(-outputs // tile.bn) * (math.prod(taps) if transposed else 1), 1, 1)
+    return Call(launch, (*tensors, *sizes, *ranges, *volume, *tables), grid)
 
 
 def weight_only_call(
@@ -281,7 +286,8 @@ def just_in_time(call: Call) -> Any:
     options = call.launch.options()
     if constants.get("SECONDARY"):
         options["launch_pdl"] = True
-    return _kernel(call.launch.kernel)[call.grid](*call.values, **constants, **options)
+    values = zip((name for name, _ in call.launch.arguments), call.values, strict=True)
+    return _kernel(call.launch.kernel)[call.grid](**dict(values), **constants, **options)
 
 
 @lru_cache
@@ -318,5 +324,6 @@ def _bias(bias: torch.Tensor | None, other: Nvfp4Tensor) -> torch.Tensor:
 
 
 @lru_cache
-def _capability(index: int | None) -> int:
-    return Architecture.of_device(index).number
+def capability_of(device: torch.device) -> int:
+    """90 for SM90."""
+    return Architecture.of_device(device.index).number

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 
-from fp4deploy.architecture import Architecture
 from fp4deploy.formats import E2M1_MAX, Mxfp4Tensor, Nvfp4Tensor
 from fp4deploy.plugins.aot.spec import Call, Launch
-from fp4deploy.plugins.gemm.arguments import require_32_bit, run
+from fp4deploy.plugins.gemm.arguments import capability_of, require_32_bit, run
 from fp4deploy.plugins.gemm.triton.tiles import FILL, NATIVE_FROM, NATIVE_NARROW, NATIVE_WIDE, Tile
 
 Packed = Nvfp4Tensor | Mxfp4Tensor
@@ -75,29 +74,32 @@ def gather_gemm(
     out = torch.empty((x.shape[0], *pixels, weight.shape[0]), dtype=dtype, device=device)
     sizes = {"output pixels": out.numel() // max(1, out.shape[-1]), "output channels": out.shape[-1]}
     require_32_bit(sizes | {"bytes of a filter": weight.codes.numel() // max(1, weight.shape[0])})
-    run(gather_call(x, weight, window, out, bias, inverse, _capability(device)), device)
+    run(gather_call(x, weight, window, out, bias, inverse, capability_of(device)), device)
     return out
 
 
-def rows_gemm(a: Packed, b: Packed) -> torch.Tensor:
+def rows_gemm(a: Packed, b: Packed, segments: torch.Tensor | None = None) -> torch.Tensor:
     """a b^T over the last axis, summed over the first.
 
     Args:
         a: packed [N, rows, P].
         b: packed [N, columns, P], of the format of `a`.
+        segments: int32 [E + 1], where along P the segments begin that have a sum each, multiples of 128; N is 1.
 
     Returns:
-        float32 [rows, columns].
+        float32 [rows, columns], or [E, rows, columns].
 
     Raises:
         InputError: sizes beyond the kernel's 32-bit counters.
     """
     device = a.codes.device
     require_32_bit({"bytes of a row": a.codes.shape[-1], "rows": a.shape[1], "columns": b.shape[1]})
-    capability = _capability(device)
-    splits = split_count(a, b, rows_tile(a, capability))
+    capability = capability_of(device)
+    splits = split_count(a, b, rows_tile(a, capability)) if segments is None else len(segments) - 1
     out = torch.empty((splits, a.shape[1], b.shape[1]), dtype=torch.float32, device=device)
-    run(rows_call(a, b, out, capability), device)
+    run(rows_call(a, b, out, capability, segments=segments), device)
+    if segments is not None:
+        return out
     return out.sum(0) if splits > 1 else out[0]
 
 
@@ -159,19 +161,38 @@ def split_count(a: Packed, b: Packed, tile: Tile) -> int:
 
 
 def rows_call(
-    a: Packed, b: Packed, out: torch.Tensor, capability: int, tile: Tile | None = None, asm: bool = True
+    a: Packed,
+    b: Packed,
+    out: torch.Tensor,
+    capability: int,
+    tile: Tile | None = None,
+    asm: bool = True,
+    segments: torch.Tensor | None = None,
 ) -> Call:
-    """The launch of `rows_gemm_kernel` into `out`, float32 [splits, rows, columns]."""
+    """The launch of `rows_gemm_kernel` into `out`, float32 [splits, rows, columns], or a segment each."""
     tile = tile or rows_tile(a, capability)
     splits, rows, columns = out.shape
     batch, kb = a.shape[0], a.codes.shape[-1]
     split_steps = -(-(batch * -(-kb // tile.bk)) // splits)
-    constants = {"MX": isinstance(a, Mxfp4Tensor), **_constants(tile, capability, asm)}
+    constants: dict[str, Any] = {} if segments is not None else {"segments": None}
+    constants |= {"MX": isinstance(a, Mxfp4Tensor), **_constants(tile, capability, asm)}
     types = _operand_types("a") | _operand_types("b") | {"out": "*fp32"}
     types |= dict.fromkeys(("rows", "columns", "KB", "batch", "split_steps"), "i32")
-    types |= {"a_range": "fp32", "b_range": "fp32"}
+    types |= {"a_range": "fp32", "b_range": "fp32"} | ({} if segments is None else {"segments": "*i32"})
     launch = _launch("rows_gemm_kernel", types, constants, ("KB",) if kb % 16 == 0 else (), tile)
-    values = (*_operand(a), *_operand(b), out, rows, columns, kb, batch, split_steps, _range(a), _range(b))
+    values: tuple[Any, ...] = (
+        *_operand(a),
+        *_operand(b),
+        out,
+        rows,
+        columns,
+        kb,
+        batch,
+        split_steps,
+        _range(a),
+        _range(b),
+    )
+    values += () if segments is None else (segments,)
     return Call(launch, values, (-(-rows // tile.bm) * -(-columns // tile.bn), splits, 1))
 
 
@@ -205,7 +226,3 @@ def _launch(
     return Launch(
         f"training:{kernel}", tuple(types.items()), tuple(constants.items()), divisible, tile.warps, tile.stages
     )
-
-
-def _capability(device: torch.device) -> int:
-    return Architecture.of_device(device.index).number

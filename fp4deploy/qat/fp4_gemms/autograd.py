@@ -46,7 +46,7 @@ class _PackedGemms(torch.autograd.Function):
         amax: torch.Tensor | None,
         recording: bool,
     ) -> torch.Tensor:
-        dtype = _output_dtype(x)
+        dtype = output_dtype(x)
         packed = pack_operand(x, _spec(recipe.activation), (gemms.input_axis,), amax, (gemms.groups,))
         filters = pack_operand(weight, _spec(recipe.weight), gemms.weight_axes, None, gemms.weight_groups)
         if recording:
@@ -88,7 +88,7 @@ def packed_gemms(
     def run(batch: torch.Tensor) -> Any:
         if outliers is None:
             return _PackedGemms.apply(batch, weight, bias, gemms, recipe, amax, torch.is_grad_enabled())
-        return SplitGemms.apply(batch, weight, bias, gemms, recipe, outliers, _output_dtype(x))
+        return SplitGemms.apply(batch, weight, bias, gemms, recipe, outliers, output_dtype(x))
 
     return apply_to_batch(x, gemms, run)
 
@@ -164,7 +164,7 @@ def _spec(spec: QuantSpec | None) -> QuantSpec:
     return spec
 
 
-def _output_dtype(x: torch.Tensor) -> torch.dtype:
+def output_dtype(x: torch.Tensor) -> torch.dtype:
     """The dtype of torch's own layer: that of autocast, which leaves float64 alone, or of the input."""
     device = x.device.type
     if torch.is_autocast_enabled(device) and x.dtype != torch.float64:

@@ -76,6 +76,15 @@ def wgrad(
     return rows_gemm(_rows(first.packed), _rows(second.packed)).view(weight_shape)
 
 
+def segmented_wgrad(
+    gradient: PackedOperand, x: PackedOperand, segments: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """dW [E, O, C], float32, of each segment of a linear layer's tokens (`rows_gemm`); None where no kernel runs."""
+    if not _runs(gradient, x, LinearGemms(), dtype):
+        return None
+    return rows_gemm(_rows(gradient.packed), _rows(x.packed), segments)
+
+
 def unfolds_on_gpu(operand: torch.Tensor, gemms: Gemms, *specs: QuantSpec) -> bool:
     """Whether `unfolded_wgrad` takes a wgrad whose unfolded operand is `operand`."""
     fits = isinstance(gemms, ConvGemms) and len(gemms.kernel) == 2 and gemms.groups == 1

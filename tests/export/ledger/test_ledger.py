@@ -295,6 +295,14 @@ def test_without_the_kernel_that_multiplies_no_weights_are_claimed() -> None:
     assert (found.actual, found.weights, found.fell_back) == ("unknown", "unknown", True)
 
 
+def test_statistics_in_fp32_are_not_what_a_norm_computes_in() -> None:
+    layer = PlannedLayer("norm", "GroupNorm", "FP16", "plain", "FP16", "", "", 0, ("norm",), ())
+    x, moments = Tensor("x", (1, 32, 256), "FP16"), Tensor("moments", (1, 32), "FP32")
+    kernels = [EngineLayer(each.name, "kgen", (each,), (), (each,), ("norm",)) for each in (moments, x)]
+    assert [kernel.precision for kernel in kernels] == ["FP32", "FP16"]
+    assert match_kernels((layer,), tuple(kernels))[0].actual == "FP16"
+
+
 @pytest.mark.parametrize(("read", "counted"), [("INT8", 1), ("FP16", 0)])
 def test_a_plugin_that_reads_codes_computes_as_planned(read: str, counted: int) -> None:
     node = "conv.plugin"

@@ -85,6 +85,24 @@ def matrices(rows: tuple[int, ...], k: int, n: int, packed: bool) -> Facts:
     return [("error", error(found, expected), LIMIT), *(fused(found, run) if packed else [])]
 
 
+def grouped(ends: tuple[int, ...], rows: int, k: int, n: int) -> Facts:
+    """Rows of experts, two of them with none; the last rows are nobody's."""
+    from fp4deploy.plugins.gemm.grouped import fp4_grouped_linear
+    from fp4deploy.plugins.gemm.operands import pack
+    from fp4deploy.plugins.gemm.reference import matmul_reference
+    from fp4deploy.plugins.gemm.weight_cache import fp4_quantize
+
+    x = torch.randn(rows, k).half()
+    caches = [fp4_quantize(10.0**i * torch.randn(n, k), torch.randn(n)) for i in range(len(ends))]
+    found = fp4_grouped_linear(x, caches, torch.tensor(ends), "dynamic")
+    facts = [("rows of nobody", float(found[ends[-1] :].abs().max()), 0.0)]
+    for cache, start, stop in zip(caches, (0, *ends), ends, strict=False):
+        exact = matmul_reference(pack(x, "dynamic"), cache.weight, cache.bias, accumulate=torch.float64)
+        assert isinstance(exact, torch.Tensor)
+        facts.append(("error", error(found[start:stop], exact[start:stop]), LIMIT))
+    return facts
+
+
 def broken_block(value: float) -> Facts:
     from fp4deploy.formats import quantize_nvfp4
     from fp4deploy.plugins.gemm.dispatch import conv2d
@@ -138,6 +156,7 @@ CASES: dict[str, Callable[[], Facts]] = {
     "weight-only, one row": partial(matrices, (1,), 64, 40, False),
     "weight-only, 70 rows": partial(matrices, (70,), 100, 33, False),
     "weight-only, odd K, three axes": partial(matrices, (2, 3), 17, 5, False),
+    "experts": partial(grouped, (0, 65, 65, 90), 95, 50, 33),
     "NaN": partial(broken_block, float("nan")),
     "infinity": partial(broken_block, float("inf")),
     "operands of 1e-12 and 1e12": partial(extreme, 1e-12),
@@ -157,9 +176,9 @@ def lead_to_interpreter() -> list[str]:
         launch = dataclasses.replace(call.launch, constants=constants)
         arguments.just_in_time(dataclasses.replace(call, launch=launch))
 
-    dispatch.runs_kernels = lambda x: True  # type: ignore[assignment]
+    dispatch.runs_kernels = arguments.runs_kernels = lambda x: True  # type: ignore[assignment]
     arguments.run = run  # type: ignore[assignment]
-    arguments._capability = lambda index: 90  # type: ignore[assignment]
+    arguments.capability_of = lambda device: 90  # type: ignore[assignment]
     return launched
 
 

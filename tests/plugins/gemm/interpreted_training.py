@@ -15,11 +15,12 @@ import torch
 import torch.nn.functional as F
 
 from fp4deploy.formats import Mxfp4Tensor, Nvfp4Tensor, quantize_mxfp4, quantize_nvfp4
-from fp4deploy.plugins.gemm import training
-from fp4deploy.plugins.gemm.arguments import just_in_time
+from fp4deploy.plugins.gemm import arguments, training
+from fp4deploy.plugins.gemm import dispatch as inference
+from fp4deploy.plugins.gemm.arguments import gemm_call, just_in_time
 from fp4deploy.plugins.gemm.training import Window, gather_call, rows_call, split_count
 from fp4deploy.plugins.gemm.triton.tiles import Tile
-from fp4deploy.qat import prepare, set_products
+from fp4deploy.qat import RECIPES, grouped_linear, prepare, set_products
 from fp4deploy.qat.fp4_gemms import dispatch
 from tests.plugins.gemm.interpreted_gemms import SM90, Guarded
 from tests.qat.layer_cases import make
@@ -62,6 +63,7 @@ def names() -> list[str]:
         for form, dtype in zip(FORMATS, DTYPES, strict=True)
     ]
     steps = [f"step, {name}, {recipe}, fp32" for name, recipes in STEPS.items() for recipe in recipes]
+    steps += [f"experts, {recipe}, fp16" for recipe in (NV, MX)]
     return [*steps, *gathers, "forward, 3x3, mxfp4, fp16", *(f"{name}, {form}" for name in ROWS for form in FORMATS)]
 
 
@@ -121,6 +123,25 @@ def step(name: str, recipe: str) -> dict[str, Any]:
     return {"error": max(errors), "intact": len(calls) == 3}
 
 
+def experts(recipe: str) -> dict[str, Any]:
+    """A grouped linear layer by kernels (MXFP4: an expert after the other) and by the reference."""
+    results = []
+    calls: list[int] = []
+    run = lambda call, _: (calls.append(1), just_in_time(call))  # noqa: E731
+    training.run = arguments.run = run  # type: ignore[assignment]
+    for kernels in (False, True):
+        for module in (dispatch, inference, arguments):
+            module.runs_kernels = lambda _, on=kernels: on  # type: ignore[attr-defined]
+        torch.manual_seed(6)
+        x = torch.randn(70, 40).half().requires_grad_()
+        weight, bias = torch.randn(3, 33, 40).requires_grad_(), torch.randn(3, 33).requires_grad_()
+        y = grouped_linear(x, weight, torch.tensor([40, 40, 66]), bias, RECIPES[recipe])
+        y.backward(torch.randn(y.shape).half())
+        results.append([each.double() for each in (y, x.grad, weight.grad, bias.grad)])
+    errors = [float((a - b).norm() / b.norm()) for a, b in zip(*reversed(results), strict=True)]
+    return {"error": max(errors), "intact": len(calls) == (3 if recipe == NV else 5)}
+
+
 def small(call: Callable[..., Any], tile: Tile) -> Callable[..., Any]:
     """A description of a launch for the interpreter."""
     return partial(call, tile=tile, asm=False)
@@ -135,11 +156,14 @@ def found(out: Guarded, expected: torch.Tensor, splits: int = 0) -> dict[str, An
 def results() -> dict[str, dict[str, Any]]:
     """What was found in every case."""
     training.gather_call, training.rows_call = small(gather_call, TINY), small(rows_call, DEEP)
-    training._capability = lambda _: SM90
+    arguments.gemm_call = small(gemm_call, TINY)
+    training.capability_of = arguments.capability_of = lambda _: SM90  # type: ignore[assignment]
     results = {}
     for case in names():
         kind, *rest = case.split(", ")
-        if kind == "step":
+        if kind == "experts":
+            results[case] = experts(rest[0])
+        elif kind == "step":
             results[case] = step(", ".join(rest[:-2]), rest[-2])
         elif kind in ROWS:
             results[case] = rows(kind, *rest)

@@ -109,7 +109,7 @@ def test_two_sources_in_a_tall_tile(
     image: tuple[int, int, int], channels: tuple[int, int], outputs: int, options: dict
 ) -> None:
     """128 accumulators a thread. K of both sources in whole steps, in several taps a step, and in neither."""
-    if arguments._capability(0) != 90:
+    if arguments.capability_of(torch.device("cuda", 0)) != 90:
         pytest.skip("a tile of SM90")
     torch.manual_seed(0)
     n, h, w = image
@@ -252,7 +252,7 @@ def test_binaries_compiled_ahead_give_the_same_bits() -> None:
     expected = dispatch.conv2d((x,), w, bias, padding=1)
     out = torch.full_like(expected, float("nan"))
     image = (2, 24, 24)
-    capability = arguments._capability(0)
+    capability = arguments.capability_of(torch.device("cuda", 0))
     call = arguments.gemm_call(
         *((x,), w, bias, image, image, out, None, None, torch.float16, capability), taps=(3, 3), padding=1
     )

@@ -274,9 +274,15 @@ def _depthwise(
 
 
 def _small_k(
-    image: Shape, filters: Shape, stride: int = 1, padding: int = 0, dtype: torch.dtype = HALF, moments: bool = False
+    image: Shape,
+    filters: Shape,
+    stride: int = 1,
+    padding: int = 0,
+    dtype: torch.dtype = HALF,
+    moments: bool = False,
+    half: torch.dtype = HALF,
 ) -> Callable[[], object]:
-    x, weight = torch.zeros(image, dtype=dtype), torch.zeros(*filters, image[-1]).half()
+    x, weight = torch.zeros(image, dtype=dtype), torch.zeros(*filters, image[-1], dtype=half)
     return lambda: small_k.conv2d(x, weight, None, (stride, stride), (padding, padding), moments=moments)
 
 
@@ -352,6 +358,7 @@ EXERCISES: list[Callable[[], object]] = [
     _depthwise((2, 4), 6, 5, 2, BFLOAT),
     _small_k((1, 4, 4, 3), (64, 3, 3), 1, 1, FLOAT, moments=True),
     _small_k((1, 9, 9, 3), (64, 7, 7), 2, 3),
+    _small_k((1, 4, 4, 3), (64, 3, 3), 1, 1, FLOAT, moments=True, half=BFLOAT),
     _small_k((1, 4, 4, 16), (21, 3, 3), 1, 1, moments=True),
     _small_k((1, 4, 4, 64), (12, 1, 1)),
     _small_k((1, 4, 4, 16), (70, 1, 1), moments=True),

@@ -131,5 +131,6 @@ def own_kernel(
     by, around, apart = ((each[0], each[1]) for each in (stride, padding, dilation))
     if depthwise.supports(weight, by, around, apart, groups):
         return depthwise if depthwise.is_available(device) else None
-    fits = weight.dtype == torch.float16 and small_k.supports(channels, outputs, (kh, kw), by, around, apart, groups)
+    narrow = weight.dtype in (torch.float16, torch.bfloat16)
+    fits = narrow and small_k.supports(channels, outputs, (kh, kw), by, around, apart, groups)
     return small_k if fits and small_k.is_available(device) else None

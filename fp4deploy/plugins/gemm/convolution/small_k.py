@@ -1,4 +1,4 @@
-"""FP16 convolutions whose sum has few elements, on tensor cores: the first and the last layer of a packed network.
+"""Convolutions in 16 bits whose sum has few elements, on tensor cores: first and last layers of a packed network.
 
     y, moments = conv2d(image.permute(0, 2, 3, 1), weight, bias, padding=(1, 1), moments=True)
 
@@ -38,7 +38,7 @@ SHARED = 96 * 1024  # bytes of a block, which every GPU from SM80 on allows
 COUNTED = 2**31 - 2**16  # elements that 32-bit indices can count
 SIGNATURE = "PPPPPq" + 14 * "i"
 
-fallback = Fallback("FP16 convolutions of small K", "torch")
+fallback = Fallback("Convolutions of small K", "torch")
 
 
 @dataclass(frozen=True)
@@ -89,11 +89,12 @@ class Variant:
         moments = 2 * WARPS * wide * 8
         return 4 * self.columns + moments + WARPS * 2 * (8 if self.store else STRIP * wide + 8)
 
-    def macros(self, value: torch.dtype, moments: bool) -> dict[str, str | int]:
-        """Of `small_k_conv.cu`."""
+    def macros(self, value: torch.dtype, moments: bool, half: torch.dtype = torch.float16) -> dict[str, str | int]:
+        """Of `small_k_conv.cu`; value: of x, half: of the weight and the output."""
         numbers = {"C": self.channels, "KH": self.taps[0], "KW": self.taps[1], "STRIDE": self.stride}
         numbers |= {"COLUMNS": self.columns, "ROWS": self.rows, "STORE": self.store, "POINT": int(self.point)}
-        return {"VALUE": CUDA_TYPES[value], **numbers, "MOMENTS": int(moments), "RESIDENT": self.resident}
+        types = {"VALUE": CUDA_TYPES[value]} | ({"HALF": CUDA_TYPES[half]} if half != torch.float16 else {})
+        return {**types, **numbers, "MOMENTS": int(moments), "RESIDENT": self.resident}
 
 
 def padded_channels(channels: int) -> int:
@@ -169,15 +170,15 @@ def conv2d(
     Operands are those that the kernel `supports` and `is_aligned`.
 
     Args:
-        x: float16 or float32 [N, H, W, C] of any strides, such as an image [N, C, H, W] permuted; float32 is rounded to
-            float16. It is copied if its channels are a multiple of 8 and it is not a contiguous float16 tensor.
-        weight: float16 [O, KH, KW, C].
+        x: float32 or of the weight's dtype, [N, H, W, C] of any strides, such as an image [N, C, H, W] permuted; it is
+            rounded to the weight's dtype, and copied if its channels are a multiple of 8 and it is not contiguous.
+        weight: float16 or bfloat16 [O, KH, KW, C].
         bias: float32 [O].
         moments: of the rounded output, for a GroupNorm.
         chosen: instead of what `variant` chooses.
 
     Returns:
-        float16 [N, OH, OW, O], and the moments.
+        [N, OH, OW, O] of the weight's dtype, and the moments.
 
     Raises:
         UnavailableError: the kernel does not compile or launch here.
@@ -186,10 +187,12 @@ def conv2d(
     chosen = chosen or variant(channels, outputs, (kh, kw), stride[0], padding)
     weight = aligned(weight.contiguous())
     if channels % 8 == 0:
-        x = aligned(x.half().contiguous())
+        x = aligned(x.to(weight.dtype).contiguous())
+    elif x.dtype != torch.float32:
+        x = x.to(weight.dtype)
     n, h, w = x.shape[:3]
     oh, ow = output_size(h, kh, stride[0], padding[0], 1), output_size(w, kw, stride[1], padding[1], 1)
-    out = torch.empty((n, oh, ow, outputs), dtype=torch.float16, device=x.device)
+    out = torch.empty((n, oh, ow, outputs), dtype=weight.dtype, device=x.device)
     items, height, width = n, oh, ow
     if chosen.point:
         items, height, width = (n, 1, oh * ow) if moments else (1, 1, n * oh * ow)
@@ -201,7 +204,7 @@ def conv2d(
     slices = -(-outputs // chosen.columns)
     programs = min(tiles, max(1, chosen.resident * num_sms(x.device) // slices))
     item, row, column, plane = x.stride()
-    run = kernel("small_k_conv.cu", "small_k_conv", SIGNATURE, chosen.macros(x.dtype, moments), x.device)
+    run = kernel("small_k_conv.cu", "small_k_conv", SIGNATURE, chosen.macros(x.dtype, moments, weight.dtype), x.device)
     launch_secondary(
         run,
         (programs, slices),
@@ -223,9 +226,9 @@ def conv2d_reference(
     relu: bool = False,
 ) -> torch.Tensor:
     """`conv2d` in float64, rounded once: the same bytes where FP32 sums are exact."""
-    wide, filters = x.half().double().permute(0, 3, 1, 2), weight.double().permute(0, 3, 1, 2)
+    wide, filters = x.to(weight.dtype).double().permute(0, 3, 1, 2), weight.double().permute(0, 3, 1, 2)
     y = F.conv2d(wide, filters, None if bias is None else bias.double(), stride, padding)
-    return (y.relu() if relu else y).half().permute(0, 2, 3, 1).contiguous()
+    return (y.relu() if relu else y).to(weight.dtype).permute(0, 2, 3, 1).contiguous()
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:

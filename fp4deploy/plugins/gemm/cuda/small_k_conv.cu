@@ -1,5 +1,5 @@
-// Convolutions of FP16 feature maps whose sum has few elements (K = taps x channels up to some 200) on tensor cores: the
-// first layer of a network and its last one, which stay in FP16.
+// Convolutions of FP16 or BF16 feature maps whose sum has few elements (K = taps x channels up to some 200) on tensor cores: the
+// first layer of a network and its last one, which stay in 16 bits.
 //
 //   y = round(relu(bias + sum over taps and channels of x w))           and optionally moments of y for a GroupNorm
 //
@@ -26,18 +26,21 @@
 // adds deviations from its first pixel, and warps are combined by Chan's formula. As the first pixel is one of the values,
 // squared deviations of n pixels cancel by n at most.
 //
-// Macros: VALUE float or __half, of x; C channels; KH, KW, STRIDE; COLUMNS 16, 32 or 64 outputs of a block; ROWS of the
+// Macros: HALF __half or __nv_bfloat16, of w and out; VALUE float or HALF, of x; C channels; KH, KW, STRIDE; COLUMNS 16, 32 or 64 outputs of a block; ROWS of the
 // tile that a warp computes, 32 pixels each; STORE outputs of a store, 8, 4, 2, 1 or 0, see above; MOMENTS, POINT 0 or 1;
 // RESIDENT blocks of a multiprocessor.
 // x: VALUE, pixel (y, x) of channel c at y row + x column + c plane, items `item` elements apart; where C is a multiple of
-// 8, and with POINT: FP16 [N, H, W, C], contiguous. w: FP16 [O, KH, KW, C]; bias: float32 [O] or null; out: FP16
+// 8, and with POINT: HALF [N, H, W, C], contiguous. w: HALF [O, KH, KW, C]; bias: float32 [O] or null; out: HALF
 // [N, OH, OW, O]; moments: float32 [N tiles, 2, 2, O]. With POINT OH is 1 and OW the pixels of an item.
 // Launch: block 256, grid (programs, ceil(O / COLUMNS)), shared memory `shared_bytes` of small_k.py.
-#include "dependent_launch.cuh"
+#include "channels.cuh"
 #include "tensor_core.cuh"
 
+#ifndef HALF
+#define HALF __half
+#endif
 #ifndef VALUE
-#define VALUE __half
+#define VALUE HALF
 #endif
 #ifndef C
 #define C 3
@@ -71,6 +74,8 @@
 #endif
 
 namespace {
+
+using Two = channels::Pair<HALF>::type;
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
 constexpr int WIDE = COLUMNS < 32 ? COLUMNS : 32;        // outputs of a warp
@@ -132,7 +137,7 @@ struct Raw {
 
 // A tile begins to be read: into registers, or where channels are a multiple of 8 by asynchronous copies to `tile`.
 __device__ __forceinline__ void load_tile(
-    Raw& raw, __half* tile, const VALUE* x, long long item_stride, const Strides& strides, const Place& place,
+    Raw& raw, HALF* tile, const VALUE* x, long long item_stride, const Strides& strides, const Place& place,
     const Shape& shape) {
     const VALUE* const item = x + place.item * item_stride;
     const int top = place.y * STRIDE - shape.padding_h, left = place.x * STRIDE - shape.padding_w;
@@ -153,12 +158,13 @@ __device__ __forceinline__ void load_tile(
     }
 }
 
-__device__ __forceinline__ uint32_t pair(__half low, __half high) {
-    return uint32_t(__half_as_ushort(low)) | uint32_t(__half_as_ushort(high)) << 16;
+__device__ __forceinline__ uint32_t pair(HALF low, HALF high) {
+    const auto bits = [](HALF x) { return uint32_t(*reinterpret_cast<const unsigned short*>(&x)); };
+    return bits(low) | bits(high) << 16;
 }
 
 // The tile is in shared memory after it and a barrier.
-__device__ __forceinline__ void store_tile(const Raw& raw, __half* tile) {
+__device__ __forceinline__ void store_tile(const Raw& raw, HALF* tile) {
     if constexpr (UNIT == 8) {
         asm volatile("cp.async.wait_all;" ::: "memory");
     } else {
@@ -166,9 +172,9 @@ __device__ __forceinline__ void store_tile(const Raw& raw, __half* tile) {
         for (int i = 0; i < LOADS; ++i) {
             const int index = i * THREADS + threadIdx.x, pixel = index / UNITS, unit = index % UNITS;
             if (pixel >= PIXELS) continue;
-            __half v[4];
+            HALF v[4];
 #pragma unroll
-            for (int c = 0; c < 4; ++c) v[c] = c < PER_LOAD ? __half(raw.values[i][c]) : __half(0.f);
+            for (int c = 0; c < 4; ++c) v[c] = c < PER_LOAD ? HALF(raw.values[i][c]) : HALF(0.f);
             uint2* const to = reinterpret_cast<uint2*>(tile + pixel * PITCH + 4 * unit);
             *to = make_uint2(pair(v[0], v[1]), pair(v[2], v[3]));
         }
@@ -182,16 +188,16 @@ __device__ __forceinline__ int element(int step, int q) {
 }
 
 // Registers b0, b1 of an output.
-__device__ __forceinline__ uint2 weights(const __half* w, int output, int O, int step, int q) {
+__device__ __forceinline__ uint2 weights(const HALF* w, int output, int O, int step, int q) {
     const int k = element(step, q), tap = k / PADDED, c = k % PADDED;
     if (output >= O || k >= K) return make_uint2(0u, 0u);
-    const __half* const from = w + ((long long)output * KH * KW + tap) * C + c;
+    const HALF* const from = w + ((long long)output * KH * KW + tap) * C + c;
     if constexpr (C % 4 == 0) {
         return *reinterpret_cast<const uint2*>(from);
     } else {
-        __half v[4];
+        HALF v[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) v[i] = c + i < C ? from[i] : __half(0.f);
+        for (int i = 0; i < 4; ++i) v[i] = c + i < C ? from[i] : HALF(0.f);
         return make_uint2(pair(v[0], v[1]), pair(v[2], v[3]));
     }
 }
@@ -199,12 +205,12 @@ __device__ __forceinline__ uint2 weights(const __half* w, int output, int O, int
 using A = uint32_t[4];
 
 // A fragments of all steps of 16 pixels of a run, from memory.
-__device__ __forceinline__ void load_pixels(A (&a)[STEPS], const __half* item, int first, int count, int lane) {
+__device__ __forceinline__ void load_pixels(A (&a)[STEPS], const HALF* item, int first, int count, int lane) {
     const int q = lane % 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int pixel = min(first + 8 * half + lane / 4, count - 1);  // past the end: one that nobody writes
-        const __half* const from = item + (long long)pixel * C;
+        const HALF* const from = item + (long long)pixel * C;
 #pragma unroll
         for (int step = 0; step < STEPS; step += 1 + PAIRED) {
             if constexpr (PAIRED) {
@@ -221,7 +227,7 @@ __device__ __forceinline__ void load_pixels(A (&a)[STEPS], const __half* item, i
 
 // The A fragment of one step of 16 neighbouring pixels in shared memory. from: the first pixel of this lane, with the
 // offset of the step.
-__device__ __forceinline__ void gather(A& a, const __half* from, int step, int q) {
+__device__ __forceinline__ void gather(A& a, const HALF* from, int step, int q) {
     const uint2 low = *reinterpret_cast<const uint2*>(from);
     const uint2 high = *reinterpret_cast<const uint2*>(from + 8 * STRIDE * PITCH);
     a[0] = low.x, a[1] = high.x, a[2] = low.y, a[3] = high.y;
@@ -259,7 +265,7 @@ struct Sums {
 
 // One strip's row of outputs in shared memory, `count` of them, to `at` of the output: 16 bytes at a time where they are
 // aligned. In shared memory it begins at at % 8.
-__device__ __forceinline__ void copy_row(const __half* staged, __half* out, long long at, int count, int lane) {
+__device__ __forceinline__ void copy_row(const HALF* staged, HALF* out, long long at, int count, int lane) {
     const int shift = int(at % 8);
     for (int chunk = lane; chunk * 8 < shift + count; chunk += 32) {
         const int begin = chunk * 8 - shift;
@@ -274,15 +280,15 @@ __device__ __forceinline__ void copy_row(const __half* staged, __half* out, long
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) small_k_conv(
-    const VALUE* x, const __half* w, const float* bias, __half* out, float* moments, long long item_stride, int row,
+    const VALUE* x, const HALF* w, const float* bias, HALF* out, float* moments, long long item_stride, int row,
     int column, int plane, int H, int W, int OH, int OW, int O, int padding_h, int padding_w, int relu, int across,
     int per_item, int tiles) {
     extern __shared__ __align__(16) uint8_t shared[];
     __shared__ float2 partial[MOMENTS ? 2 : 1][MOMENTS ? PARTS * COLUMNS : 1];  // mean, squared deviations
     __shared__ __align__(16) float begin[COLUMNS];
-    __shared__ __align__(16) __half stage[WARPS][STAGED];
+    __shared__ __align__(16) HALF stage[WARPS][STAGED];
     uint4* const fragments = reinterpret_cast<uint4*>(shared);
-    __half* const buffer = reinterpret_cast<__half*>(fragments + FRAGMENTS);
+    HALF* const buffer = reinterpret_cast<HALF*>(fragments + FRAGMENTS);
     const Shape shape{H, W, OH, OW, O, padding_h, padding_w, across, per_item};
     const Strides strides{row, column, plane};
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
@@ -327,8 +333,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) small_k_conv(
     for (int index = blockIdx.x; index < tiles; index += gridDim.x, turn ^= 1) {
         const Place place(index, shape);
         const int next = index + gridDim.x;
-        const __half* const tile = buffer + turn * (PIXELS * PITCH);
-        __half* const other = buffer + (turn ^ 1) * (PIXELS * PITCH);
+        const HALF* const tile = buffer + turn * (PIXELS * PITCH);
+        HALF* const other = buffer + (turn ^ 1) * (PIXELS * PITCH);
         if (!POINT && next < tiles) load_tile(raw, other, x, item_stride, strides, Place(next, shape), shape);
         const VALUE* const item = x + place.item * item_stride;
         Sums sums = {};
@@ -344,7 +350,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) small_k_conv(
 #pragma unroll
                     for (int i = 0; i < 4; ++i) d[u][t][i] = begin[slice * WIDE + LANE * q + 2 * t + i % 2];
                 if constexpr (POINT)
-                    load_pixels(point[u], reinterpret_cast<const __half*>(item), place.x + 16 * (part * STRIPS + strip + u), OW, lane);
+                    load_pixels(point[u], reinterpret_cast<const HALF*>(item), place.x + 16 * (part * STRIPS + strip + u), OW, lane);
             }
 #pragma unroll
             for (int step = 0; step < STEPS; ++step) {
@@ -370,7 +376,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) small_k_conv(
                         gather(a, tile + corner + offsets[POINT ? 0 : step], step, q);
                     }
 #pragma unroll
-                    for (int t = 0; t < BLOCKS; ++t) multiply(d[u][t], a, b[t].x, b[t].y);
+                    for (int t = 0; t < BLOCKS; ++t) multiply<HALF>(d[u][t], a, b[t].x, b[t].y);
                 }
             }
 #pragma unroll
@@ -383,17 +389,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) small_k_conv(
                 for (int half = 0; half < 2; ++half) {
                     const int pixel = 8 * half + g;
                     const bool has = y < OH && left + pixel < OW;
-                    __half2 v[BLOCKS];
+                    Two v[BLOCKS];
 #pragma unroll
                     for (int t = 0; t < BLOCKS; ++t) {
-                        v[t] = __floats2half2_rn(d[u][t][2 * half], d[u][t][2 * half + 1]);
-                        if (relu) v[t] = __hmax2_nan(v[t], __half2half2(__half(0.f)));
+                        channels::narrow(make_float2(d[u][t][2 * half], d[u][t][2 * half + 1]), v[t]);
+                        if (relu) v[t] = __hmax2_nan(v[t], Two(HALF(0.f), HALF(0.f)));
                     }
                     if constexpr (MOMENTS) {
                         if (half == 0 && strip + u == 0) {  // the warp's first pixel: it has one, or no pixel at all
 #pragma unroll
                             for (int t = 0; t < BLOCKS; ++t) {
-                                const float2 wide = __half22float2(v[t]);
+                                const float2 wide = channels::widen(v[t]);
                                 sums.first[2 * t] = __shfl_sync(0xffffffffu, wide.x, q);
                                 sums.first[2 * t + 1] = __shfl_sync(0xffffffffu, wide.y, q);
                             }
@@ -401,7 +407,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) small_k_conv(
                         if (has) {
 #pragma unroll
                             for (int t = 0; t < BLOCKS; ++t) {
-                                const float2 wide = __half22float2(v[t]);
+                                const float2 wide = channels::widen(v[t]);
                                 const float a = wide.x - sums.first[2 * t], b = wide.y - sums.first[2 * t + 1];
                                 sums.delta[2 * t] += a, sums.delta[2 * t + 1] += b;
                                 sums.square[2 * t] = __fmaf_rn(a, a, sums.square[2 * t]);
@@ -409,21 +415,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) small_k_conv(
                             }
                         }
                     }
-                    const __half* const own = reinterpret_cast<const __half*>(v);
+                    const HALF* const own = reinterpret_cast<const HALF*>(v);
                     if constexpr (STORE == 0) {
-                        __half* const to = stage[warp] + int(at * O % 8) + pixel * O;
+                        HALF* const to = stage[warp] + int(at * O % 8) + pixel * O;
 #pragma unroll
                         for (int i = 0; i < LANE; ++i)
                             if (output + i < O) to[output + i] = own[i];
                     } else {
-                        __half* const to = out + (at + pixel) * O + output;
+                        HALF* const to = out + (at + pixel) * O + output;
 #pragma unroll
                         for (int i = 0; i < LANE; i += STORE) {
                             if (!has || output + i >= O) continue;
                             if constexpr (STORE == 8) *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(v);
                             if constexpr (STORE == 4)
                                 *reinterpret_cast<uint2*>(to + i) = reinterpret_cast<const uint2*>(v)[i / 4];
-                            if constexpr (STORE == 2) *reinterpret_cast<__half2*>(to + i) = v[i / 2];
+                            if constexpr (STORE == 2) *reinterpret_cast<Two*>(to + i) = v[i / 2];
                             if constexpr (STORE == 1) to[i] = own[i];
                         }
                     }

@@ -1,4 +1,4 @@
-// mma.m16n8k16 of FP16 with FP32 sums, and ldmatrix (direct_conv.cu, small_k_conv.cu).
+// mma.m16n8k16 of FP16 or BF16 with FP32 sums, and ldmatrix (direct_conv.cu, small_k_conv.cu).
 //
 // With lane = 4 g + q: registers a0, a1 have elements 2 q, 2 q + 1 of rows g and g + 8 of A, a2, a3 elements 2 q + 8,
 // 2 q + 9; b0, b1 the same elements of column g of B; d0, d1 columns 2 q, 2 q + 1 of row g, d2, d3 of row g + 8. Which
@@ -18,9 +18,18 @@ __device__ __forceinline__ void load_matrices(uint32_t address, uint32_t (&a)[4]
                  : "memory");
 }
 
+// T: __half or __nv_bfloat16, of both operands.
+template <typename T = __half>
 __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    if constexpr (__is_same(T, __half)) {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+            "{%0, %1, %2, %3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    } else {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+            "{%0, %1, %2, %3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
 }

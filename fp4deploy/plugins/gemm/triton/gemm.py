@@ -25,6 +25,10 @@ Each has its own global scale, so the accumulator is rescaled once between them.
 TAPS taps, in filters of up to nine taps and of 3x3x3: with BK 32, nine taps of 16 channels are three steps instead of
 nine.
 
+**Groups.** Rows sorted by group, each multiplied with the matrix of its own: a tile has rows of one group alone, and a
+table says which rows and which matrix. It is computed on the device (`grouped.tile_table`), so that nobody waits for
+the sizes of the groups; tiles that it does not need end at once.
+
 **Native.** On Blackwell `tl.dot_scaled` takes codes and block scales as operands (block-scaled MMA). Elsewhere they are
 decoded to float16 in registers (`decode`) for float16 tensor cores. Both are exact up to the order of the sum.
 """
@@ -71,6 +75,7 @@ def implicit_gemm_kernel(
     stride_x,
     padding_z,
     padding_x,
+    groups,  # None: one matrix. Else int32 [tiles along M, 3]: matrix, first row, row behind the last one
     KD: tl.constexpr,
     KH: tl.constexpr,
     KW: tl.constexpr,
@@ -96,6 +101,12 @@ def implicit_gemm_kernel(
     tiles = tl.cdiv(outputs, BN)
     columns = KD * KH * KW * tiles if UP else tiles
     m = (pid // columns) * BM + tl.arange(0, BM)
+    if groups is not None:
+        of_tile = groups + 3 * (pid // columns)
+        begin, M = tl.load(of_tile + 1), tl.load(of_tile + 2)
+        if begin >= M:
+            return
+        m = begin + tl.arange(0, BM)
     position = (pid % columns) // tiles  # which of the output pixels of a transposed convolution
     first = (pid % tiles) * BN
     n = first + tl.arange(0, BN)
@@ -125,6 +136,10 @@ def implicit_gemm_kernel(
     else:
         pixel = ((item.to(tl.int64) * D + front) * H + top) * W + left
     rows_before = n.to(tl.int64) * (KD * KH * KW) + position if UP else n.to(tl.int64) * (KD * KH * KW)
+    if groups is not None:
+        matrix = tl.load(of_tile)
+        rows_before += matrix.to(tl.int64) * outputs
+        w_amax, bias = w_amax + matrix, bias + matrix * outputs
     row = rows_before * (CB + CB2)
 
     acc = tl.zeros((BM, BN), tl.float32)

@@ -31,7 +31,7 @@ def gemm_entry(
     implicit_gemm_kernel(
         x, x_scales, x_scale, x, x_scales, x_scale, w, w_scales, w_scale, bias, out, out, x_scale,
         H, W, CB, 0, OH, OW, M, outputs, stride, padding, dilation, ONE, ONE, ONE,
-        None, None, None, None, None, None, 1, KH, KW,
+        None, None, None, None, None, None, None, 1, KH, KW,
         False, UP, EVEN, TAPS, True, RELU, False, False, BM, BN, BK, NATIVE, ASM,
     )  # fmt: skip
 
@@ -48,7 +48,7 @@ def packed_gemm_entry(
     implicit_gemm_kernel(
         x, x_scales, x_scale, x, x_scales, x_scale, w, w_scales, w_scale, bias, out, out_scales, out_amax,
         H, W, CB, 0, OH, OW, M, outputs, stride, padding, dilation, ONE, ONE, ONE,
-        None, None, None, None, None, None, 1, KH, KW,
+        None, None, None, None, None, None, None, 1, KH, KW,
         False, UP, EVEN, TAPS, True, RELU, True, False, BM, BN, BK, NATIVE, ASM,
     )  # fmt: skip
 
@@ -65,7 +65,7 @@ def two_source_gemm_entry(
     implicit_gemm_kernel(
         x, x_scales, x_scale, x2, x2_scales, x2_scale, w, w_scales, w_scale, bias, out, out, x_scale,
         H, W, CB, CB2, OH, OW, M, outputs, stride, padding, dilation, ONE, ONE, ONE,
-        None, None, None, None, None, None, 1, KH, KW,
+        None, None, None, None, None, None, None, 1, KH, KW,
         True, UP, EVEN, TAPS, True, RELU, False, False, BM, BN, BK, NATIVE, ASM,
     )  # fmt: skip
 
@@ -82,7 +82,7 @@ def packed_two_source_gemm_entry(
     implicit_gemm_kernel(
         x, x_scales, x_scale, x2, x2_scales, x2_scale, w, w_scales, w_scale, bias, out, out_scales, out_amax,
         H, W, CB, CB2, OH, OW, M, outputs, stride, padding, dilation, ONE, ONE, ONE,
-        None, None, None, None, None, None, 1, KH, KW,
+        None, None, None, None, None, None, None, 1, KH, KW,
         True, UP, EVEN, TAPS, True, RELU, True, False, BM, BN, BK, NATIVE, ASM,
     )  # fmt: skip
 

@@ -16,7 +16,8 @@ Blocks of both operands run along c: input channels for a forward, output channe
 
 Rows are channels of G and channels and taps of the unfolded X (or the reverse), blocks run along the pixels of an
 image, the last one padded with zeros. The contraction is N * H * W long and the output small, so that K is cut into
-splits, each computed by programs of its own; the caller adds them, always in the same order.
+splits, each computed by programs of its own; the caller adds them, always in the same order. With `segments` nothing is
+cut or added: each segment of the only image's pixels, the rows of one expert, has a sum of its own, out[segment].
 
 NVFP4 is decoded to float16 as in `decode`. An MXFP4 value, E2M1 times a power of two, is exact in bfloat16, whose
 exponent has the range of E8M0. Triton's interpreter cannot multiply bfloat16; without ASM these are float32.
@@ -122,6 +123,7 @@ def rows_gemm_kernel(
     split_steps,  # steps of BK bytes of a split
     a_range,
     b_range,
+    segments,  # None, or int32 [splits + 1]: where the pixels of each begin, multiples of 128
     MX: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -139,9 +141,16 @@ def rows_gemm_kernel(
     steps = tl.cdiv(KB, BK)
     begin = tl.program_id(1) * split_steps
     end = tl.minimum(begin + split_steps, batch * steps)
+    if segments is not None:  # the first byte, a multiple of 64, and the one behind the last
+        of_split = segments + tl.program_id(1)
+        base, KE = tl.load(of_split) // 128 * 64, tl.load(of_split + 1) // 128 * 64
+        begin, end = 0, tl.cdiv(KE - base, BK)
     acc = tl.zeros((BM, BN), tl.float32)
     for step in range(begin, end):
-        item, first = (step // steps).to(tl.int64), (step % steps) * BK
+        if segments is None:
+            item, first = (step // steps).to(tl.int64), (step % steps) * BK
+        else:
+            item, first = tl.zeros((), tl.int64), base + step * BK
         left, left_scales = (first + byte < KB)[None, :], (first // BLOCK + scale < KB // BLOCK)[None, :]
         at, at_scale = (first + byte)[None, :], (first // BLOCK + scale)[None, :]
         row_a, row_b = (item * rows + m)[:, None], (item * columns + n)[:, None]

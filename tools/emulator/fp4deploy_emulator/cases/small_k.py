@@ -1,4 +1,4 @@
-"""Cases of FP16 convolutions of small K: `small_k_conv.cu`.
+"""Cases of FP16 and BF16 convolutions of small K: `small_k_conv.cu`.
 
 Operands are small multiples of powers of two, so that every partial sum is exact, whatever its order. Moments are
 compared with float64.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from fp4deploy.plugins.gemm.convolution import small_k
 from fp4deploy_emulator.cases.case import Case, Outcome, Setting, multiples
 from fp4deploy_emulator.cases.cuda import emulated
@@ -15,6 +17,7 @@ from fp4deploy_emulator.cases.direct import compare_moments
 
 Pair = tuple[int, int]
 FAMILY = "convolutions of small K"
+BF16 = torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Convolution:
     relu: bool = False
     moments: bool = False
     planes: bool = False
+    dtype: torch.dtype = torch.float16
 
     def __call__(self, setting: Setting, outcome: Outcome) -> None:
         """Launch, execute, compare."""
@@ -36,8 +40,8 @@ class Convolution:
         if self.planes:
             x = multiples(setting, n, channels, h, w, most=8, seed=3).permute(0, 2, 3, 1)
         else:
-            x = multiples(setting, *self.image, most=8, seed=3).half()
-        weight = multiples(setting, *self.filters, channels, step=0.125, most=8, seed=1).half()
+            x = multiples(setting, *self.image, most=8, seed=3).to(self.dtype)
+        weight = multiples(setting, *self.filters, channels, step=0.125, most=8, seed=1).to(self.dtype)
         bias = multiples(setting, self.filters[0], seed=7) if self.bias else None
         how = (x, weight, bias, (self.stride, self.stride), self.padding, self.relu)
         taps, strides = self.filters[1:], (self.stride, self.stride)
@@ -81,6 +85,15 @@ CASES = tuple(
         ("32 to 40 channels, 1x1, moments", Convolution((2, 5, 60, 32), (40, 1, 1), moments=True)),
         ("16 to 67 channels, 1x1", Convolution((1, 3, 11, 16), (67, 1, 1), bias=False)),
         ("8 to 70 channels, 3x1, stride 2", Convolution((1, 9, 9, 8), (70, 3, 1), 2, (1, 0))),
+        (
+            "3 to 64 channels, moments, BF16",
+            Convolution((1, 33, 35, 3), (64, 3, 3), 1, (1, 1), moments=True, dtype=BF16),
+        ),
+        (
+            "an image in planes, FP32 to BF16",
+            Convolution((1, 9, 40, 3), (20, 3, 3), 2, (1, 1), relu=True, planes=True, dtype=BF16),
+        ),
+        ("64 to 12 channels, 1x1, BF16", Convolution((1, 21, 31, 64), (12, 1, 1), relu=True, dtype=BF16)),
         ("Inf and NaN", not_finite),
     )
 )

@@ -1,4 +1,5 @@
-"""Cases of the GEMMs of a training step: dgrad by `gather_gemm`, wgrad by `rows_gemm`, and what packs its operand.
+"""Cases of the GEMMs of a training step: dgrad by `gather_gemm`, wgrad by `rows_gemm`, and what packs its operand;
+grouped GEMMs of experts.
 
 Sums are exact, as in `gemms`, so that there is one right answer.
 """
@@ -14,9 +15,11 @@ import torch.nn.functional as F
 
 from fp4deploy import formats
 from fp4deploy.formats import FourOverSix, Nvfp4Tensor
+from fp4deploy.plugins.gemm.grouped import SEGMENT, grouped_call, spans, stacked
+from fp4deploy.plugins.gemm.reference import matmul_reference
 from fp4deploy.plugins.gemm.training import Packed, Window, gather_call, rows_call
 from fp4deploy.plugins.quantize.unfolded import Unfolding, fake_quantize_unfolded, pack_unfolded
-from fp4deploy_emulator.cases.case import Case, Outcome, Setting, normal, packed, packed_mx
+from fp4deploy_emulator.cases.case import Case, Outcome, Setting, multiples, normal, packed, packed_mx
 from fp4deploy_emulator.cases.cuda import emulated
 from fp4deploy_emulator.launch import emulate_triton
 
@@ -67,6 +70,59 @@ class WeightGradient:
         _emulate(setting, outcome, rows_call(a, b, out, setting.capability), out)
         values = (x.dequantize(torch.float64) for x in (a, b))
         outcome.compare(out.sum(0), torch.einsum("nrp,ncp->rc", *values).float())
+
+
+@dataclass(frozen=True)
+class GroupedLinear:
+    """Y of rows sorted by expert; an expert without rows and, behind the last end, rows without an expert."""
+
+    ends: tuple[int, ...] = (131, 131, 150)
+    rows: int = 150
+    channels: int = 72
+    outputs: int = 20
+    bias: bool = True
+    dtype: torch.dtype = torch.float16
+
+    def __call__(self, setting: Setting, outcome: Outcome) -> None:
+        """Launch, execute, compare."""
+        x, ends = packed(setting, self.rows, self.channels, seed=2), torch.tensor(self.ends)
+        weights = [
+            packed(setting, self.outputs, self.channels, power=8 + i, seed=10 + i, weight=True)
+            for i in range(len(self.ends))
+        ]
+        bias = multiples(setting, len(weights), self.outputs, seed=7) if self.bias else None
+        out, expected = (torch.zeros(self.rows, self.outputs, dtype=self.dtype) for _ in range(2))
+        for expert, (start, stop) in enumerate(spans(ends, self.rows)):
+            own = None if bias is None else bias[expert]
+            y = matmul_reference(x, weights[expert], own, dtype=self.dtype, accumulate=torch.float64)
+            assert isinstance(y, torch.Tensor)
+            expected[start:stop] = y[start:stop]
+        call = grouped_call(x, stacked(weights), ends, bias, out, setting.capability)
+        _emulate(setting, outcome, call, out, written=self.ends[-1] == self.rows)
+        outcome.compare(out, expected)
+
+
+@dataclass(frozen=True)
+class GroupedWeightGradient:
+    """dW [E, rows, columns]; `tokens` of each expert, padded."""
+
+    tokens: tuple[int, ...] = (130, 0, 20)
+    rows: int = 20
+    columns: int = 33
+    pack: Pack = packed
+
+    def __call__(self, setting: Setting, outcome: Outcome) -> None:
+        """Launch, execute, compare."""
+        sizes = torch.tensor([-(-count // SEGMENT) * SEGMENT for count in self.tokens])
+        segments = F.pad(sizes.cumsum(0), (1, 0)).int()
+        tokens = int(segments[-1]) + SEGMENT  # some behind the last segment
+        a = self.pack(setting, 1, self.rows, tokens, seed=1, weight=True)
+        b = self.pack(setting, 1, self.columns, tokens, seed=2)
+        out = torch.empty(len(self.tokens), self.rows, self.columns, dtype=torch.float32)
+        _emulate(setting, outcome, rows_call(a, b, out, setting.capability, segments=segments), out)
+        left, right = (x.dequantize(torch.float64)[0] for x in (a, b))
+        cuts = [slice(*span) for span in spans(segments[1:], tokens)]
+        outcome.compare(out, torch.stack([left[:, cut] @ right[:, cut].mT for cut in cuts]).float())
 
 
 @dataclass(frozen=True)
@@ -128,15 +184,17 @@ class QuantizeUnfolded:
         outcome.compare(found.contiguous(), expected.to(self.dtype))
 
 
-def _emulate(setting: Setting, outcome: Outcome, call: Any, out: torch.Tensor) -> None:
-    outcome.add(emulate_triton(call, setting.arch, [out], setting.model, setting.edit, setting.grid, setting.gpu))
+def _emulate(setting: Setting, outcome: Outcome, call: Any, out: torch.Tensor, written: bool = True) -> None:
+    """written: every element of `out`, which holds nothing before."""
+    outputs = [out] if written else []
+    outcome.add(emulate_triton(call, setting.arch, outputs, setting.model, setting.edit, setting.grid, setting.gpu))
 
 
 THREE = Unfolding((3, 3), (1, 1), (1, 1), (1, 1), (9, 8))
 WHOLE = Unfolding((2, 3), (1, 1), (1, 1), (1, 1), (10, 8))  # rows of 80 pixels, whole groups
 STRIDED = Unfolding((2, 3), (2, 1), (1, 2), (1, 2), (5, 8))
 
-INPUT, WEIGHT, OPERANDS = "dgrad", "wgrad", "training operands"
+INPUT, WEIGHT, OPERANDS, GROUPED = "dgrad", "wgrad", "training operands", "grouped"
 SHIFTED = Window((2, 3), (1, 2), (0, 2), (2, 1))
 GEMMS = (
     Case("dgrad 3x3, stride 2", INPUT, InputGradient()),
@@ -145,6 +203,14 @@ GEMMS = (
     Case("wgrad, two splits", WEIGHT, WeightGradient()),
     Case("wgrad, one pixel", WEIGHT, WeightGradient(1, 5, 7, 1, 1)),
     Case("wgrad, MXFP4", WEIGHT, WeightGradient(pixels=150, pack=packed_mx)),
+    Case("grouped linear", GROUPED, GroupedLinear()),
+    Case(
+        "grouped linear, rows without an expert, whole steps",
+        GROUPED,
+        GroupedLinear((0, 7, 20), 29, 256, 72, False, torch.bfloat16),
+    ),
+    Case("grouped wgrad", GROUPED, GroupedWeightGradient()),
+    Case("grouped wgrad, MXFP4", GROUPED, GroupedWeightGradient(pack=packed_mx)),
 )
 PACKING = (
     Case("packing unfolded", OPERANDS, PackUnfolded(THREE)),
