@@ -76,7 +76,7 @@ TABLES: dict[str, Callable[..., str]] = {
     for name, function in inspect.getmembers(module, inspect.isfunction)
     if function.__module__ == module.__name__ and not name.startswith("_") and name not in FIGURES | TEXTS
 }
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md")))
 BLOCK = re.compile(
     r"(<!-- table (.+): written by python docs/macros\.py -->\n)(?:(?!<!-- table ).*\n)*?(<!-- end of table -->)"
 )

@@ -70,6 +70,7 @@ MEASURED = {  # by script, or command of fp4deploy: folders of fp4deploy
     "packed_unet": _PACKED,
     "plain_conv": ("plugins/gemm",),
     "products": ("plugins/gemm",),
+    "qdq_placement": ("interop/placement.py", *_ENGINES),
     "ptq": ("ptq", "qat"),
     "random_networks": ("models", "qat", "graph", *_ENGINES, *_PACKED),
     "written_networks": ("models", "qat", "graph", *_ENGINES, *_PACKED),

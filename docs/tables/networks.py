@@ -36,6 +36,21 @@ def fuzzed() -> str:
     return markdown(["reader", *counts, "machine"], [*cells, ["all", *total, ""]])
 
 
+def touched() -> str:
+    """Commands by what they look up in a network and leave in the home and the temporary folder."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for row in result("touched_cpu")["rows"]:
+        homes = dict.fromkeys("/".join(path.split("/")[:2]) for path in row["home"] if "/" in path)
+        home = ", ".join(f"`~/{HOMES.get(path.split('/')[0], '')}{path.split('/')[1]}`" for path in homes)
+        place = (", ".join(row["lookups"]) or "none", home or "nothing", ", ".join(row["temporary"]) or "nothing")
+        groups.setdefault(place, []).append(f"`{row['command']}`")
+    return markdown(
+        ["command", "network", "home folder", "temporary folder"],
+        [[", ".join(names), *place] for place, names in groups.items()],
+        left=4,
+    )
+
+
 def mutants() -> str:
     """Scores of the mutation tests."""
     rows = []
@@ -71,6 +86,7 @@ def qdq_placement() -> str:
     return markdown(heads, rows)
 
 
+HOMES = {"XDG_CACHE_HOME": ".cache/", "XDG_CONFIG_HOME": ".config/", "XDG_DATA_HOME": ".local/share/"}
 FORMS = {"plugin": "TensorRT: SM100 to SM110", "fp16": "FP16 engine"}  # the others: TensorRT-RTX for SM120
 
 
@@ -168,9 +184,9 @@ def first_hour() -> str:
     return markdown(["command", "seconds", "of a processor"], rows, 1)
 
 
-def fuzzed_networks() -> str:
+def fuzzed_networks(name: str = "fuzz_networks_cpu") -> str:
     """Outcomes of random networks."""
-    found = result("fuzz_networks_cpu")
+    found = result(name)
     counts = [(name, count) for name, count in found["outcomes"].items() if not name.startswith("refused")]
     rows = [[name, f"{count:,}"] for name, count in counts]
     rows += [[reason, f"{count:,}"] for reason, count in found["reasons"].items()]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fp4deploy.bench.artifact import bench_artifact
-from fp4deploy.bench.evidence import PixelCounts, read_evidence, write_matches, write_pixels
+from fp4deploy.bench.evidence import LabelCounts, PixelCounts, read_evidence, write_matches, write_pixels
 from fp4deploy.bench.gate.baseline import Baseline, find_baseline
 from fp4deploy.bench.gate.bootstrap import FEW_IMAGES, Interval, paired_drop, value
 from fp4deploy.bench.gate.decision import Decision, decide, doubt, fastest, gate_drop, require_passed
@@ -405,3 +405,11 @@ def test_the_fastest_that_is_accurate_enough() -> None:
         "unet-gemm.plan", "unet-auto.plan", "unet-auto.plan", "unet.fp4",
     ]  # fmt: skip
     assert fastest(rows[4:], 1.0) is None
+
+
+def test_what_one_answer_for_everything_scores() -> None:
+    truth = np.array([[1, 0], [1, 0], [0, 1], [1, 0]])
+    counts = np.stack([np.zeros_like(truth), truth, truth[:, ::-1]], -1)
+    labels = LabelCounts("abcd", ("cat", "dog"), counts)
+    assert labels.constant() == ("cat", 0.75)
+    assert PixelCounts("abcd", ("cat", "dog"), counts).constant() == ("cat", 0.375)  # the mean of 0.75 and 0
