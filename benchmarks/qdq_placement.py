@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import importlib
 import importlib.util
 import json
 import tempfile
@@ -23,7 +24,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import torch
 from torch import Tensor, nn
 
@@ -31,6 +31,7 @@ from benchmarks.peers import origin
 from fp4deploy.errors import InputError
 from fp4deploy.export.engine.build import build_engine
 from fp4deploy.interop.placement import with_placed_quantizers
+from fp4deploy.system.onnx_runtime import ort
 
 SHAPE = (2, 3, 64, 64)
 
@@ -87,9 +88,9 @@ def _image() -> Tensor:
 
 def onnx_runtime(path: Path, **options: Any) -> None:
     """By `onnxruntime.quantization`."""
-    from onnxruntime.quantization import CalibrationDataReader, quantize_static
+    tool = importlib.import_module("onnxruntime.quantization")  # ONNX Runtime itself has been imported by now
 
-    class Images(CalibrationDataReader):
+    class Images(tool.CalibrationDataReader):  # type: ignore[name-defined, misc]
         def __init__(self) -> None:
             self.left = [{"image": _image().numpy()}]
 
@@ -98,7 +99,7 @@ def onnx_runtime(path: Path, **options: Any) -> None:
 
     plain = path.with_suffix(".plain.onnx")
     _export(network(), plain, opset_version=17, dynamo=False)
-    quantize_static(plain, path, Images(), per_channel=True, extra_options=options)
+    tool.quantize_static(plain, path, Images(), per_channel=True, extra_options=options)
 
 
 def torchao(path: Path) -> None:

@@ -52,6 +52,7 @@ class ModelCard:
     `exclude` are the patterns that chose the quantised layers, `fp8` and `int8` those of them in these formats; None
     for the default choice. `task` is "semantic", "instance", "detection" or "classification", and `head` the layout of
     the output of all but the first.
+    `target`: the engine whose precision each layer has, as `train --for` names it: "rtx sm120".
     `digits`: the model encodes the image in several FP4 terms before its first layer (`models.input_encoding`); its
     input is the same.
     `architecture` is the model spec (`models.spec`), `scale` a UNet's own, `arguments` those of the spec's network, and
@@ -76,6 +77,7 @@ class ModelCard:
     exclude: Patterns | None = None
     fp8: Patterns | None = None
     int8: Patterns | None = None
+    target: Name | None = None
     task: TaskName = "semantic"
     head: Annotated[InstanceHead | ClassHead | DetectionHead, Field(discriminator="method")] | None = None
     digits: Bool = False
@@ -138,6 +140,7 @@ class ModelCard:
             ("output", None),
             ("fp8", None),
             ("int8", None),
+            ("target", None),
             ("rest", "fp16"),
             ("volume", None),
         ):  # older versions do not know them

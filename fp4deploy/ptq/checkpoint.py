@@ -47,6 +47,7 @@ def quantize_checkpoint(
     device: str = "cpu",
     digits: bool = False,
     rest: str | None = None,
+    target: str | None = None,
     **options: Any,
 ) -> Result:
     """Quantise an FP16 checkpoint and write the NVFP4 one, with its card; options as of `quantize`.
@@ -54,6 +55,7 @@ def quantize_checkpoint(
     digits: a UNet that reads RGB gets the multi-term FP4 input encoding first, its weights as they are.
     rest: what is not quantised is deployed in, and the network run in on a GPU meanwhile (`fp4deploy.rest`); None: as
         the checkpoint's card says.
+    target: kept in the card (`ModelCard.target`): the engine that the option `fp8` was chosen for.
 
     Raises:
         InputError: it is not an FP16 checkpoint, `digits` of another network, or as `quantize`; `out` cannot be
@@ -68,7 +70,7 @@ def quantize_checkpoint(
     if digits and not card.digits:
         network = _encoded(checkpoint, card)
         quantized = replace(quantized, digits=True)
-    quantized = replace(quantized, rest=rest_of(rest or card).name)
+    quantized = replace(quantized, rest=rest_of(rest or card).name, target=target)
     network.to(device).eval()
     with deployed_in(rest_of(quantized)):
         result = quantize(network, [batch.to(device) for batch in images], method, **options)

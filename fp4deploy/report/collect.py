@@ -93,6 +93,7 @@ def _model(name: str, model: TrainedModel, found: RunData) -> ModelEntry:
         scale=model.scale,
         digits=model.digits,
         recipe=model.recipe,
+        target=model.target,
         height=model.height,
         width=model.width,
         class_names=model.class_names,

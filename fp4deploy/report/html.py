@@ -128,7 +128,10 @@ def _network(report: ReportData) -> str:
     model = next(iter(report.models.values()), None)
     if model is None or model.scale is None:
         return ""
-    return f"{tables.network(model.scale, model.digits, model.architecture)}, {model.width} x {model.height} pixels · "
+    aims = sorted({each.target for each in report.models.values() if each.target})
+    aimed = f" · trained for {', '.join(aims)}" if aims else ""
+    named = tables.network(model.scale, model.digits, model.architecture)
+    return f"{named}, {model.width} x {model.height} pixels{aimed} · "
 
 
 def _tiles(report: ReportData) -> list[Tile]:

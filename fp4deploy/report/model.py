@@ -31,6 +31,7 @@ class ModelEntry(Record):
     scale: float | None
     digits: bool
     recipe: str | None
+    target: str | None
     height: int | None
     width: int | None
     class_names: list[str]

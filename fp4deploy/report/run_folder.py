@@ -68,6 +68,7 @@ class CardData(Record):
     architecture: str = "unet"
     precision: str | None = None
     recipe: str | None = None
+    target: str | None = None
     scale: float | None = None
     digits: bool = False
     height: int | None = None

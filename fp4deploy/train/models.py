@@ -365,6 +365,7 @@ def model_card(config: Config, model: str, data: SegmentationDataset) -> ModelCa
         exclude=exclude,
         fp8=fp8,
         int8=int8,
+        target=config.quant.target if quantized else None,
         task=config.task,
         head=make_head(config, data),
     )

@@ -265,6 +265,7 @@ class QuantSection(Section):
         None, description="glob patterns of quantised layers that are FP8; default: as the recipe has it"
     )
     int8: list[str] | None = Field(None, description="likewise, of layers that are INT8")
+    target: str | None = Field(None, description="the engine that fp8 was chosen for; train --for sets both")
     percentile: float = Field(
         100.0, gt=0, le=100, description="of the magnitudes that calibration sees; 100: the largest"
     )

@@ -102,7 +102,8 @@ def windows(net: Around, x: torch.Tensor) -> torch.Tensor:
     parts = x.unfold(2, 2, 2).unfold(3, 2, 2).amax((4, 5)) + F.pad(x, (1, 0, 0, 0)).unfold(3, 3, 2).mean(4)[:, :, ::2]
     places = x[:, torch.tensor([[3, 1, 0, 2], [7, 6, 5, 4]])].flatten(1, 2).repeat(1, 2, 1, 1)
     position = F.interpolate(net.slopes.view(1, 4, 2, 2), size=(h, w), mode="bicubic").repeat(1, 4, 1, 1)
-    return x + F.interpolate(parts, (h, w)) + places + position
+    same = F.max_pool2d(F.pad(x, (0, 1, 0, 1), value=float("-inf")), 3, 2)  # as TensorFlow pads
+    return x + F.interpolate(parts, (h, w)) + places + position + F.interpolate(same, (h, w))
 
 
 def positions(_: Around, x: torch.Tensor) -> torch.Tensor:

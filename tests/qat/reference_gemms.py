@@ -9,12 +9,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fp4deploy.formats import quantize_fp8, quantize_ms_eden, quantize_mxfp4, quantize_nvfp4, random_hadamard
+from fp4deploy.formats import (
+    quantize_fp8,
+    quantize_int8,
+    quantize_ms_eden,
+    quantize_mxfp4,
+    quantize_nvfp4,
+    random_hadamard,
+)
 from fp4deploy.qat import QuantSpec, Recipe
 from fp4deploy.qat.layers import QuantizedLayer
 from fp4deploy.qat.plan import eight_bits
@@ -168,13 +176,17 @@ def padded(layer: nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
     return F.pad(x, (left, right, top, bottom), mode)
 
 
+# of what eight bits hold; beyond these numbers of scales it is clipped, half a step after the largest
+QUANTIZERS: dict[str, Any] = {"fp8": (quantize_fp8, -464, 464), "int8": (quantize_int8, -128.5, 127.5)}
+
+
 def reference(layer: nn.Module, recipe: Recipe, x: torch.Tensor, g: torch.Tensor) -> Gradients:
     """Y, dX, dW and db of a quantised layer for its input and the gradient of its output."""
     amax = getattr(layer, "input_amax", None)
     amax = None if amax is None else amax.float()
     x, g = x.detach(), g.detach()
     if isinstance(layer, QuantizedLayer) and eight_bits(layer.recipe):
-        return in_fp8(layer, x, g, amax)
+        return in_eight_bits(layer, x, g, amax)
     if isinstance(layer, nn.Linear):
         return linear(layer, recipe, x, g, amax)
     single = x.ndim == 3
@@ -192,16 +204,18 @@ def reference(layer: nn.Module, recipe: Recipe, x: torch.Tensor, g: torch.Tensor
     return Gradients(y, dx, found.dw, found.db)
 
 
-def in_fp8(layer: nn.Module, x: torch.Tensor, g: torch.Tensor, amax: torch.Tensor | None) -> Gradients:
-    """Of a plain layer with both operands in FP8; nothing passes where the input is clipped."""
-    plain = copy.deepcopy(layer)
+def in_eight_bits(layer: QuantizedLayer, x: torch.Tensor, g: torch.Tensor, amax: torch.Tensor | None) -> Gradients:
+    """Of a plain layer with both operands in FP8 or INT8; nothing passes where the input is clipped."""
+    plain: Any = copy.deepcopy(layer)
+    quantize, low, high = QUANTIZERS[layer.recipe.activation.format]
     plain.recipe = PLAIN
     weight = layer.weight.detach()
     axis = 1 if isinstance(layer, nn.ConvTranspose2d) else 0
-    plain.weight.data = quantize_fp8(weight.float(), axis).dequantize(torch.float64)
-    quantized = quantize_fp8(x.float(), amax=amax)
+    plain.weight.data = quantize(weight.float(), axis).dequantize(torch.float64)
+    quantized = quantize(x.float(), amax=amax)
     found = reference(plain, PLAIN, quantized.dequantize(torch.float64), g)
-    inside = x.float().abs() <= 464 * quantized.scale
+    steps = x.float() / quantized.scale
+    inside = (low <= steps) & (steps <= high)
     return Gradients(found.y, found.dx * inside, found.dw, found.db)
 
 

@@ -15,6 +15,7 @@ from ...artifacts import next_commands
 from ...console import done, note, shown
 from ...settings import NamedModelOption, RestOption, expect, parse_size
 from . import nnunet
+from .engine_formats import ArchOption, ForOption, layers_in_fp8, target_of
 from .quantize_onnx import meanings, of_onnx, rgb
 
 Layers = dict[str, list[str] | None]  # option -> its patterns
@@ -132,11 +133,16 @@ def quantize(
     ] = None,
     fold: nnunet.FoldOption = None,
     model: NamedModelOption = None,
+    engine: ForOption = None,
+    arch: ArchOption = None,
 ) -> None:
     """Write an NVFP4 checkpoint that export, bench and predict take like a trained one; of ONNX the canonical file."""
     expect(model)
+    aim = target_of(engine, arch)
     settings = {"correction": correction, "activations": activations, "iterations": iterations, "seed": seed}
     layers = {"include": include, "exclude": exclude, "fp8": fp8, "int8": int8}
+    if aim is not None and checkpoint is not None and (checkpoint.is_dir() or checkpoint.suffix == ".onnx"):
+        raise InputError("--for is for checkpoints. A folder of nnU-Net takes --fp8; an .onnx file has its own layers.")
     if checkpoint is not None and nnunet.is_folder(checkpoint):
         if config is not None or digits or any(each is not None for each in (size, mean, std, outputs)):
             raise InputError(
@@ -191,6 +197,8 @@ def quantize(
         raise InputError(f"--out is the FP16 checkpoint {source} itself, which would be lost. Give another file.")
     require_writable(target)
     where = data or data_of(source)
+    if aim is not None:
+        layers["fp8"] = _formats(source, aim, layers, find_method(method).recipe, digits, rest)
     with progress("reading images") as bar:
         result = quantize_checkpoint(
             source,
@@ -200,6 +208,7 @@ def quantize(
             device="cuda" if torch.cuda.is_available() else "cpu",
             digits=digits,
             rest=rest,
+            target=aim,
             say=note,
             progress=bar.phase,
             **settings,
@@ -219,6 +228,19 @@ def quantize(
     if change is not None:
         note(f"{shown(target)}: {change.sentence(shown(source))}")
     note(next_commands(target, source, where, model, given=data is not None))
+
+
+def _formats(source: Path, target: str, layers: Layers, recipe: str, digits: bool, rest: str | None) -> list[str]:
+    """The layers of a checkpoint that are to be FP8 for an engine."""
+    from fp4deploy.models import read_card
+    from fp4deploy.rest import rest_of
+
+    if layers["fp8"] is not None:
+        raise InputError("--for chooses the layers in FP8, and --fp8 or --config names some. Leave out one of them.")
+    card, chosen = read_card(source), _tuples({name: layers[name] for name in ("include", "exclude", "int8")})
+    named = rest_of(rest or card).name
+    card = dataclasses.replace(card, recipe=recipe, digits=digits or card.digits, rest=named, **chosen)
+    return list(layers_in_fp8(card, target))
 
 
 def _of_state_dict(

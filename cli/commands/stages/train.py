@@ -35,6 +35,7 @@ from ...settings import (
     settings,
 )
 from ..results.telemetry import show_drawn
+from .engine_formats import ArchOption, ForOption, target_of, with_formats
 from .estimate import run_estimate
 
 if TYPE_CHECKING:
@@ -72,9 +73,12 @@ def train(
     tracker: TrackerOption = None,
     model: ModelOption = None,
     init: InitOption = None,
+    engine: ForOption = None,
+    arch: ArchOption = None,
 ) -> None:
     """Train the models; without --data on generated shapes. Ctrl-C is safe: --resume continues."""
     chosen = parse_models(DEFAULT if models is None else models)
+    target = target_of(engine, arch)
     flags: Any = {"data": data, "classes": classes, "recipe": recipe, "task": task}
     flags |= {"every": telemetry_every, "trackers": tracker, "model": model, "init": init}
     flags |= {"epochs": epochs, "batch_size": batch_size, "size": size}
@@ -92,13 +96,16 @@ def train(
             chosen = run.asked_models() or chosen
         require_used(epochs, resolved, chosen)
         with hold(run.path):
-            note(f"Continuing {shown(run.path)}: {', '.join(chosen)}.")
+            resolved = with_formats(resolved, target)
+            aimed = f", for {resolved.quant.target}" if resolved.quant.target else ""
+            note(f"Continuing {shown(run.path)}: {', '.join(chosen)}{aimed}.")
             _record(run)
             _report(run, _train(resolved, run, chosen, from_scratch, resume=True), resolved)
         return
     asked = settings(config, sets, **flags)
     require_used(epochs, asked, chosen)
     with new_run(asked, out) as (run, resolved):
+        resolved = with_formats(resolved, target)
         _report(run, _train(resolved, run, chosen, from_scratch, resume=False), resolved)
 
 

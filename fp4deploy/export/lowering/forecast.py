@@ -7,6 +7,7 @@ needs no forecast: `lower` gives its plan.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ from fp4deploy.export.lowering.fp8 import why_not_fp8
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.qat.layers import TRANSPOSED, QuantizedLayer
 from fp4deploy.qat.placement import is_pointwise, is_upsampling
-from fp4deploy.qat.plan import eight_bits
+from fp4deploy.qat.plan import LayerPlan, eight_bits
 from fp4deploy.rest import FP16, Rest
 
 BLOCKED = "TensorRT has no FP4 convolution: FP4 weights are decoded for it"
@@ -72,6 +73,16 @@ def forecast(layer: nn.Module, conv: str, rest: Rest = FP16) -> Forecast:
     if conv == "gemm":
         return Forecast("FP4", "FP4", "convolution as im2col and an FP4 GEMM")
     return Forecast(plain, "FP4", f"{BLOCKED}; --conv gemm makes it FP4 im2col")
+
+
+def in_fp8(model: nn.Module, plans: Iterable[LayerPlan], conv: str, rest: Rest = FP16) -> tuple[str, ...]:
+    """Names of the layers that a plan has in FP4 and an engine of this form multiplies in FP8.
+
+    Trained in FP8 (`prepare(..., fp8=names)`), they are in the engine what they are in training. A layer in FP4 that an
+    engine decodes to FP16 keeps its numbers there, and stays as it is.
+    """
+    fp4 = (plan.name for plan in plans if plan.precision == "FP4")
+    return tuple(name for name in fp4 if forecast(model.get_submodule(name), conv, rest).compute == "FP8")
 
 
 def forecast_eight_bits(layer: nn.Module, form: str, rest: Rest = FP16) -> Forecast:

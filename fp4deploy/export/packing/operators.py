@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 import torch
@@ -298,12 +299,12 @@ def write_select(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Nod
 
 
 def write_pad(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
-    """Constant padding."""
-    attributes = node.attributes
+    """Padding; an infinite number, as before maximum pooling, is the largest one between layers."""
+    attributes, value = node.attributes, node.attributes["value"]
     return packed.Pad(
         pad=size_values(attributes["pad"]),
         mode=attributes["mode"],
-        value=attributes["value"],
+        value=math.copysign(writer.rest.largest, value) if math.isinf(value) else value,
         inputs=[writer.source(node)],
         outputs=forms,
     )

@@ -24,13 +24,13 @@ from typing import Any
 import torch
 
 from fp4deploy.qat.fp4_gemms import dispatch
-from fp4deploy.qat.fp4_gemms.operands import PackedOperand, pack_operand
+from fp4deploy.qat.fp4_gemms.operands import PackedOperand, pack_operand, required
 from fp4deploy.qat.fp4_gemms.outliers import SplitGemms
 from fp4deploy.qat.fp4_gemms.reference import Gemms
 from fp4deploy.qat.operators.gemms import ConvGemms, apply_to_batch, needed_gradients
 from fp4deploy.qat.operators.quantizers import quantize_operand, shared_rotation
 from fp4deploy.qat.outliers import OutlierChannels
-from fp4deploy.qat.recipes import QuantSpec, Recipe
+from fp4deploy.qat.recipes import Recipe
 from fp4deploy.tracing import not_compiled
 
 
@@ -47,8 +47,8 @@ class _PackedGemms(torch.autograd.Function):
         recording: bool,
     ) -> torch.Tensor:
         dtype = output_dtype(x)
-        packed = pack_operand(x, _spec(recipe.activation), (gemms.input_axis,), amax, (gemms.groups,))
-        filters = pack_operand(weight, _spec(recipe.weight), gemms.weight_axes, None, gemms.weight_groups)
+        packed = pack_operand(x, required(recipe.activation), (gemms.input_axis,), amax, (gemms.groups,))
+        filters = pack_operand(weight, required(recipe.weight), gemms.weight_axes, None, gemms.weight_groups)
         if recording:
             ctx.x_shape, ctx.gemms, ctx.recipe = x.shape, gemms, recipe
             _keep(ctx, x, weight, packed, filters, amax)
@@ -115,11 +115,11 @@ def _keep(
         pass
     elif recipe.double_quantization:
         ctx.packed, kept = packed.described(), packed.tensors()
-    elif gemms.unfolds_input or _spec(recipe.wgrad_activation).rounding == "ms_eden":
+    elif gemms.unfolds_input or required(recipe.wgrad_activation).rounding == "ms_eden":
         kept = (x,)  # a rotation is shared with the gradient, which is not there yet
     else:
         rows = gemms.wgrad_input(x, ())
-        operand = pack_operand(rows, _spec(recipe.wgrad_activation), (gemms.wgrad_axis,))
+        operand = pack_operand(rows, required(recipe.wgrad_activation), (gemms.wgrad_axis,))
         ctx.packed, kept = operand.described(), operand.tensors()
     ctx.weight, ctx.counts = (weight.shape, weight.dtype), len(source)
     ctx.save_for_backward(in_range, *source, *kept)
@@ -129,17 +129,17 @@ def _dgrad(gradient: torch.Tensor, saved: list[torch.Tensor], ctx: Any) -> torch
     """dX; `saved`: the weight, or with double quantisation that of the forward, packed."""
     gemms, recipe, double = ctx.gemms, ctx.recipe, ctx.recipe.double_quantization
     rotation = shared_rotation(recipe.dgrad_gradient, gradient.device)
-    g = pack_operand(gradient, _spec(recipe.dgrad_gradient), (gemms.input_axis,), None, (gemms.groups,), rotation)
+    g = pack_operand(gradient, required(recipe.dgrad_gradient), (gemms.input_axis,), None, (gemms.groups,), rotation)
     axes, groups = gemms.weight_axes[::-1], gemms.weight_groups[::-1]
     weight = ctx.filters.with_tensors(saved).dequantize(ctx.weight[1]) if double else saved[0]
-    w = pack_operand(weight, _spec(recipe.dgrad_weight), axes, None, groups, rotation)
+    w = pack_operand(weight, required(recipe.dgrad_weight), axes, None, groups, rotation)
     return dispatch.dgrad(g, w, gemms, ctx.x_shape, gradient.dtype)
 
 
 def _wgrad(gradient: torch.Tensor, saved: list[torch.Tensor], x_dtype: torch.dtype, ctx: Any) -> torch.Tensor:
     """dW; `saved`: the activation as the module's table says."""
     gemms, recipe, axes, shape = ctx.gemms, ctx.recipe, (ctx.gemms.wgrad_axis,), ctx.weight[0]
-    of_gradient, of_input = _spec(recipe.wgrad_gradient), _spec(recipe.wgrad_activation)
+    of_gradient, of_input = required(recipe.wgrad_gradient), required(recipe.wgrad_activation)
     rotation = shared_rotation(of_gradient, gradient.device)
     packed = ctx.packed is not None and not recipe.double_quantization
     operand = ctx.packed.with_tensors(saved) if packed else None
@@ -157,11 +157,6 @@ def _wgrad(gradient: torch.Tensor, saved: list[torch.Tensor], x_dtype: torch.dty
         operand = pack_operand(gemms.wgrad_input(x, gradient.shape), of_input, axes, rotation=rotation)
     assert operand is not None  # kept packed, or packed here
     return dispatch.wgrad(g, operand, gemms, shape, gradient.dtype)
-
-
-def _spec(spec: QuantSpec | None) -> QuantSpec:
-    assert spec is not None  # `requirements.require_packed`
-    return spec
 
 
 def output_dtype(x: torch.Tensor) -> torch.dtype:

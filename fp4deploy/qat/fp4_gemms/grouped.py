@@ -27,7 +27,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.plugins.gemm.grouped import grouped_matmul, padded, rows_of, runs_grouped, spans, stacked
 from fp4deploy.qat.fp4_gemms import dispatch
 from fp4deploy.qat.fp4_gemms.autograd import output_dtype
-from fp4deploy.qat.fp4_gemms.operands import PackedOperand, pack_operand
+from fp4deploy.qat.fp4_gemms.operands import PackedOperand, pack_operand, required
 from fp4deploy.qat.fp4_gemms.requirements import require_packed
 from fp4deploy.qat.operators.gemms import LinearGemms
 from fp4deploy.qat.operators.quantizers import shared_rotation
@@ -48,7 +48,7 @@ class _GroupedGemms(torch.autograd.Function):
         recipe: Recipe,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        rows, matrices = pack_operand(x, _spec(recipe.activation), (-1,)), _packed(weight, recipe.weight, (0, 1))
+        rows, matrices = pack_operand(x, required(recipe.activation), (-1,)), _packed(weight, recipe.weight, (0, 1))
         ctx.recipe, ctx.dtypes = recipe, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         if recipe.double_quantization:
             x = rows.dequantize(x.dtype)
@@ -63,7 +63,7 @@ class _GroupedGemms(torch.autograd.Function):
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
             rotation = shared_rotation(recipe.dgrad_gradient, gradient.device)
-            g = pack_operand(gradient, _spec(recipe.dgrad_gradient), (-1,), rotation=rotation)
+            g = pack_operand(gradient, required(recipe.dgrad_gradient), (-1,), rotation=rotation)
             matrices = _packed(weight, recipe.dgrad_weight, (1, 0), rotation)
             dx = _product(g, matrices, None, ends, gradient.dtype, backward=True).to(x_dtype)
         if ctx.needs_input_grad[1]:
@@ -142,7 +142,7 @@ def _wgrad(
     gradient: torch.Tensor, x: torch.Tensor, shape: torch.Size, ends: torch.Tensor, recipe: Recipe
 ) -> torch.Tensor:
     """dW [E, N, K]; float32 by a kernel."""
-    of_gradient, of_input = _spec(recipe.wgrad_gradient), _spec(recipe.wgrad_activation)
+    of_gradient, of_input = required(recipe.wgrad_gradient), required(recipe.wgrad_activation)
     rotation = shared_rotation(of_gradient, gradient.device)
     tokens, segments = padded(gradient, ends)
     g = pack_operand(tokens, of_gradient, (0,), rotation=rotation)
@@ -168,12 +168,7 @@ def _columns(x: Any, start: int, stop: int) -> Any:
 def _packed(
     weight: torch.Tensor, spec: QuantSpec | None, axes: tuple[int, int], rotation: torch.Tensor | None = None
 ) -> list[PackedOperand]:
-    return [pack_operand(each, _spec(spec), axes, rotation=rotation) for each in weight.unbind()]
-
-
-def _spec(spec: QuantSpec | None) -> QuantSpec:
-    assert spec is not None  # `requirements.require_packed`
-    return spec
+    return [pack_operand(each, required(spec), axes, rotation=rotation) for each in weight.unbind()]
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, bias: torch.Tensor | None) -> None:

@@ -24,6 +24,12 @@ from fp4deploy.qat.operators.quantizers import split_groups
 from fp4deploy.qat.recipes import QuantSpec
 
 
+def required(spec: QuantSpec | None) -> QuantSpec:
+    """The quantisation of an operand, which the recipe has where GEMMs are packed (`requirements.require_packed`)."""
+    assert spec is not None
+    return spec
+
+
 @dataclass(frozen=True)
 class PackedOperand:
     """A quantised operand.

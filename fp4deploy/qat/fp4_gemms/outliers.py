@@ -13,11 +13,11 @@ import torch
 
 from fp4deploy.formats.mxfp8 import fake_quantize_mxfp8
 from fp4deploy.qat.fp4_gemms import dispatch
-from fp4deploy.qat.fp4_gemms.operands import pack_operand
+from fp4deploy.qat.fp4_gemms.operands import pack_operand, required
 from fp4deploy.qat.fp4_gemms.reference import Gemms
 from fp4deploy.qat.operators.gemms import needed_gradients
 from fp4deploy.qat.outliers import OutlierChannels
-from fp4deploy.qat.recipes import QuantSpec, Recipe
+from fp4deploy.qat.recipes import Recipe
 
 
 class SplitGemms(torch.autograd.Function):
@@ -35,8 +35,8 @@ class SplitGemms(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> torch.Tensor:
         axis, along = gemms.input_axis, gemms.weight_axes[1]
-        packed = pack_operand(x.index_select(axis, outliers.others), _spec(recipe.activation), (axis,))
-        filters = pack_operand(weight.index_select(along, outliers.others), _spec(recipe.weight), gemms.weight_axes)
+        packed = pack_operand(x.index_select(axis, outliers.others), required(recipe.activation), (axis,))
+        filters = pack_operand(weight.index_select(along, outliers.others), required(recipe.weight), gemms.weight_axes)
         chosen = fake_quantize_mxfp8(x.index_select(axis, outliers.chosen), axis)
         fine = fake_quantize_mxfp8(weight.index_select(along, outliers.chosen), along)
         ctx.gemms, ctx.recipe, ctx.outliers = gemms, recipe, outliers
@@ -66,10 +66,10 @@ class SplitGemms(torch.autograd.Function):
 
 def _dgrad(gradient: torch.Tensor, filters: torch.Tensor, fine: torch.Tensor, ctx: Any) -> torch.Tensor:
     gemms, recipe, outliers = ctx.gemms, ctx.recipe, ctx.outliers
-    g = pack_operand(gradient, _spec(recipe.dgrad_gradient), (gemms.input_axis,))
+    g = pack_operand(gradient, required(recipe.dgrad_gradient), (gemms.input_axis,))
     along, weight = gemms.weight_axes[1], filters.new_empty(ctx.weight_shape)
     weight.index_copy_(along, outliers.others, filters).index_copy_(along, outliers.chosen, fine)
-    w = pack_operand(weight, _spec(recipe.dgrad_weight), gemms.weight_axes[::-1])
+    w = pack_operand(weight, required(recipe.dgrad_weight), gemms.weight_axes[::-1])
     return dispatch.dgrad(g, w, gemms, ctx.x_shape, gradient.dtype)
 
 
@@ -88,15 +88,10 @@ def _wgrad(gradient: torch.Tensor, x: torch.Tensor, chosen: torch.Tensor, ctx: A
 
 def _packed_wgrad(gradient: torch.Tensor, x: torch.Tensor, shape: torch.Size, ctx: Any) -> torch.Tensor:
     gemms, axes = ctx.gemms, (ctx.gemms.wgrad_axis,)
-    of_gradient, of_input = _spec(ctx.recipe.wgrad_gradient), _spec(ctx.recipe.wgrad_activation)
+    of_gradient, of_input = required(ctx.recipe.wgrad_gradient), required(ctx.recipe.wgrad_activation)
     if gemms.unfolds_input and dispatch.unfolds_on_gpu(x, gemms, of_gradient, of_input):
         rows = pack_operand(gradient.flatten(2), of_gradient, axes)
         return dispatch.unfolded_wgrad(rows, x, gradient.shape[2:], of_input, gemms, shape)
     g = pack_operand(gemms.wgrad_gradient(gradient, ctx.x_shape), of_gradient, axes)
     operand = pack_operand(gemms.wgrad_input(x, gradient.shape), of_input, axes)
     return dispatch.wgrad(g, operand, gemms, shape, gradient.dtype)
-
-
-def _spec(spec: QuantSpec | None) -> QuantSpec:
-    assert spec is not None  # `Recipe` checks it where there are outlier channels
-    return spec

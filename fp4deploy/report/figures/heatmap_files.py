@@ -63,7 +63,7 @@ def picture(heatmap: Heatmap, dark: bool = False) -> bytes:
     wide = heatmap.cell * len(heatmap.columns) if heatmap.cell else _fitting(len(heatmap.columns))
     width = math.ceil(2 * max(left + wide + INCH["right"], _needed(heatmap))) / 2
     labels = tuple(heatmap.rows), tuple(heatmap.columns), heatmap.row_title, heatmap.column_title
-    canvas = _canvas(*labels, heatmap.cell, left, wide, width, dark)
+    canvas = _canvas(dark, *labels, heatmap.cell, left, wide, width)
     canvas.draw(heatmap)
     target = io.BytesIO()
     Image.fromarray(canvas.pixels()).convert("RGB").save(target, "png", compress_level=4)
@@ -79,21 +79,12 @@ def _needed(heatmap: Heatmap) -> float:
 
 
 @lru_cache(maxsize=16)
-def _canvas(
-    rows: tuple[str, ...],
-    columns: tuple[str, ...],
-    row_title: str,
-    column_title: str,
-    cell: float | None,
-    left: float,
-    wide: float,
-    width: float,
-    dark: bool,
-) -> _Canvas:
+def _canvas(dark: bool, *layout: Any) -> _Canvas:
+    """layout: the arguments of `_Canvas`."""
     from matplotlib import rc_context
 
     with rc_context(_DARK if dark else {}):
-        return _Canvas(rows, columns, row_title, column_title, cell, left, wide, width)
+        return _Canvas(*layout)
 
 
 class _Canvas:

@@ -231,7 +231,7 @@ class TestRtx:
             ("gemm", {"deep": "FP4", "up": "FP4", "point": "FP4"}),
         ],
     )
-    @pytest.mark.parametrize("arch", ["sm120", "sm121"])
+    @pytest.mark.parametrize("arch", ["sm120", pytest.param("sm121", marks=pytest.mark.nightly)])
     def test_realised_precision(self, model: Path, conv: str, realised: dict[str, str], arch: str) -> None:
         ledger = build_engine(model, model.with_name("model.plan"), arch=arch, conv=conv).ledger
         ledger.require_no_fallback()

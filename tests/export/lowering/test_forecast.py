@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from fp4deploy.export.lowering.forecast import forecast
+from fp4deploy.export.lowering.forecast import forecast, in_fp8
 from fp4deploy.export.lowering.lower import lower
 from fp4deploy.export.onnx.graph import export_graph
-from fp4deploy.qat import calibrate, prepare, quantized_layers
+from fp4deploy.qat import calibrate, layer_plan, prepare, quantized_layers
 
 
 class Forms(nn.Module):
@@ -49,3 +49,21 @@ def test_forecast_is_the_plan(exported: tuple[nn.Module, object], conv: str) -> 
     planned = {layer.name: (layer.compute, layer.weights) for layer in lower(graph, conv, backend).layers}
     found = {name: forecast(layer, conv) for name, layer in quantized_layers(model).items()}
     assert {name: (each.compute, each.weights) for name, each in found.items()} == planned
+
+
+def test_what_is_trained_in_fp8_for_an_engine_is_what_it_multiplies_in_fp8(exported: tuple[nn.Module, object]) -> None:
+    """The recipe with FP8 convolutions has more: what the engine decodes to FP16, and convolutions with groups."""
+    _, graph = exported
+    model = Forms()
+    found = in_fp8(model, layer_plan(model, include="*", fp8=()), "auto")
+    assert set(found) == {layer.name for layer in lower(graph, "auto", "tensorrt-rtx").layers if layer.compute == "FP8"}
+    plans = {plan.name: plan.precision for plan in layer_plan(model, "nvfp4_fp8_qat", include="*")}
+    more = {name for name, precision in plans.items() if precision == "FP8"} - set(found)
+    assert more == {"wide", "slow_up", "grouped", "grouped_point"}
+    by_recipe = quantized_layers(prepare(Forms(), "nvfp4_fp8_qat", include="*"))
+    assert {name for name in more if forecast(by_recipe[name], "auto").compute == "FP16"} == {"wide", "slow_up"}
+    assert in_fp8(model, layer_plan(model, include="*", fp8=()), "gemm") == ()
+    trained = prepare(model, include="*", fp8=found)
+    assert {name: forecast(layer, "auto").compute for name, layer in quantized_layers(trained).items()} == {
+        layer.name: layer.compute for layer in lower(graph, "auto", "tensorrt-rtx").layers
+    }

@@ -1,0 +1,252 @@
+"""A small diffusion model of image crops in FP16, FP8 and NVFP4: how near the denoiser is, and what it samples.
+
+    python benchmarks/denoiser.py --data DSB2018 --json benchmarks/results/denoiser_h200.json
+
+This project's UNet (first and output layer in high precision, as by default) learns to remove Gaussian noise of a level
+sigma from crops in [-1, 1], with the preconditioning of Karras et al., "Elucidating the Design Space of Diffusion-Based
+Generative Models", 2022; the level is a fourth channel. The FP32 network is trained once; then
+
+| form | what it is |
+|---|---|
+| FP32, FP16 | the network, and the same in FP16 |
+| FP8, NVFP4 | scales from a few noisy crops, no training (`fp8_qat`, `nvfp4_qat`); `NVFP4 GPTQ`: weights by GPTQ |
+| FP32 tuned, FP8 QAT, NVFP4 QAT | fine-tuned as long as each other, from the same network |
+
+and of each form:
+
+| column | |
+|---|---|
+| sqnr_db | of the denoiser's outputs, signal to difference from FP32's on the same noisy crops |
+| psnr | of denoised crops to the clean ones, of each sigma, dB |
+| frechet | Frechet distance of 1024 samples (Heun's method, the same noise for each form) to held-out crops |
+
+The distance is of Gaussians fitted to simple features: means of patches and of magnitudes of gradients at three sizes.
+It ranks forms of one model; it is no FID, which needs a network of other weights. `real`: of training crops, the floor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from peers import command, machine, origin
+from torch import nn
+
+import fp4deploy as fd
+from fp4deploy.data.images import read_image
+from fp4deploy.models import build_unet
+from fp4deploy.models.volumes import NetworkInput
+
+DATA_STD = 0.5
+LOW, HIGH = 0.02, 20.0  # sigma
+SIGMAS = (0.1, 0.5, 2.0)  # of the columns
+SEED = 0
+Denoise = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Denoiser(nn.Module):
+    """The network F of c_skip x + c_out F(c_in x, log(sigma) / 4)."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.unet = build_unet(3, scale, inputs=NetworkInput(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.unet(x)
+        return found
+
+
+def inputs_of(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+    """What the network reads: [N, 4, H, W] of noisy crops [N, 3, H, W] and their sigma [N, 1, 1, 1]."""
+    level = (sigma.log() / 4).expand(-1, 1, *x.shape[2:])
+    return torch.cat([x / (sigma**2 + DATA_STD**2).sqrt(), level], 1)
+
+
+def denoised(network: nn.Module, x: torch.Tensor, sigma: torch.Tensor, half: bool = False) -> torch.Tensor:
+    """Crops without noise, as far as the network knows them."""
+    with torch.autocast(x.device.type, torch.float16, enabled=half):
+        found = network(inputs_of(x, sigma))
+    return combined(x, found.float(), sigma)
+
+
+def combined(x: torch.Tensor, found: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+    """c_skip x + c_out F."""
+    variance = sigma**2 + DATA_STD**2
+    return x * DATA_STD**2 / variance + found * sigma * DATA_STD / variance.sqrt()
+
+
+def crops(folder: Path, size: int, count: int, held_out: bool) -> torch.Tensor:
+    """[count, 3, size, size] in [-1, 1], of every tenth image or of the others."""
+    paths = sorted(
+        p for p in folder.rglob("*") if p.suffix.lower() in (".png", ".jpg") and "mask" not in str(p).lower()
+    )
+    chosen = [path for at, path in enumerate(paths) if (at % 10 == 0) == held_out]
+    random, images = np.random.default_rng(SEED + held_out), [np.asarray(read_image(path)) for path in chosen]
+    images = [each for each in images if min(each.shape[:2]) >= size]
+    if not images:
+        raise SystemExit(f"{folder} has no images of {size} x {size} pixels or more.")
+    found = []
+    for _ in range(count):
+        image = images[random.integers(len(images))]
+        top, left = (int(random.integers(extent - size + 1)) for extent in image.shape[:2])
+        found.append(torch.tensor(image[top : top + size, left : left + size]).permute(2, 0, 1))
+    return torch.stack(found).float() / 127.5 - 1
+
+
+def levels(count: int, generator: torch.Generator, device: torch.device) -> torch.Tensor:
+    """Log-uniform sigma [count, 1, 1, 1]."""
+    at = torch.rand(count, 1, 1, 1, generator=generator, device=device)
+    return LOW * (HIGH / LOW) ** at
+
+
+def train(network: nn.Module, data: torch.Tensor, steps: int, batch: int, lr: float) -> nn.Module:
+    """Minimise the weighted error of denoised crops."""
+    generator = torch.Generator(data.device).manual_seed(SEED)
+    optimizer = torch.optim.AdamW(network.parameters(), lr)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps))
+    network.train()
+    for _ in range(steps):
+        clean = data[torch.randint(len(data), (batch,), generator=generator, device=data.device)]
+        sigma = levels(batch, generator, data.device)
+        noisy = clean + sigma * torch.randn(clean.shape, generator=generator, device=data.device)
+        weight = (sigma**2 + DATA_STD**2) / (sigma * DATA_STD) ** 2
+        with torch.autocast(data.device.type, torch.bfloat16, enabled=data.is_cuda):
+            found = network(inputs_of(noisy, sigma))
+        loss = (weight * (combined(noisy, found.float(), sigma) - clean) ** 2).mean()
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    return network.eval()
+
+
+@torch.no_grad()
+def sampled(denoise: Denoise, count: int, size: int, steps: int, device: torch.device, batch: int) -> torch.Tensor:
+    """Samples by Heun's method, from noise that depends on their number alone."""
+    ramp = torch.linspace(0, 1, steps, device=device)
+    schedule = [*((HIGH ** (1 / 7) + ramp * (LOW ** (1 / 7) - HIGH ** (1 / 7))) ** 7).tolist(), 0.0]
+    generator, found = torch.Generator(device).manual_seed(SEED), []
+    for first in range(0, count, batch):
+        number = min(batch, count - first)
+        x = HIGH * torch.randn(number, 3, size, size, generator=generator, device=device)
+        for now, then in itertools.pairwise(schedule):
+            slope = (x - denoise(x, torch.full((number, 1, 1, 1), now, device=device))) / now
+            euler = x + (then - now) * slope
+            if then > 0:
+                other = (euler - denoise(euler, torch.full((number, 1, 1, 1), then, device=device))) / then
+                euler = x + (then - now) * (slope + other) / 2
+            x = euler
+        found.append(x.clamp(-1, 1))
+    return torch.cat(found)
+
+
+def features(x: torch.Tensor) -> torch.Tensor:
+    """[N, features]: means of patches and of magnitudes of gradients, at three sizes."""
+    grey = x.mean(1, keepdim=True)
+    edges = (grey.diff(dim=2)[..., :-1] ** 2 + grey.diff(dim=3)[:, :, :-1] ** 2).sqrt()
+    parts = [F.adaptive_avg_pool2d(x, 2), *(F.adaptive_avg_pool2d(each, 4) for each in (grey, edges))]
+    parts += [F.adaptive_avg_pool2d(F.avg_pool2d(grey, k).diff(dim=3).abs(), 2) for k in (2, 4, 8)]
+    return torch.cat([each.flatten(1) for each in parts], 1).double().cpu()
+
+
+def frechet(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Frechet distance of Gaussians fitted to the features of two sets of crops."""
+    (a, b), means, covariances = (features(one), features(other)), [], []
+    for each in (a, b):
+        means.append(each.mean(0))
+        covariances.append(each.T.cov())
+    eigenvalues = torch.linalg.eigvals(covariances[0] @ covariances[1]).real.clamp(min=0)
+    trace = covariances[0].trace() + covariances[1].trace() - 2 * eigenvalues.sqrt().sum()
+    return float(((means[0] - means[1]) ** 2).sum() + trace.clamp(min=0))
+
+
+def forms(base: nn.Module, data: torch.Tensor, tune: int, batch: int) -> Iterator[tuple[str, nn.Module, bool]]:
+    """Name, network, and whether it runs in FP16."""
+    generator = torch.Generator(data.device).manual_seed(SEED + 1)
+    seen = []
+    for _ in range(8):
+        clean, sigma = data[:batch], levels(batch, generator, data.device)[: len(data[:batch])]
+        seen.append(inputs_of(clean + sigma * torch.randn(clean.shape, generator=generator, device=data.device), sigma))
+
+    def prepared(recipe: str) -> nn.Module:
+        model = fd.prepare(copy.deepcopy(base), recipe)
+        fd.calibrate(model, seen)
+        return model.eval()
+
+    yield "FP32", base, False
+    yield "FP16", base, True
+    yield "FP8", prepared("fp8_qat"), True
+    yield "NVFP4", prepared("nvfp4_qat"), True
+    gptq = copy.deepcopy(base)
+    fd.quantize(gptq, seen, method="gptq")
+    yield "NVFP4 GPTQ", gptq.eval(), True
+    yield "FP32 tuned", train(copy.deepcopy(base), data, tune, batch, 1e-4), False
+    for name, recipe in (("FP8 QAT", "fp8_qat"), ("NVFP4 QAT", "nvfp4_qat")):
+        yield name, train(prepared(recipe), data, tune, batch, 1e-4), True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder of images, DSB2018 or CamVid")
+    parser.add_argument("--size", type=int, default=64)
+    parser.add_argument("--crops", type=int, default=8192)
+    parser.add_argument("--scale", type=float, default=0.25, help="width of the UNet")
+    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--tune", type=int, default=1500, help="steps of fine-tuning")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--samples", type=int, default=1024)
+    parser.add_argument("--sampler-steps", type=int, default=24)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.manual_seed(SEED)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    where = machine() if device.type == "cuda" else {**origin(), "gpu": None, "torch": torch.__version__}
+    content: dict[str, Any] = {"command": command(), "machine": where, "rows": []}
+    data = crops(options.data, options.size, options.crops, held_out=False).to(device)
+    fresh = crops(options.data, options.size, max(options.samples, options.batch), held_out=True).to(device)
+    content["real"] = round(frechet(data[: options.samples], fresh), 5)
+    start = time.perf_counter()
+    base = train(Denoiser(options.scale).to(device), data, options.steps, options.batch, 3e-4)
+    content["train_seconds"] = round(time.perf_counter() - start, 1)
+    content |= {"parameters": sum(each.numel() for each in base.parameters()), "crops": len(data)}
+    exact: dict[float, torch.Tensor] = {}
+    for name, network, half in forms(base, data, options.tune, options.batch):
+        row = scored(partial(denoised, network, half=half), fresh, exact, options)
+        content["rows"].append({"form": name, **row})
+        print(json.dumps(content["rows"][-1]), flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+@torch.no_grad()
+def scored(denoise: Denoise, fresh: torch.Tensor, exact: dict[float, torch.Tensor], options: Any) -> dict[str, Any]:
+    """The columns of a form; the first one, FP32, is what the others are compared with."""
+    row: dict[str, Any] = {"psnr": {}, "sqnr_db": {}}
+    for sigma in SIGMAS:
+        generator = torch.Generator(fresh.device).manual_seed(SEED + 2)
+        noise = torch.randn(fresh.shape, generator=generator, device=fresh.device)
+        level = torch.full((len(fresh), 1, 1, 1), sigma, device=fresh.device)
+        pieces = zip((fresh + sigma * noise).split(options.batch), level.split(options.batch), strict=True)
+        found = torch.cat([denoise(x, s) for x, s in pieces])
+        wanted = exact.setdefault(sigma, found)
+        error = float(((found - fresh) ** 2).mean())
+        row["psnr"][str(sigma)] = round(10 * float(np.log10(4 / max(error, 1e-20))), 3)
+        power, apart = float((wanted**2).sum()), float(((found - wanted) ** 2).sum())
+        row["sqnr_db"][str(sigma)] = round(10 * float(np.log10(power / apart)), 2) if apart else None
+    made = sampled(denoise, options.samples, options.size, options.sampler_steps, fresh.device, options.batch)
+    return row | {"frechet": round(frechet(made, fresh), 5), "std_of_samples": round(float(made.std()), 4)}
+
+
+if __name__ == "__main__":
+    main()
