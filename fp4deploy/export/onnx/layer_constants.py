@@ -167,8 +167,8 @@ def _amax_and_weight(name: str, layer: QuantizedLayer) -> tuple[float, torch.Ten
     if not 0 < amax < float("inf"):
         raise InputError(
             f"{name}: its activations were never calibrated (input_amax is {amax:g}). "
-            "Show it data first: fp4deploy.calibrate(model, images), or fp4deploy train --models nvfp4. A layer that is "
-            f"never called, as its module multiplies with the weight itself, is left out: exclude=['{name}']"
+            "Show it data first: fp4deploy.calibrate(model, images), or fp4deploy train --models nvfp4. A layer "
+            f"that is never called, as its module multiplies with the weight itself, is left out: exclude=['{name}']"
         )
     weight = layer.weight.detach().to(torch.float32)
     if not torch.isfinite(weight).all():
