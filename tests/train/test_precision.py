@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from fp4deploy.data import generate_shapes
-from fp4deploy.errors import GateError, InputError
+from fp4deploy.errors import GateError, InputError, Interrupted
 from fp4deploy.models import read_card
 from fp4deploy.qat import load_model
 from fp4deploy.runs import Run, create_run
@@ -69,6 +72,30 @@ def test_a_resumed_run_keeps_its_precision(config: Config, tmp_path: Path) -> No
     train_models(with_settings(config, ["train.precision=bf16"]), run, ("fp16",))
     with pytest.raises(InputError, match=r"train\.precision: bf16 -> fp32"):
         train_models(with_settings(config, ["train.precision=fp32"]), run, ("fp16",), resume=True)
+
+
+@on_cpu
+def test_a_training_in_bf16_resumes_exactly(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With gradients in FP4, averaged weights and telemetry."""
+    more = ["train.precision=bf16", "recipe=nvfp4_train", "train.ema=0.9", "telemetry.every=1", "telemetry.plots=false"]
+    config = with_settings(config, [*more, "train.from_scratch=true"])
+    straight, run, step = create_run(tmp_path / "straight"), create_run(tmp_path / "run"), loop.Trainer.step
+    train_models(config, straight, ("nvfp4",))
+
+    def signalled(self: loop.Trainer, *batch: torch.Tensor) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        step(self, *batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Trainer, "step", signalled)
+        with pytest.raises(Interrupted):
+            train_models(config, run, ("nvfp4",))
+    train_models(config, run, ("nvfp4",), resume=True)
+    weights = [load_file(each.checkpoint("nvfp4")) for each in (straight, run)]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    samples = [(each.model_dir("nvfp4") / "telemetry.jsonl").read_text().count("\n") for each in (straight, run)]
+    assert samples[0] == samples[1] > 0
 
 
 @on_cpu
