@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,16 @@ from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.export.onnx.graph import export_graph
 from fp4deploy.export.onnx.layers import layers_of
 from fp4deploy.formats import quantize_nvfp4
-from fp4deploy.interop.modelopt import Quantized, from_modelopt, quantizers_in, read_modelopt, to_modelopt
+from fp4deploy.interop.modelopt import (
+    Quantized,
+    Quantizer,
+    _quantizer,
+    _refusal,
+    from_modelopt,
+    quantizers_in,
+    read_modelopt,
+    to_modelopt,
+)  # fmt: skip
 from fp4deploy.qat import calibrate, prepare, quantized_layers
 from fp4deploy.qat.plan import eight_bits
 from tests.interop.modelopt_network import network
@@ -170,3 +180,19 @@ def test_a_smoothed_layer_gets_its_own_weight_back(tmp_path: Path, bits: object,
     torch.save(content, tmp_path / "m.pt")
     with pytest.raises(InputError, match=rf"^{layer} multiplies its input by a scale \[7\]"):
         read_modelopt(tmp_path / "m.pt")
+
+
+@pytest.mark.parametrize("amax", [float("inf"), float("nan"), 0.0, -1.0])
+def test_an_amax_that_is_none_leaves_a_layer_in_fp16(amax: float) -> None:
+    weight = Quantizer((2, 1), block=(-1, 16), scale_bits=(4, 3))
+    x = replace(weight, amax=torch.tensor(amax))
+    assert _refusal(nn.Linear(16, 16), weight, x) == "the amax of its input is not positive and finite"
+    assert _refusal(nn.Linear(16, 16), weight, replace(x, amax=torch.tensor(1.0))) == ""
+
+
+def test_blocks_over_two_axes_are_of_no_format() -> None:
+    state = {"_num_bits": (2, 1), "_block_sizes": {-1: 16, "type": "dynamic", "scale_bits": (4, 3)}}
+    one, both = _quantizer(state), _quantizer({**state, "_block_sizes": {-1: 16, -2: 16, "scale_bits": (4, 3)}})
+    assert one is not None
+    assert both is not None
+    assert (one.format, both.format) == ("NVFP4", "E2M1 in blocks of 16")

@@ -66,6 +66,7 @@ def test_files_in_fp16_are_computed_in_fp32() -> None:
         ("MaxPool", {"kernel_shape": [2, 2], "pads": [1, 0, 0, 1]}),
         ("MaxPool", {"kernel_shape": [3, 3], "strides": [2, 2], "auto_pad": "SAME_UPPER"}),
         ("ReduceMax", {"axes": [1], "keepdims": 0}), ("ReduceMean", {"axes": [2, 3]}), ("ReduceMin", {"axes": [1]}),
+        ("ReduceSumSquare", {"axes": [1]}),
         ("Transpose", {"perm": [0, 2, 3, 1]}), ("Flatten", {"axis": 2}),
     ],
 )  # fmt: skip

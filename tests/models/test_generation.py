@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 import fp4deploy as fd
 from fp4deploy.bench.runtimes.ports import Port, fed
 from fp4deploy.errors import InputError
+from fp4deploy.models.generation import _require_no_window
 from fp4deploy.qat import deployed
 
 MISSING = "transformers is not installed: pip install -e '.[transformers]'"
@@ -62,6 +64,19 @@ def test_a_packed_network_generates_the_tokens_of_torch_with_a_static_cache(llam
     assert np.array_equal(fd.generate(runtime, ids[:1].numpy(), COUNT), expected[:1])
     with pytest.raises(InputError, match="5 tokens and 9 more do not fit into a cache of 12"):
         fd.generate(runtime, ids.numpy(), 9)
+
+
+@pytest.mark.parametrize("length", [None, 12])
+def test_a_token_sees_none_of_those_behind_it(length: int | None, llama: Any) -> None:
+    model, ids, _ = llama
+    plain = fd.restore(copy.deepcopy(model)).eval()
+    step = fd.with_cache(plain, length)
+    assert plain.train() is step.model
+    fd.with_cache(plain, length)
+    assert plain.training  # which is not lost by the call that finds the shapes of the cache
+    step.eval()
+    given = step.example(batch=2, tokens=5, before=0) | {"input_ids": ids}
+    torch.testing.assert_close(step(**given)["logits"], plain(input_ids=ids).logits, atol=1e-4, rtol=1e-4)
 
 
 def test_samples_of_a_static_cache_have_positions_of_their_own(llama: Any) -> None:
@@ -128,3 +143,4 @@ class Windowed(nn.Module):
 def test_a_window_shorter_than_the_cache_is_refused(length: int | None) -> None:
     with pytest.raises(InputError, match="length=8 or less"):
         fd.with_cache(Windowed(), length)
+    _require_no_window(Windowed(), 8)

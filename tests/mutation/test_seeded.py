@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,5 +24,6 @@ def test_a_fault_has_one_place_and_its_tests_exist(name: str) -> None:
 def test_a_copy_of_the_checkout_is_imported_in_its_place(tmp_path: Path) -> None:
     folder = copy_to(tmp_path / "copy")
     code = "import fp4deploy.cli.main; print(fp4deploy.cli.main.__file__)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
+    own = {**os.environ, "PYTHONPATH": str(folder)}
+    done = subprocess.run([sys.executable, "-c", code], env=own, capture_output=True, text=True, check=True)
     assert Path(done.stdout.strip()).resolve() == folder / "cli" / "main.py"

@@ -70,12 +70,10 @@ COMMANDS: dict[str, tuple[str, ...]] = {  # each may read what those before it w
     "audit": (ONNX, "--target", "onnxruntime"),
     "doctor": (),
     "kernels": ("statistics", "--emulate", "--arch", "sm90"),
+    "selftest": (),
+    "run": (*TRAINED, "--out", "whole"),
 }  # fmt: skip
-NOT_TRACED = {
-    "push": "it uploads to a hub",
-    "run": "it is the others, one after another",
-    "selftest": "it takes minutes",
-}
+NOT_TRACED = {"push": "it uploads to a hub"}
 
 
 @dataclass(frozen=True)
