@@ -24,6 +24,18 @@ def images() -> np.ndarray:
     return np.random.default_rng(1).standard_normal((3, 3, 32, 32)).astype(np.float32)
 
 
+def test_nan_for_finite_images_is_an_error(untrained: Run, images: np.ndarray, tmp_path: Path) -> None:
+    """And no mask of class 0; NaN in an image is the image's own."""
+    graph = onnx.load(untrained.export_dir / "unet.fp16.onnx")
+    bias = next(each for each in graph.graph.initializer if "head" in each.name and "bias" in each.name)
+    values = onnx.numpy_helper.to_array(bias)
+    bias.CopyFrom(onnx.numpy_helper.from_array(np.full_like(values, np.inf), bias.name))
+    onnx.save(graph, tmp_path / "inf.onnx")
+    with pytest.raises(InputError, match=r"inf\.onnx answers NaN or Inf for finite .*fp4deploy export --rest auto"):
+        open_runtime(tmp_path / "inf.onnx").infer(images)
+    assert not np.isfinite(open_runtime(tmp_path / "inf.onnx").infer(np.full_like(images, np.nan))).any()
+
+
 @pytest.mark.parametrize("model", ["fp16", "nvfp4"])
 def test_runtimes_agree(untrained: Run, images: np.ndarray, model: str) -> None:
     stem = f"unet.{model}"

@@ -111,6 +111,6 @@ def finite(outputs: Array, images: Array, source: object) -> Array:
     if not np.isfinite(outputs).all() and np.isfinite(images).all():
         raise InputError(
             f"{source} answers NaN or Inf for finite images: its weights hold such values, or it computes some beyond "
-            f"FP16's largest, 65504. {EXPORT_AGAIN}"
+            "FP16's largest, 65504. Export an earlier checkpoint or, for the latter: fp4deploy export --rest auto"
         )
     return outputs
