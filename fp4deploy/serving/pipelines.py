@@ -26,6 +26,7 @@ from fp4deploy.export.onnx.size import has_open_size
 from fp4deploy.models.card import CARD_KEY, ModelCard
 from fp4deploy.naming import model_stem
 from fp4deploy.system.files import replace_folder, require_own_folder
+from fp4deploy.tasks import task_of
 
 HERE = Path(__file__).parent
 Files = dict[str, bytes]
@@ -46,7 +47,7 @@ def write_pipeline(path: Path, out: Path, form: str, most: int = 8) -> Path:
     if fields is None:
         raise InputError(f"{path} has no fp4deploy model card. Write it with: fp4deploy export")
     card = ModelCard.from_json(next(each.value for each in model.metadata_props if each.key == CARD_KEY), str(path))
-    if card.task != "semantic" or card.volume is not None or has_open_size(model):
+    if not task_of(card).at_input_size or card.volume is not None or has_open_size(model):
         raise InputError(
             f"--format {form} is for semantic models of images of one size, and {path} is another one. Export it with "
             "--size HxW, or predict with: fp4deploy predict"

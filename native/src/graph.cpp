@@ -14,7 +14,7 @@ const char* const OTHERS[] = {"conv1d", "conv3d", "conv_transpose1d", "conv_tran
                               "greater_equal", "less", "less_equal", "equal", "not_equal", "where", "constant", "max_pool", "avg_pool",
                               "adaptive_pool", "reduce", "variance", "cumulative_sum", "argmax", "resize", "pixel_shuffle", "pixel_unshuffle",
                               "unfold", "fold", "reshape", "expand", "permute", "slice", "select", "roll", "flip", "repeat", "take", "pad", "matmul", "softmax",
-                              "log_softmax", "attention", "aten"};
+                              "log_softmax", "attention", "experts", "aten"};
 
 class Fields {
 public:

@@ -17,7 +17,7 @@ from tests.train.small_network import SPEC
 
 TINY = (
     "--set", "data.height=32", "--set", "data.width=32", "--set", "data.workers=0",
-    "--set", "train.epochs=1", "--set", "train.finetune_epochs=1", "--set", "train.batch_size=4",
+    "--set", "train.epochs=1", "--set", "train.finetune_epochs=1", "--set", "train.batch_size=2",
     "--set", f"model.spec={SPEC}",
 )  # fmt: skip
 

@@ -25,5 +25,6 @@ def test_a_copy_of_the_checkout_is_imported_in_its_place(tmp_path: Path) -> None
     folder = copy_to(tmp_path / "copy")
     code = "import fp4deploy.cli.main; print(fp4deploy.cli.main.__file__)"
     own = {**os.environ, "PYTHONPATH": str(folder)}
-    done = subprocess.run([sys.executable, "-c", code], env=own, capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", code]  # which looks in the working directory first
+    done = subprocess.run(command, env=own, cwd=folder, capture_output=True, text=True, check=True)
     assert Path(done.stdout.strip()).resolve() == folder / "cli" / "main.py"

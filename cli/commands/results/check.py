@@ -202,11 +202,12 @@ def _of_spec(
     from fp4deploy.models.output import LogitsOutput
     from fp4deploy.models.spec import parse_spec
     from fp4deploy.qat import layer_plan
+    from fp4deploy.tasks import TASKS
     from fp4deploy.train import load_config
 
     chosen = load_config(None, sets or []).model
     inputs = _inputs(size or (256, 256))
-    head = ClassHead("label", classes or 21) if task == "classification" else None
+    head = ClassHead("label", classes or 21) if TASKS[task].whole_images else None
     spec = parse_spec(model, chosen.args, chosen.output)
     network = build_model(spec, classes or 21, digits=digits, head=head, inputs=inputs)
     if classes is None and isinstance(network, LogitsOutput):

@@ -121,6 +121,16 @@ FAULTS = {
         "an image has another number of rows": planted.replaced(r"mul\.lo\.s64", "add.s64", -1),
         "stores are shifted": planted.replaced(r"(st\.global\.v4\.u32\s+\[%rd\d+)\]", r"\1+16]", 0),
     },
+    "depthwise, 7x7": {
+        "a barrier is missing": planted.without_barrier(0),
+        "a product is not added": planted.replaced(
+            r"fma\.rn\.f32(\s+%f\d+, %f\d+, %f\d+), %f\d+;", r"fma.rn.f32\1, 0f00000000;", 5
+        ),
+        "a filter is another pixel's": planted.replaced(r"(ld\.shared\.v2\.f32\s+[^\[]*\[%r\d+)\]", r"\1+8]", 0),
+        "a pixel is another channel's": planted.replaced(r"(ld\.global\.u32\s+\S+\s+\[%rd\d+)\]", r"\1+4]", -1),
+        "stores are shifted": planted.replaced(r"(st\.global\.u32\s+\[%rd\d+)\]", r"\1+4]", None),
+        "stores are misaligned": planted.replaced(r"(st\.global\.u32\s+\[%rd\d+)\]", r"\1+2]", None),
+    },
     "FP16 convolution, 16 channels": {
         "a barrier is missing before the weights of a step": planted.without_barrier(0),
         "a barrier is missing after them": planted.without_barrier(1),
