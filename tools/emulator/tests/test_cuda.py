@@ -231,7 +231,9 @@ FAULTS = {
         "the variance has another count": planted.replaced(
             r"(div\.rn\.f32\s+%f\d+, %f\d+, )%f\d+;", r"\g<1>0f42000000;", -1
         ),
-        "shuffles read another lane": planted.replaced(r"(shfl\.sync\.bfly\.b32\s+\S+\s+\S+\s+)16,", r"\g<1>8,", None),
+        "a channel is at another place of its group": planted.replaced(
+            r"rem\.u32(\s+%r\d+, %r\d+, %r\d+;)", r"div.u32\1", -1
+        ),
         "the root of something else": planted.replaced(r"sqrt\.rn\.f32", "rcp.rn.f32", 0),
         "a store is shifted": planted.replaced(r"(st\.global\.f32\s+\[%rd\d+)\]", r"\1+4]", -1),
     },
