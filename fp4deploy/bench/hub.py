@@ -15,8 +15,7 @@ from fp4deploy.runs import Run
 
 PREFIX = "hf:"
 TAKEN = ("*.safetensors", "*.onnx", "*.fp4", "*.json", "*.yaml", "README.md")
-_NAME = re.compile(r"hf:([\w.-]+/[\w.-]+)(?:@([\w./-]+?))?(?:/(?!/)(.+))?\Z")
-_WITH_REVISION = re.compile(r"hf:([\w.-]+/[\w.-]+)@([\w.-]+)(?:/(.+))?\Z")
+_NAME = re.compile(r"hf:([\w.-]+/[\w.-]+)(?:@([\w.-]+))?(?:/(?!/)(.+))?\Z")
 
 
 def is_of_hub(name: Path | str) -> bool:
@@ -32,7 +31,7 @@ def from_hub(name: Path | str) -> Path:
         UnavailableError: the hub is not reached, and the cache does not have it.
     """
     text = str(name)
-    found = _WITH_REVISION.match(text) or _NAME.match(text)
+    found = _NAME.match(text)
     if found is None or ".." in text:
         raise InputError(
             f"'{text}' names no file of the hub. Write hf:ORG/NAME, hf:ORG/NAME/FILE or hf:ORG/NAME@REVISION."

@@ -271,7 +271,7 @@ def _never_negative(value: ir.Value | None) -> bool:
 
 
 def _pair(graph: ir.Graph, node: ir.Node, source: ir.Value | None, scale: Scale) -> None:
-    """Quantise `source` before `node`: as its first operand, or in place of a decoder; an equal pair is used again."""
+    """Quantise `source` before `node`: as its first operand, or in place of a decoder."""
     assert source is not None
     step, kind = scale
     writer = NodeWriter(graph, source.name or _name(node), before=node, dtype=source.dtype)
