@@ -59,19 +59,29 @@ CASES = (
     *("1.0:16x352x480", "1.0:1x1024x2048", "1.0:4x512x512"),
     *("1.0:1x352x480", "0.25:16x352x480", "0.25:1x352x480"),
 )
-NETWORKS = (
-    *("smp:Segformer/mit_b0:1x512x512", "smp:Segformer/mit_b0:8x512x512", "timm:convnext_tiny:1x512x512"),
-    *("timm:convnext_tiny:8x512x512", "smp:FPN/resnet50:1x512x1024", "smp:FPN/resnet50:8x512x512"),
-    *("torchvision:fcn_resnet50:1x352x480", "torchvision:fcn_resnet50:8x352x480", "smp:MAnet/resnet34:4x512x512"),
-    *("torchvision:deeplabv3_resnet50:1x352x480", "torchvision:deeplabv3_resnet50:16x352x480"),
-    *("smp:UnetPlusPlus/resnet34:1x512x512", "smp:Unet/resnet34:1x352x480", "smp:Unet/resnet34:16x352x480"),
-    *("monai:BasicUNet:1x352x480", "monai:BasicUNet:16x352x480", "smp:UPerNet/resnet34:1x512x512"),
-    *(
-        "timm:swin_tiny_patch4_window7_224:1x224x224",
-        "timm:vit_small_patch16_224:8x224x224",
-        "smp:PSPNet/resnet34:1x480x480",
-    ),
-    *("smp:Unet/efficientnet-b0:1x512x512", "smp:DeepLabV3Plus/mobilenet_v2:1x512x512", "timm:hrnet_w18:1x512x512"),
+NETWORKS = tuple(  # each one image at a time, and several
+    f"{name}:{batch}x{size}"
+    for name, size, several in (
+        ("smp:Segformer/mit_b0", "512x512", 8),
+        ("timm:convnext_tiny", "512x512", 8),
+        ("smp:FPN/resnet50", "512x512", 8),
+        ("torchvision:fcn_resnet50", "352x480", 8),
+        ("smp:MAnet/resnet34", "512x512", 8),
+        ("torchvision:deeplabv3_resnet50", "352x480", 16),
+        ("smp:UnetPlusPlus/resnet34", "512x512", 8),
+        ("smp:Unet/resnet34", "352x480", 16),
+        ("monai:BasicUNet", "352x480", 16),
+        ("smp:UPerNet/resnet34", "512x512", 8),
+        ("timm:swin_tiny_patch4_window7_224", "224x224", 8),
+        ("timm:vit_small_patch16_224", "224x224", 8),
+        ("smp:PSPNet/resnet34", "480x480", 8),
+        ("smp:Unet/efficientnet-b0", "512x512", 8),
+        ("smp:DeepLabV3Plus/mobilenet_v2", "512x512", 8),
+        ("timm:hrnet_w18", "512x512", 8),
+        ("torchvision:fcos_resnet50_fpn", "512x512", 8),
+        ("torchvision:retinanet_resnet50_fpn", "512x512", 8),
+    )
+    for batch in (1, several)
 )
 
 
