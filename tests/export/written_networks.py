@@ -5,9 +5,9 @@
 Weights are shared or computed, modules called several times or registered in another order than executed, functions
 called in place of modules, sizes computed from sizes; numbers are such that FP16 does not hold them; groups do not fill
 blocks; outputs are maps, tokens, classes, or several of them. Each network is prepared, calibrated, exported (every
-second one with open sizes) and packed, the rest in FP16, BF16 or FP32 by the seed, which compares each file with torch, and then run at more sizes, compared anew.
-Allowed are agreement and refusals in words that name an operator or a layer; `random_networks` says what a difference
-may be where last bits of float32 decide about FP4.
+second one with open sizes) and packed, the rest in FP16, BF16 or FP32 by the seed, which compares each file with torch,
+and then run at more sizes, compared anew. Allowed are agreement and refusals in words that name an operator or a layer;
+`random_networks` says what a difference may be where last bits of float32 decide about FP4.
 """
 
 from __future__ import annotations
@@ -555,7 +555,8 @@ def queries(net: Written, draw: random.Random, c: int) -> tuple[Step, int]:
 
 
 def outcome(seed: int, folder: Path, rest: Rest | None = None) -> str:
-    """What became of one network, its rest as given or drawn: "agrees", or "refused by STAGE: ..." in words; two where both files are refused.
+    """What became of one network, its rest as given or drawn: "agrees", or "refused by STAGE: ..." in words; two where
+    both files are refused.
 
     Raises:
         AssertionError: a file computes something else than torch, or a refusal names nothing.
