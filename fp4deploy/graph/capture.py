@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_map
 
 from fp4deploy.errors import InputError
 from fp4deploy.graph.copies import copied
+from fp4deploy.graph.finite import Finite
 from fp4deploy.graph.fixed_axes import Specializing, fixed_axis
 from fp4deploy.graph.growth import BoundedSizes, undecided, unsettled
 from fp4deploy.graph.ir import COMPUTED, Graph, Node, Value
@@ -185,7 +186,7 @@ def _export(
     try:
         with (
             quiet(), torch.no_grad(), bound if dynamic_size else nullcontext(), specializing, Divided(pools=False),
-            Unpooling(),
+            Unpooling(), Finite(),
         ):  # fmt: skip
             try:
                 program = exported()

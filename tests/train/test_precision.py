@@ -67,6 +67,19 @@ def test_fp16_needs_a_gpu(config: Config, tmp_path: Path) -> None:
 
 
 @on_cpu
+@pytest.mark.parametrize("given", [False, True])
+def test_fine_tuning_keeps_the_precision_of_its_start(config: Config, tmp_path: Path, given: bool) -> None:
+    """Of the run's own FP16 model, or of a checkpoint that is named; also when it is resumed."""
+    first, run = create_run(tmp_path / "first"), create_run(tmp_path / "run")
+    train_models(with_settings(config, ["train.precision=bf16"]), first, ("fp16",))
+    start = f"train.init_checkpoint={first.checkpoint('fp16')}"
+    tuned = with_settings(config, [start, "train.precision=auto"] if given else [start, "train.precision=fp32"])
+    for resume in (False, True):
+        train_models(tuned, run, ("nvfp4",), resume=resume)
+        assert read_card(run.checkpoint("nvfp4")).rest == ("bf16" if given else "fp16")
+
+
+@on_cpu
 def test_a_resumed_run_keeps_its_precision(config: Config, tmp_path: Path) -> None:
     run = create_run(tmp_path / "run")
     train_models(with_settings(config, ["train.precision=bf16"]), run, ("fp16",))
