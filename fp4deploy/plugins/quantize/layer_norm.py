@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 
 from fp4deploy.formats import NVFP4_BLOCK
-from fp4deploy.plugins.runtime.availability import available
 from fp4deploy.plugins.runtime.fallback import Fallback
 from fp4deploy.plugins.runtime.launch import kernel, num_sms
 from fp4deploy.plugins.runtime.pdl import launch_secondary
@@ -24,7 +23,7 @@ fallback = Fallback("LayerNorm layers of compiled networks", "torch's compiler")
 def supports(width: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernel runs on a device, and takes rows of so many channels."""
     fits = dtype in (torch.float16, torch.bfloat16) and width % NVFP4_BLOCK == 0 and width <= MAX_WIDTH
-    return fits and device.type == "cuda" and not fallback.refused(device) and available(device)
+    return fits and fallback.runs(device)
 
 
 def layer_norm(
