@@ -26,7 +26,7 @@ from fp4deploy.packed import PackedFile, PackedNetwork, packed_file, read_packed
 from fp4deploy.packed.memory import activation_bytes
 from fp4deploy.packed.writer import Writer
 from fp4deploy.qat import deployed
-from fp4deploy.rest import BF16, FP16, FP32, RESTS, Rest, rest_of
+from fp4deploy.rest import BF16, FP16, FP32, RESTS, Rest
 from tests.samples import sample
 
 TYPES = {"fp16": "FLOAT16", "bf16": "BFLOAT16", "fp32": "FLOAT"}
