@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import sys
 import types
 from pathlib import Path
+from typing import Any
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -32,7 +34,7 @@ from fp4deploy.predict.prediction import Prediction
 from fp4deploy.predict.predictor import Predictor, class_map, load
 from fp4deploy.predict.sources import find_sources
 from fp4deploy.predict.video import RATE, opened, predict_video, stated_rate
-from fp4deploy.predict.write import predict_files
+from fp4deploy.predict.write import likeliest_classes, mean_shares, objects_of_classes, predict_files
 from fp4deploy.runs import Run
 from tests.predict.pointwise import Pointwise, card, classes_of, photo
 
@@ -226,6 +228,37 @@ def test_an_image_that_is_too_large_does_not_stop_the_others(tmp_path: Path, mon
     )
     assert [("error" in entry) for entry in document["images"]] == [False, True, False]
     assert "b.png: An image of 64x64 pixels is too large" in failures[0]
+
+
+def test_summaries_are_over_all_images() -> None:
+    def share(name: str, value: float) -> dict[str, Any]:
+        return {"name": name, "share": value}
+
+    entries = [{"classes": [share("a", 0.75), share("b", 0.25)]}, {"classes": [share("a", 1.0)]}, {"error": "broken"}]
+    assert mean_shares(entries) == [("a", 2, 0.875), ("b", 1, 0.125)]
+    counted = [{"classes": [{"name": "a", "objects": 2}]}, {"classes": [{"name": "a", "objects": 1}]}, {"error": ""}]
+    assert objects_of_classes(counted) == [("a", 2, 3)]
+    scored = [{"classes": [{"name": "a", "score": 0.5}, {"name": "b", "score": 0.4}]}, {"classes": []}]
+    assert likeliest_classes(scored) == [("a", 1, 0.5)]
+
+
+def test_objects_name_the_image_that_they_are_in(tmp_path: Path) -> None:
+    chosen = dataclasses.replace(card(), task="instance", head=InstanceHead("set", 0, masks=2))
+    runtime = Pointwise(chosen)
+    for number, level in enumerate((0, 200)):  # the second image alone has an object
+        Image.fromarray(np.full((32, 48, 3), level, np.uint8)).save(tmp_path / f"{number}.png")
+
+    def infer(images: Array) -> Array:
+        outputs = np.full((len(images), chosen.channels, 32, 48), -9.0, np.float32)
+        outputs[images.mean((1, 2, 3)) > 0, 0, 4:12, 4:12] = 9.0
+        return outputs
+
+    runtime.infer = infer  # type: ignore[method-assign]
+    predict_files(Predictor(runtime), Path("model"), find_sources([str(tmp_path)]), tmp_path / "out", batch=2)
+    found = json.loads((tmp_path / "out" / "instances.json").read_text())
+    of = {each["id"]: Path(each["file_name"]).name for each in found["images"]}
+    assert [of[each["image_id"]] for each in found["annotations"]] == ["1.png"]
+    assert found["annotations"][0]["bbox"] == [4, 4, 8, 8]
 
 
 @pytest.mark.parametrize("theirs", ["predictions.json", "instances.json"])
