@@ -216,7 +216,7 @@ def test_a_node_is_judged_by_its_worst_batch(errors: tuple[float, float], monkey
     model, _ = unet()
     of_batch = iter(errors)
     given = [model(images(1))]
-    monkeypatch.setattr(module, "run_nodes", lambda *_: ({"head": next(of_batch)}, given))
+    monkeypatch.setattr(module, "run_nodes", lambda *_, **__: ({"head": next(of_batch)}, given))
     found = verify_packed(model, broken_networks()["amax"], images(2).split(1), flat=False)
     assert [name for name, _ in found.wrong_nodes] == ["head"]
     assert not found.passed
