@@ -254,6 +254,14 @@ def test_an_amax_that_is_none_leaves_a_layer_in_fp16(amax: float) -> None:
     assert _refusal(nn.Linear(16, 16), weight, replace(x, amax=torch.tensor(1.0))) == ""
 
 
+def test_operands_of_two_formats_leave_a_layer_in_fp16() -> None:
+    four, eight = Quantizer((2, 1), block=(-1, 16), scale_bits=(4, 3)), Quantizer((4, 3), amax=torch.tensor(1.0))
+    whole = Quantizer(8, amax=torch.tensor(1.0))
+    assert _refusal(nn.Linear(16, 16), four, eight) == "operands in NVFP4 and FP8"
+    assert _refusal(nn.Linear(16, 16), eight, replace(four, amax=torch.tensor(1.0))) == "operands in FP8 and NVFP4"
+    assert _refusal(nn.Linear(16, 16), whole, eight) == "operands in INT8 and FP8"
+
+
 def test_blocks_over_two_axes_are_of_no_format() -> None:
     state = {"_num_bits": (2, 1), "_block_sizes": {-1: 16, "type": "dynamic", "scale_bits": (4, 3)}}
     one, both = _quantizer(state), _quantizer({**state, "_block_sizes": {-1: 16, -2: 16, "scale_bits": (4, 3)}})
