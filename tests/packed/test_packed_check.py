@@ -255,6 +255,18 @@ def test_the_batch_is_free_in_every_input_or_in_none() -> None:
         check_graph(two([2, 3], 1))
 
 
+@pytest.mark.parametrize(
+    ("names", "fits"), [(("a", "b"), True), (("a", "a"), False), (("", "b"), False), (("",), True)]
+)
+def test_several_outputs_have_names_of_their_own(names: tuple[str, ...], fits: bool) -> None:
+    graph = of_one(aten()).model_copy(update={"outputs": [Output(name=name, activation="y") for name in names]})
+    if fits:
+        check_graph(graph)
+        return
+    with pytest.raises(InputError, match="Outputs of the graph share a name"):
+        check_graph(graph)
+
+
 def test_an_operator_of_the_list_is_taken() -> None:
     assert check_graph(of_one(aten()))["y"] == (1, 1, 8, 8)
 
