@@ -18,6 +18,7 @@ from ...settings import (
     DataOption,
     DeviceOption,
     EpochsOption,
+    Flags,
     ModelOption,
     ModelsOption,
     RecipeOption,
@@ -71,18 +72,9 @@ def estimate(
     model: ModelOption = None,
 ) -> None:
     """Measure a few steps of each model, and estimate the time of its whole schedule; writes no run."""
-    resolved = settings(
-        config,
-        sets,
-        data=data,
-        classes=classes,
-        recipe=recipe,
-        task=task,
-        model=model,
-        epochs=epochs,
-        batch_size=batch_size,
-        size=size,
-    )
+    flags: Flags = {"data": data, "classes": classes, "recipe": recipe, "task": task, "model": model}
+    flags |= {"epochs": epochs, "batch_size": batch_size, "size": size}
+    resolved = settings(config, sets, **flags)
     run_estimate(resolved, parse_models(models), gpus, images, val_images, efficiency, steps, as_json, minutes)
 
 
