@@ -24,13 +24,12 @@ import onnx_ir as ir
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.canonical import OPSET
 from fp4deploy.export.onnx.floor import TRANSLATIONS
-from fp4deploy.export.onnx.mixed_types import MixedTypes
-from fp4deploy.export.onnx.pooling import Divisors
+from fp4deploy.export.onnx.mixed_types import MIXED_TYPES
+from fp4deploy.export.onnx.pooling import DIVISORS
 from fp4deploy.export.onnx.qdq import MARKER_DOMAIN
 from fp4deploy.graph.capture import (
     argument_names,
@@ -44,10 +43,10 @@ from fp4deploy.graph.capture import (
 from fp4deploy.graph.fixed_axes import Specializing, specializing, watched
 from fp4deploy.graph.folding import fold_parameters
 from fp4deploy.graph.growth import BoundedSizes, undecided, unsettled
-from fp4deploy.graph.open_axes import Divided
-from fp4deploy.graph.replacement import replaced
+from fp4deploy.graph.open_axes import divided
+from fp4deploy.graph.replacement import Rewriting, replaced
 from fp4deploy.graph.rewrites import decomposed, inline_regions, made_functional
-from fp4deploy.graph.unpooling import Unpooling
+from fp4deploy.graph.unpooling import unpooling
 from fp4deploy.graph.wide import keep_wide
 from fp4deploy.rest import FP16, Rest
 from fp4deploy.tracing import make_no_folder
@@ -85,25 +84,21 @@ def trace(model: nn.Module, examples: Examples, open_axes: OpenAxes, dynamic_siz
         assert program is not None
         return program
 
-    bound = BoundedSizes()
+    bound, attention = BoundedSizes(), F.scaled_dot_product_attention
     try:
         with (
             watched() as fixed,
             quiet(),
             short_export(rest),
             bound if dynamic_size else nullcontext(),
-            Divided(),
-            Unpooling(),
-            MixedTypes(),
-            Divisors(),
-            AttentionMasks(),
+            Rewriting(divided(), unpooling(), MIXED_TYPES, DIVISORS, {attention: _whole_masks}),
         ):
             try:
                 program = export()
             except Exception as error:
                 if not any(ATTENTION_AXES in str(each) for each in _chain(error)):
                     raise
-                with AttentionOfFourAxes():
+                with Rewriting({attention: _four_axes}):
                     program = export()
             with _not_folded(program.model):
                 program.optimize()
@@ -151,40 +146,31 @@ def _require_free(
                 raise InputError(fixes_an_axis(kind, name, watched_again()))
 
 
-class AttentionMasks(TorchFunctionMode):
+def _whole_masks(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Write a mask of one row for all queries, [..., 1, S], as [..., L, S]: ONNX Runtime's attention takes no other."""
-
-    def __torch_function__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        """Call, with the mask expanded where it is one of attention."""
-        kwargs = kwargs or {}
-        if function is not F.scaled_dot_product_attention:
-            return function(*args, **kwargs)
-        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        mask, queries = given.get("attn_mask"), given["query"].shape[-2]
-        if mask is not None and mask.ndim > 1 and mask.shape[-2] == 1:
-            given["attn_mask"] = mask.expand(*mask.shape[:-2], queries, mask.shape[-1])
-        return function(given.pop("query"), given.pop("key"), given.pop("value"), **given)
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    mask, queries = given.get("attn_mask"), given["query"].shape[-2]
+    if mask is not None and mask.ndim > 1 and mask.shape[-2] == 1:
+        given["attn_mask"] = mask.expand(*mask.shape[:-2], queries, mask.shape[-1])
+    return call(given.pop("query"), given.pop("key"), given.pop("value"), **given)
 
 
-class AttentionOfFourAxes(TorchFunctionMode):
+def _four_axes(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Give queries, keys and values [..., L, E] the four axes that torch's exporter asks for."""
+    if args[0].ndim == 4:
+        return call(*args, **kwargs)
+    query, key, value, *rest = args
+    mask = rest[0] if rest else kwargs.pop("attn_mask", None)
+    lead = query.shape[:-2]
 
-    def __torch_function__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if function is not F.scaled_dot_product_attention or args[0].ndim == 4:
-            return function(*args, **kwargs)
-        query, key, value, *rest = args
-        mask = rest[0] if rest else kwargs.pop("attn_mask", None)
-        lead = query.shape[:-2]
+    def four(x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(-1, 1, *x.shape[-2:])
 
-        def four(x: torch.Tensor) -> torch.Tensor:
-            return x.reshape(-1, 1, *x.shape[-2:])
-
-        if mask is not None and mask.ndim > 2:
-            mask = four(mask.expand(*lead, *mask.shape[-2:]))
-        result = function(four(query), four(key), four(value), mask, *rest[1:], **kwargs)
-        return result.reshape(*lead, *result.shape[-2:])
+    if mask is not None and mask.ndim > 2:
+        mask = four(mask.expand(*lead, *mask.shape[-2:]))
+    result = call(four(query), four(key), four(value), mask, *rest[1:], **kwargs)
+    return result.reshape(*lead, *result.shape[-2:])
 
 
 def input_names(model: nn.Module, positional: tuple[torch.Tensor, ...], named: dict[str, torch.Tensor]) -> list[str]:
