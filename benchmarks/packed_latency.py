@@ -13,7 +13,9 @@ is a process: --jobs of them compile at the same time, and then have a GPU one a
 * `packed nvfp4`: the packed file, first and last layer in FP16 and the others in NVFP4, by kernels of this package;
 * `packed nvfp4, compiled`: the same compiled by Inductor (`fp4deploy/packed/program.py`), where single operators of
   torch are left between its layers; of both the faster one is what `predict` and `bench` run;
-* `packed nvfp4, node by node`: the same without the steps of several nodes (`fp4deploy/packed/producers.py`).
+* `packed nvfp4, node by node`: the same without the steps of several nodes (`fp4deploy/packed/producers.py`);
+* `..., rest bf16`, with `--rest fp16 bf16`: the same network whose rest is BF16. `over_fp16` has its time over that of
+  the FP16 rest, run by run, and in the faster form of each as `packed nvfp4, faster`.
 
 `best` is the fastest FP16 form of torch, `ratio` the packed network's time over it, in its faster form, CUDA graphs on
 both sides: below 1 the packed network is faster. `difference` is that of the outputs of both its forms, over the norm,
@@ -47,27 +49,39 @@ from fp4deploy.packed import packed_file, read_packed, write_packed
 from fp4deploy.packed.network import PackedNetwork
 from fp4deploy.packed.program import compile_program
 from fp4deploy.qat import calibrate, prepare, round_to_deployed
+from fp4deploy.rest import RESTS, rest_of
 
 RECIPE, CLASSES = "nvfp4_qat", tuple(f"class {i}" for i in range(12))
 NODES, COMPILED = "packed nvfp4, node by node", "packed nvfp4, compiled"
 PACKED = ("packed nvfp4", COMPILED, "packed fp16", NODES)
+REST = ", rest "  # between the name of a run and its precision of the rest, where that is not FP16
 CASES = (
     *("1.0:16x352x480", "1.0:1x1024x2048", "1.0:4x512x512"),
     *("1.0:1x352x480", "0.25:16x352x480", "0.25:1x352x480"),
 )
-NETWORKS = (
-    *("smp:Segformer/mit_b0:1x512x512", "smp:Segformer/mit_b0:8x512x512", "timm:convnext_tiny:1x512x512"),
-    *("timm:convnext_tiny:8x512x512", "smp:FPN/resnet50:1x512x1024", "smp:FPN/resnet50:8x512x512"),
-    *("torchvision:fcn_resnet50:1x352x480", "torchvision:fcn_resnet50:8x352x480", "smp:MAnet/resnet34:4x512x512"),
-    *("torchvision:deeplabv3_resnet50:1x352x480", "torchvision:deeplabv3_resnet50:16x352x480"),
-    *("smp:UnetPlusPlus/resnet34:1x512x512", "smp:Unet/resnet34:1x352x480", "smp:Unet/resnet34:16x352x480"),
-    *("monai:BasicUNet:1x352x480", "monai:BasicUNet:16x352x480", "smp:UPerNet/resnet34:1x512x512"),
-    *(
-        "timm:swin_tiny_patch4_window7_224:1x224x224",
-        "timm:vit_small_patch16_224:8x224x224",
-        "smp:PSPNet/resnet34:1x480x480",
-    ),
-    *("smp:Unet/efficientnet-b0:1x512x512", "smp:DeepLabV3Plus/mobilenet_v2:1x512x512", "timm:hrnet_w18:1x512x512"),
+NETWORKS = tuple(  # each one image at a time, and several
+    f"{name}:{batch}x{size}"
+    for name, size, several in (
+        ("smp:Segformer/mit_b0", "512x512", 8),
+        ("timm:convnext_tiny", "512x512", 8),
+        ("smp:FPN/resnet50", "512x512", 8),
+        ("torchvision:fcn_resnet50", "352x480", 8),
+        ("smp:MAnet/resnet34", "512x512", 8),
+        ("torchvision:deeplabv3_resnet50", "352x480", 16),
+        ("smp:UnetPlusPlus/resnet34", "512x512", 8),
+        ("smp:Unet/resnet34", "352x480", 16),
+        ("monai:BasicUNet", "352x480", 16),
+        ("smp:UPerNet/resnet34", "512x512", 8),
+        ("timm:swin_tiny_patch4_window7_224", "224x224", 8),
+        ("timm:vit_small_patch16_224", "224x224", 8),
+        ("smp:PSPNet/resnet34", "480x480", 8),
+        ("smp:Unet/efficientnet-b0", "512x512", 8),
+        ("smp:DeepLabV3Plus/mobilenet_v2", "512x512", 8),
+        ("timm:hrnet_w18", "512x512", 8),
+        ("torchvision:fcos_resnet50_fpn", "512x512", 8),
+        ("torchvision:retinanet_resnet50_fpn", "512x512", 8),
+    )
+    for batch in (1, several)
 )
 
 
@@ -75,6 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=list(CASES), metavar="MODEL:NxHxW")
     parser.add_argument("--packed", nargs="*", default=list(PACKED), choices=PACKED, help="packed networks, in order")
+    parser.add_argument("--rest", nargs="+", default=["fp16"], choices=RESTS, help="of packed networks; default: fp16")
     parser.add_argument("--forms", nargs="*", default=list(reversed(FORMS)), choices=FORMS, help="of torch, in order")
     parser.add_argument(
         "--seconds", type=float, default=1e9, help="nothing is begun after so many; with --gpus, of compiling"
@@ -100,7 +115,7 @@ def main() -> None:
     (on_gpus if arguments.gpus else here)(arguments, rows, partial(keep, arguments.json, found, rows))
     for case, row in rows.items():
         ratios = {precision: row.get(f"ratio_{precision}") for precision in ("nvfp4", "fp16")}
-        print(f"{case:18s} best of torch: {row.get('best')}   packed / best: {ratios}")
+        print(f"{case:18s} best of torch: {row.get('best')}   packed / best: {ratios}   {row.get('over_fp16') or ''}")
 
 
 def keep(path: Path | None, found: dict[str, Any], rows: dict[str, dict[str, Any]]) -> None:
@@ -112,12 +127,13 @@ def keep(path: Path | None, found: dict[str, Any], rows: dict[str, dict[str, Any
 
 def names_of(arguments: argparse.Namespace) -> list[str]:
     """The runs of a case, in order."""
-    return [*arguments.packed, *(f"fp16, {form}" for form in arguments.forms)]
+    packed = [name if rest == "fp16" else f"{name}{REST}{rest}" for name in arguments.packed for rest in arguments.rest]
+    return [*packed, *(f"fp16, {form}" for form in arguments.forms)]
 
 
 def applies(case: str, name: str) -> bool:
     """Our UNet has no single operators of torch: nothing is left to a compiler, and no step is of several nodes."""
-    return not (name in (NODES, COMPILED) and case[0].isdecimal())
+    return not (name.partition(REST)[0] in (NODES, COMPILED) and case[0].isdecimal())
 
 
 def here(arguments: argparse.Namespace, rows: dict[str, dict[str, Any]], kept: Callable[[], None]) -> None:
@@ -137,7 +153,7 @@ def here(arguments: argparse.Namespace, rows: dict[str, dict[str, Any]], kept: C
 def on_gpus(arguments: argparse.Namespace, rows: dict[str, dict[str, Any]], kept: Callable[[], None]) -> None:
     """Measure each case in a process of its own (`peers.at_once`)."""
     cases, jobs = list(rows), arguments.jobs or len(rows)
-    names = ["--packed", *arguments.packed, "--forms", *arguments.forms]
+    names = ["--packed", *arguments.packed, "--forms", *arguments.forms, "--rest", *arguments.rest]
     threads = str(max((os.cpu_count() or 1) // jobs, 1))
     os.environ |= {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": threads}
     for first in range(0, len(cases), jobs):
@@ -191,25 +207,26 @@ def in_turn(case: str, names: Sequence[str], folder: Path, number: int, profiles
 
 
 @lru_cache
-def model(name: str, precision: str, size: tuple[int, int]) -> nn.Module:
+def model(name: str, precision: str, size: tuple[int, int], rest: str = "fp16") -> nn.Module:
     """A network of random weights as it is deployed for images of this size, on the CPU."""
     made = peers.network(name, len(CLASSES)).eval()
     if precision == "nvfp4":
         prepare(made, RECIPE)
         calibrate(made, [torch.randn(1, 3, *size)])
-    round_to_deployed(made)
+    round_to_deployed(made, rest_of(rest))
     return made.eval()
 
 
 @lru_cache
-def network(name: str, precision: str, size: tuple[int, int]) -> PackedNetwork:
+def network(name: str, precision: str, size: tuple[int, int], rest: str = "fp16") -> PackedNetwork:
     """Its packed network on the GPU."""
     folder = Path(tempfile.gettempdir(), "fp4deploy_packed_latency")
-    path = folder / f"{name.replace(':', '-').replace('/', '-')}-{precision}-{size[0]}x{size[1]}.fp4"
+    path = folder / f"{name.replace(':', '-').replace('/', '-')}-{precision}-{rest}-{size[0]}x{size[1]}.fp4"
     if path.is_file():  # of an earlier run
         return PackedNetwork(read_packed(path), "cuda")
     folder.mkdir(exist_ok=True)
-    parts = pack_model(model(name, precision, size), torch.zeros(1, 3, *size), dynamic_size=False)
+    example = torch.zeros(1, 3, *size)
+    parts = pack_model(model(name, precision, size, rest), example, dynamic_size=False, rest=rest_of(rest))
     file = packed_file(path, None, *parts)
     write_packed(file)
     return PackedNetwork(file, "cuda")
@@ -243,11 +260,12 @@ def prepared(case: str, name: str) -> Run:
     """
     spec, _, size = case.rpartition(":")
     batch, height, width = (int(part) for part in size.split("x"))
+    name, _, rest = name.partition(REST)
     torch.manual_seed(1)
-    x = torch.randn(batch, 3, height, width, device="cuda", dtype=torch.float16)
+    x = torch.randn(batch, 3, height, width, device="cuda", dtype=rest_of(rest or "fp16").dtype)
     if not name.startswith("packed "):
         return no_gradients(forward(model(spec, "fp16", (height, width)), name.removeprefix("fp16, "), x))
-    made = network(spec, name.removeprefix("packed ").partition(",")[0], (height, width))
+    made = network(spec, name.removeprefix("packed ").partition(",")[0], (height, width), rest or "fp16")
     run: Callable[..., Any] = node_by_node(made) if name == NODES else made
     return no_gradients(partial(compile_program(made.file, [x]) if name == COMPILED else run, x))
 
@@ -258,8 +276,14 @@ def no_gradients(run: Run) -> Run:
 
 
 def compare(row: dict[str, Any]) -> None:
-    """The fastest form of torch in a CUDA graph, and the packed networks' times over its."""
+    """The fastest form of torch in a CUDA graph, and the packed networks' times over its; rests beside each other."""
     times = {name: run["graph_ms"] for name, run in row["runs"].items() if "graph_ms" in run}
+    for rest in [""] + [f"{REST}{rest}" for rest in RESTS]:
+        either = [times[name] for name in (f"{PACKED[0]}{rest}", f"{COMPILED}{rest}") if name in times]
+        if either:
+            times[f"{PACKED[0]}, faster{rest}"] = min(either)
+    others = {name: (name.partition(REST)[0], ms) for name, ms in times.items() if REST in name}
+    row["over_fp16"] = {name: ms / times[beside] for name, (beside, ms) in others.items() if beside in times}
     forms = {name: ms for name, ms in times.items() if name.startswith("fp16, ")}
     if not forms:
         return

@@ -34,9 +34,12 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import update_bn
 
+from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.build import build_model
 from fp4deploy.models.spec import parse_spec
+from fp4deploy.models.torchvision_detectors import own_layout
 from fp4deploy.train.losses import segmentation
 
 Run = Callable[[], Any]
@@ -56,9 +59,17 @@ def command(*left_out: str) -> str:
 
 
 def network(name: str, channels: int) -> nn.Module:
-    """What `fp4deploy train --model` builds of a specification, or of the scale of our UNet, with random weights."""
+    """What `fp4deploy train --model` builds of a specification, or of the scale of our UNet, with random weights.
+
+    Statistics of BatchNorm are those of random images: with the initial ones activations of deep networks exceed FP16.
+    """
     torch.manual_seed(0)
-    return build_model(parse_spec(name if ":" in name else f"unet:{name}"), channels)
+    spec = parse_spec(name if ":" in name else f"unet:{name}")
+    layout = dict(own_layout(spec))
+    head = DetectionHead(classes=channels, **layout) if layout else None
+    made = build_model(spec, channels if head is None else head.channels, head=head)
+    update_bn([torch.randn(2, 3, 128, 128)], made)
+    return made
 
 
 @contextmanager

@@ -9,7 +9,8 @@ same time; those that are not done in time are ended. Then one after another tak
 events, while the others wait: `ms` launched from Python, `graph_ms` replayed as one CUDA graph, the default of
 `fp4deploy train` (`graph_error`: why a step cannot be captured). Peak memory is PyTorch's, of the launched steps;
 `first_step_s` is with compiling beside the others; `kernels_ms` and `kernels` are the sum and the number of the kernels
-of one step.
+of one step. With `--autocast fp16 bf16` each case is measured under BF16 autocast, too, with `over_fp16` as in
+`training_step.py`.
 """
 
 from __future__ import annotations
@@ -27,13 +28,11 @@ import peers
 import torch
 from peers import command, machine
 from torch import nn
-from training_step import graph_ms, median_ms
+from training_step import AUTOCAST, CLASSES, HEIGHT, WIDTH, graph_ms, make_step, median_ms, over_fp16
 
 from fp4deploy.qat import calibrate_percentile, prepare
 from fp4deploy.qat.fusion.fuse import fuse
-from fp4deploy.train.losses.segmentation import SegmentationLoss
 
-BATCH, HEIGHT, WIDTH, CLASSES = 16, 352, 480, 12
 RECOMPUTE = {"fused": False, "recomputed": True, "default": None}
 RECIPES = ("fp16", "nvfp4_qat", "nvfp4_qat+dynamic", "nvfp4_qat+learned", "nvfp4_qat_2d", "nvfp4_4o6_qat")
 CASES = (
@@ -47,29 +46,6 @@ CASES = (
     ),
     *(f"unet:1.0,{recipe},fused" for recipe in RECIPES),
 )
-
-
-def make_step(model: nn.Module) -> Callable[[], None]:
-    generator = torch.Generator("cuda").manual_seed(0)
-    images = torch.randn(BATCH, 3, HEIGHT, WIDTH, device="cuda", generator=generator)
-    images = images.to(memory_format=torch.channels_last)
-    masks = torch.randint(0, CLASSES, (BATCH, HEIGHT, WIDTH), device="cuda", generator=generator)
-    loss: Any = SegmentationLoss()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True, capturable=True)
-    scaler = torch.amp.GradScaler("cuda")
-
-    def step() -> None:
-        with torch.autocast("cuda", dtype=torch.float16):
-            logits = model(images)
-            logits = logits["out"] if isinstance(logits, dict) else logits
-        scaler.scale(loss(logits, masks)).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad(set_to_none=True)
-
-    return step
 
 
 def build(network: str, recipe: str) -> nn.Module:
@@ -93,8 +69,8 @@ def profile(step: Callable[[], None], path: Path) -> dict[str, float]:
 
 def measure(case: str, folder: Path, place: int) -> None:
     """One case, in a process of its own; the result is a file in `folder`."""
-    network, recipe, way = case.split(",")
-    row: dict[str, Any] = {"network": network, "recipe": recipe, "way": way}
+    network, recipe, way, autocast = case.split(",")
+    row: dict[str, Any] = {"network": network, "recipe": recipe, "way": way, "autocast": autocast}
     try:
         with peers.tuning_alone(folder):
             step = _first_step(row)
@@ -119,7 +95,7 @@ def _first_step(row: dict[str, Any]) -> Callable[[], None]:
         model.compile(dynamic=False)
     elif row["way"] in RECOMPUTE:
         fuse(model, recompute=RECOMPUTE[row["way"]])
-    step = make_step(model)
+    step = make_step(model, torch.channels_last, autocast=row["autocast"])
     if row["recipe"].endswith("+learned"):
         calibrate_percentile(model, [torch.randn(2, 3, HEIGHT, WIDTH, device="cuda")], 99.9)
     start = time.perf_counter()
@@ -136,6 +112,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--profiles", type=Path, help="folder for a table of kernel times of each case")
     parser.add_argument("--cases", nargs="+", default=CASES, metavar="NETWORK,RECIPE,WAY")
+    parser.add_argument("--autocast", nargs="+", choices=AUTOCAST, default=["fp16"], help="default: fp16")
     parser.add_argument("--compile-seconds", type=float, default=900, help="then time what is compiled")
     parser.add_argument("--seconds", type=float, default=900, help="of timing, for all cases together")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
@@ -147,10 +124,12 @@ def main() -> None:
     folder = arguments.profiles or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
     own = [sys.executable, __file__, "--cases"]
-    commands = [[*own, case, "--one", str(folder), str(place)] for place, case in enumerate(arguments.cases)]
+    cases = [f"{case},{autocast}" for case in arguments.cases for autocast in arguments.autocast]
+    commands = [[*own, case, "--one", str(folder), str(place)] for place, case in enumerate(cases)]
     for place in peers.at_once(commands, folder, arguments.compile_seconds, arguments.seconds):
-        print(f"{arguments.cases[place]}: not compiled in time", flush=True)
+        print(f"{cases[place]}: not compiled in time", flush=True)
     rows = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"), key=lambda path: int(path.stem))]
+    over_fp16(rows, "network", "recipe", "way")
     for row in rows:
         print(json.dumps(row), flush=True)
     report = {"command": command("--profiles", "--compile-seconds", "--seconds"), "machine": machine(), "rows": rows}

@@ -3,7 +3,9 @@
     python benchmarks/training_step.py --json benchmarks/results/training_step_h200.json
 
 Batch 16, 352 x 480, 12 classes, FP16 autocast over FP32 weights, the loss and the optimiser of `fp4deploy train`,
-gradients clipped. Medians of whole steps by CUDA events after a warm-up; the input is random and stays on the GPU.
+gradients clipped. Medians of whole steps by CUDA events after a warm-up; the input is random and stays on the GPU. With
+`--autocast fp16 bf16` each row is also measured under BF16 autocast, which has no loss scaler; `over_fp16` is its time
+over that under FP16, in CUDA graphs where there are both.
 
 | in a name | |
 |---|---|
@@ -27,7 +29,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -40,7 +42,9 @@ from torch import nn
 from fp4deploy.models import build_unet
 from fp4deploy.qat import prepare
 from fp4deploy.qat.fused_unet import fuse_unet
+from fp4deploy.rest import rest_of
 from fp4deploy.train.losses.segmentation import SegmentationLoss
+from fp4deploy.train.optimizer import skip_where
 
 BATCH, HEIGHT, WIDTH, CLASSES = 16, 352, 480, 12
 RECIPES = {
@@ -51,27 +55,36 @@ RECIPES = {
     "4/6": "nvfp4_4o6_qat",
 }
 OURS, TORCH, COMPILED = "kernels", "torch", "torch.compile"  # the loss
+AUTOCAST = ("fp16", "bf16")
 
 
 def make_step(
-    model: nn.Module, layout: torch.memory_format, batch: int = BATCH, compiled_loss: bool = False
+    model: nn.Module,
+    layout: torch.memory_format,
+    batch: int = BATCH,
+    compiled_loss: bool = False,
+    autocast: str = "fp16",
 ) -> Callable[[], None]:
-    """A whole training step of `model` on one random batch."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    images = torch.randn(batch, 3, HEIGHT, WIDTH, device="cuda", generator=generator).to(memory_format=layout)
-    masks = torch.randint(0, CLASSES, (batch, HEIGHT, WIDTH), device="cuda", generator=generator)
-    loss = torch.compile(SegmentationLoss().of) if compiled_loss else SegmentationLoss()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True, capturable=True)
-    scaler = torch.amp.GradScaler("cuda")
+    """A whole training step of `model` on one random batch, where its parameters are."""
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(0)
+    images = torch.randn(batch, 3, HEIGHT, WIDTH, device=device, generator=generator).to(memory_format=layout)
+    masks = torch.randint(0, CLASSES, (batch, HEIGHT, WIDTH), device=device, generator=generator)
+    loss: Any = torch.compile(SegmentationLoss().of) if compiled_loss else SegmentationLoss()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True, capturable=device.type == "cuda")
+    scaler = torch.amp.GradScaler(device.type, enabled=autocast == "fp16")
 
     def step() -> None:
-        with torch.autocast("cuda", dtype=torch.float16):
+        with torch.autocast(device.type, dtype=rest_of(autocast).dtype):
             logits = model(images)
+            logits = logits["out"] if isinstance(logits, dict) else logits
         value = loss(logits, masks)
         del logits
         scaler.scale(value).backward()
         scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if not scaler.is_enabled():
+            skip_where(optimizer, ~torch.isfinite(norm))
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
@@ -162,21 +175,22 @@ def cases(scale: float) -> list[Case]:
     ]
 
 
-def measure(scale: float, case: Case, repeats: int) -> dict[str, Any]:
+def measure(scale: float, case: Case, repeats: int, autocast: str = "fp16") -> dict[str, Any]:
     """One row: times and peak memory. The model is freed at the end."""
     name, make, loss, layout, kernels = case
     os.environ["FP4DEPLOY_KERNELS"] = kernels
     how = nullcontext() if loss == OURS else torch_loss()
-    row: dict[str, Any] = {"scale": scale, "case": name}
+    row: dict[str, Any] = {"scale": scale, "case": name, "autocast": autocast}
     try:
-        step = make_step(make().train().to(memory_format=layout), layout, compiled_loss=loss == COMPILED)
+        model = make().train().to(memory_format=layout)  # type: ignore[call-overload]
+        step = make_step(model, layout, compiled_loss=loss == COMPILED, autocast=autocast)
         with how:
             row |= timed(step, repeats)
         graph = f"graph {row['graph_ms']:8.2f} ms" if "graph_ms" in row else row["graph_error"][:60]
         told = f"{row['ms']:8.2f} ms   peak {row['peak_gb']:.2f} GB   {graph}"
     except Exception as error:  # a peer may be missing; say so and go on
         row["error"] = told = f"{type(error).__name__}: {error}"[:300]
-    print(f"scale {scale}  {name:28s} {told[:160]}", flush=True)
+    print(f"scale {scale}  {name:28s} {autocast} {told[:160]}", flush=True)
     torch.cuda.empty_cache()
     return row
 
@@ -190,10 +204,21 @@ def timed(step: Callable[[], None], repeats: int) -> dict[str, Any]:
     return found | graph_ms(step, repeats)
 
 
+def over_fp16(rows: Sequence[dict[str, Any]], *same: str) -> None:
+    """Add to rows of another autocast their time over that of the FP16 row that is equal in the keys `same`."""
+    fp16 = {tuple(row[key] for key in same): row for row in rows if row["autocast"] == "fp16"}
+    for row in rows:
+        beside = fp16.get(tuple(row[key] for key in same), {})
+        key = next((key for key in ("graph_ms", "ms") if key in row and key in beside), None)
+        if key and row["autocast"] != "fp16":
+            row["over_fp16"] = row[key] / beside[key]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scales", type=float, nargs="+", default=[1.0, 0.25])
     parser.add_argument("--cases", nargs="+", default=[], help="names of rows; all by default")
+    parser.add_argument("--autocast", nargs="+", choices=AUTOCAST, default=["fp16"], help="default: fp16")
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--seconds", type=float, default=1e9, help="nothing is begun after so many")
     parser.add_argument("--json", type=Path)
@@ -205,15 +230,19 @@ def main() -> None:
     chosen = [index for index, name in enumerate(names) if not arguments.cases or name in arguments.cases]
     rows: list[dict[str, Any]] = []
     began = time.perf_counter()
-    for index, scale in itertools.product(chosen, arguments.scales):
+    for index, scale, autocast in itertools.product(chosen, arguments.scales, arguments.autocast):
         if time.perf_counter() - began > arguments.seconds:
             break
-        rows.append(measure(scale, cases(scale)[index], arguments.repeats))
+        rows.append(measure(scale, cases(scale)[index], arguments.repeats, autocast))
+        over_fp16(rows, "scale", "case")
         if arguments.json:  # after each: a run that is cut off keeps what it has
             report = {"command": command("--seconds"), "machine": machine(), "rows": rows}
             arguments.json.parent.mkdir(parents=True, exist_ok=True)
             arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-    times = {(row["scale"], row["case"]): row.get("ms") for row in rows}
+    for row in rows:
+        if "over_fp16" in row:
+            print(f"scale {row['scale']}  {row['case']}  {row['autocast']} / fp16: {row['over_fp16']:.3f}")
+    times = {(row["scale"], row["case"]): row.get("ms") for row in rows if row["autocast"] == "fp16"}
     for scale in arguments.scales:
         fp16, nvfp4 = times.get((scale, "fp16 fused")), times.get((scale, "nvfp4 fused"))
         if fp16 and nvfp4:

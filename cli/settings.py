@@ -301,12 +301,11 @@ def named_models(sets: list[str]) -> tuple[str, ...]:
     return tuple(texts[-1:])
 
 
-def expect(model: str | None) -> None:
-    """What `--model` of a command that reads checkpoints means: `models.spec.expect_model`."""
-    if model is not None:
-        from fp4deploy.models.spec import expect_model
+def expect(model: str | None, option: str = "--model") -> None:
+    """What `--model` of a command that reads checkpoints means, or its option of another name: `expect_model`."""
+    from fp4deploy.models.spec import expect_model
 
-        expect_model(model)
+    expect_model(model, option)
 
 
 @contextmanager

@@ -9,6 +9,7 @@
 | `capture` | torch.export of a module -> `Graph` |
 | `rewrites` | calls in place, and calls to decompose, replaced one by one |
 | `open_axes` | axes of open size divided into parts |
+| `finite` | decisions by whether all values are finite |
 | `growth` | an end to sizes whose formulas grow from layer to layer |
 | `operators` | how each ATen operator is written as a node |
 | `randomness` | networks that draw random numbers in evaluation, refused |

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_map
 
 from fp4deploy.errors import InputError
 from fp4deploy.graph.copies import copied
+from fp4deploy.graph.finite import finite
 from fp4deploy.graph.fixed_axes import Specializing, fixed_axis
 from fp4deploy.graph.growth import BoundedSizes, undecided, unsettled
 from fp4deploy.graph.ir import COMPUTED, Graph, Node, Value
@@ -186,7 +187,7 @@ def _export(
     try:
         with (
             quiet(), torch.no_grad(), bound if dynamic_size else nullcontext(), specializing,
-            Rewriting(divided(pools=False), unpooling()),
+            Rewriting(divided(pools=False), unpooling(), finite()),
         ):  # fmt: skip
             try:
                 program = exported()

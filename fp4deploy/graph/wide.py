@@ -11,7 +11,8 @@ One rule, for the graph that becomes an ONNX file (`keep_wide`) and for the node
 * so does what reads a result in FP32, up to a layer, norm or product of activations: those cast it back. Results of
   such operators may be as small or as large as the number;
 * so do the sums and squares before it that nobody else reads: what is compared with 1e-12 is as small;
-* and so does everything that the code of a module of `Rest.wide` calls, products included.
+* and so does everything that the code of a module of `Rest.wide` calls, products included;
+* but a mask that attention adds to its scores is cast back limited to the least number: a row of -Inf would be NaN.
 
 It is what autocast does, and what torch computes in when the network is evaluated.
 """
@@ -96,6 +97,7 @@ def keep_wide(program: torch.export.ExportedProgram, rest: Rest) -> None:
     for node in [each for each in program.graph.nodes if operator_name(each.target) == "_assert_tensor_metadata"]:
         program.graph.erase_node(node)  # of the types as they were
     widened: dict[fx.Node, fx.Node] = {}  # a value of `rest` -> its cast to FP32, and one in FP32 -> its cast back
+    limited: dict[fx.Node, fx.Node] = {}  # a mask in FP32 -> it, with the least number that `rest` holds
     results = set(wide_constants)  # in FP32 by this function
     for node in calls:
         if node in found:
@@ -104,10 +106,35 @@ def keep_wide(program: torch.export.ExportedProgram, rest: Rest) -> None:
             _compute_wide(node, rest)
             results.add(node)
         else:
+            _limit_mask(program.graph, node, results, rest, limited)
             sources = [each for each in node.all_input_nodes if each in results and _has_type(each, torch.float32)]
             if operator_name(node.target) not in ("to", "_to_copy"):
                 _read_casts(program.graph, node, sources, rest.dtype, widened)
     program.graph_module.recompile()
+
+
+def mask_of(called: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What attention adds to its scores; None of any other operator."""
+    if "scaled_dot_product" not in operator_name(called):
+        return None
+    names = [argument.name for argument in called._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return given.get("attn_mask", given.get("attn_bias"))
+
+
+def _limit_mask(
+    graph: fx.Graph, node: fx.Node, wide: set[fx.Node], rest: Rest, limited: dict[fx.Node, fx.Node]
+) -> None:
+    """Let attention read a mask that is FP32 with the least number of `rest` in place of those below."""
+    mask = mask_of(node.target, node.args, node.kwargs)
+    if mask not in wide or not _has_type(mask, torch.float32):
+        return
+    if mask not in limited:
+        with graph.inserting_before(node):
+            limited[mask] = graph.call_function(torch.ops.aten.clamp.default, (mask, -rest.largest))
+        limited[mask].meta = dict(mask.meta)
+        wide.add(limited[mask])
+    node.replace_input_with(mask, limited[mask])
 
 
 def _values(node: fx.Node) -> list[torch.Tensor]:

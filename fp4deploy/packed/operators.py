@@ -112,8 +112,8 @@ def read_tensors(
 ATEN = (
     "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cosh", "cumprod", "embedding", "erfc", "exp2", "fmod",
     "frac", "gather", "grid_sampler_2d", "grid_sampler_3d", "hypot", "index", "index_select", "lgamma", "log10", "log2",
-    "logaddexp", "prod", "remainder", "sinh", "sort", "tan", "topk", "tril", "triu", "trunc", "_fft_c2c", "_fft_c2r",
-    "_fft_r2c",
+    "logaddexp", "prod", "remainder", "scatter", "sinh", "sort", "tan", "topk", "tril", "triu", "trunc", "_fft_c2c",
+    "_fft_c2r", "_fft_r2c",
 )  # fmt: skip
 COMPLEX = ("_fft_c2c", "_fft_r2c")  # of these the results
 INDICES = ("index", "indices")  # arguments that are positions
@@ -383,6 +383,8 @@ def _softmax(node: Softmax, inputs: list[torch.Tensor], _: Context) -> torch.Ten
 
 def _attention(node: Attention, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
     q, k, v, *mask = inputs
+    if mask and q.dtype != torch.float32:  # -1e9 of the network's code is -Inf in FP16, and a row of them NaN
+        mask = [mask[0].clamp(min=torch.finfo(q.dtype).min)]
     return F.scaled_dot_product_attention(q, k, v, mask[0] if mask else None, is_causal=node.causal, scale=node.scale)
 
 
@@ -395,7 +397,7 @@ def _aten(node: Aten, inputs: list[torch.Tensor], context: Context) -> torch.Ten
             given.setdefault(name, []).append(_operand(node, name, x))
         else:
             given[name] = _operand(node, name, x)
-    if node.function.startswith(("gather", "index_select")):  # a GPU would end the process
+    if node.function.startswith(("gather", "index_select", "scatter")):  # a GPU would end the process
         given["index"] = given["index"].clamp(0, given["self"].shape[given["dim"]] - 1)
     elif node.function.startswith("embedding"):
         given["indices"] = given["indices"].clamp(0, given["weight"].shape[0] - 1)

@@ -20,8 +20,8 @@ Pair = tuple[int, int]
 
 
 def plain_kernel(node: Layer) -> bool:
-    """Whether `plugins.gemm.convolution.plain` computes a layer in FP16."""
-    return _is_single(node) and node.precision == "fp16"
+    """Whether `plugins.gemm.convolution.plain` computes a layer in FP16 or BF16."""
+    return _is_single(node) and node.precision in ("fp16", "bf16")
 
 
 def _is_single(node: Layer) -> bool:
@@ -39,7 +39,7 @@ def small_k_kernel(node: Any, weights: dict[str, torch.Tensor], device: torch.de
 
     weights: of layers in FP16 or BF16, with torch's axes.
     """
-    if not isinstance(node, Layer) or not _is_single(node) or node.precision not in ("fp16", "bf16"):
+    if not isinstance(node, Layer) or not plain_kernel(node):
         return False
     place = cast(Conv2d, node)
     outputs, channels, kh, kw = weights[place.layer].shape

@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from fp4deploy.formats import Nvfp4Tensor, global_scale
 from fp4deploy.formats.constants import NVFP4_BLOCK, nvfp4_range
 from fp4deploy.fusion.concatenate import concatenate
+from fp4deploy.fusion.group_norm import group_norm_map
 from fp4deploy.fusion.layer_norm import layer_norm_values
 from fp4deploy.fusion.resize import interpolate_linear, interpolate_nearest
 from fp4deploy.fusion.values import EXPONENTS, Scale, scale_of, values
@@ -48,6 +49,7 @@ from fp4deploy.packed.graph import (
     Linear,
     Node,
     Norm,
+    Pad,
     Permute,
     Pool,
     Repeat,
@@ -73,6 +75,7 @@ Key = str | tuple[str, str]  # a tensor of the file; what is made of one of a la
 Tensors = dict[Key, torch.Tensor]
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}  # of feature maps, by their axes
 LAYOUT = (Flip, Permute, Repeat, Reshape, Roll, Select, Slice, Take)  # nodes that write no feature map
+LARGE_MAP = 1 << 25  # elements from which kernels of this package take the statistics of a norm
 ACTIVATION = -12  # exponent of the unit of activations: what is left for weights keeps their product in FP16's range
 
 
@@ -149,7 +152,7 @@ class Writer:
                 continue
             dtype = self.dtype
             if self.wide:
-                dtype = torch.float32 if any(form.name in self.wide for form in node.outputs) else dtype
+                dtype = torch.float32 if self._is_wide(node) else dtype
                 read = [x.to(dtype) if x.is_floating_point() else x for x in read]
             context = Context(tensors.__getitem__, sizes, self.positions, dtype)
             early = [form for form in node.outputs if only_moves(node, form, read)]
@@ -166,6 +169,9 @@ class Writer:
                 y = in_channels_last(y.to(dtype))
             live |= {form.name: self._form(y, form, tensors) for form in node.outputs if form not in early}
         return [live[each.activation] for each in self.graph.outputs]
+
+    def _is_wide(self, node: Node) -> bool:
+        return any(form.name in self.wide for form in node.outputs)
 
     def _form(self, y: torch.Tensor, form: Form, tensors: Tensors) -> torch.Tensor:
         """A plain activation in one of its forms."""
@@ -197,9 +203,9 @@ class Writer:
 
     def _layer(self, node: Layer, inputs: list[torch.Tensor], tensors: Tensors) -> torch.Tensor:
         weight, scale = tensors["weight", node.layer], self.units[node.outputs[0].name]
-        if node.outputs[0].name in self.factors:
-            scale = 1.0
         bias = tensors[node.bias] if node.bias else None
+        if node.outputs[0].name in self.factors:
+            scale, bias = 1.0, None
         if isinstance(node, Linear):
             return self._linear(node, inputs[0], weight, bias, scale)
         x = inputs[0] if len(inputs) == 1 else concatenate([x.movedim(1, -1) for x in inputs]).movedim(-1, 1)
@@ -250,7 +256,7 @@ class Writer:
     def _compute(self, node: Node, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
         """`operators.compute`, in the form that compiles best."""
         x = inputs[0] if inputs else torch.empty(0)
-        if _has_kernel(node) and x.ndim in FORMATS and x.dtype != torch.float32:
+        if _normalizes_maps(node) and x.ndim in FORMATS and x.dtype != torch.float32:
             return self._normalized(cast("Norm | GroupNormReLU", node), x, context)
         pools = isinstance(node, Pool) and node.op == "max_pool" and len(node.kernel) == 2 and not node.ceil_mode
         if pools and math.prod(cast(Pool, node).kernel) <= MAX_POOL_TAPS:
@@ -258,6 +264,8 @@ class Writer:
             return max_pool2d(x, node.kernel, node.stride, node.padding, node.dilation)
         if isinstance(node, Concat) and node.dim == 1 and any(map(is_channels_last, inputs)):
             return torch.cat([x.movedim(1, -1) for x in inputs], -1).movedim(-1, 1)  # in channels_last
+        if isinstance(node, Pad) and not any(context.sizes_of(node.pad)):
+            return x
         if isinstance(node, Resize) and node.mode != "bicubic":
             size = None if node.size is None else context.sizes_of(node.size)
             if node.mode.startswith("nearest"):
@@ -266,13 +274,14 @@ class Writer:
         return compute(node, inputs, context)
 
     def _normalized(self, node: Norm | GroupNormReLU, x: torch.Tensor, context: Context) -> torch.Tensor:
-        """A GroupNorm or InstanceNorm of a feature map or volume: its affine map by kernels, in one pass, then applied.
+        """A GroupNorm or InstanceNorm of a feature map or volume: its affine map, by kernels if it is large, applied.
 
         Of x / s for a factor s, which the norm cancels: its bias is divided by s, its epsilon by the square.
         """
-        channels, factor = x.shape[1], self.factors.get(node.inputs[0], 1.0)
+        channels, (factor, name) = x.shape[1], self.factors.get(node.inputs[0], (1.0, None))
         groups = channels if isinstance(node, Norm) and node.op == "instance_norm" else node.groups
-        bias = context.tensor(node.bias) / factor if isinstance(node, GroupNormReLU) and node.bias else None
+        name = node.bias if isinstance(node, GroupNormReLU) and node.bias else name
+        bias = context.tensor(name) / factor if name else None
         weight, beta = (
             torch.full((channels,), value, device=x.device)
             if node.layer is None
@@ -281,24 +290,33 @@ class Writer:
         )
         pixels = x.movedim(1, -1)
         rows = pixels.flatten(1, -3)  # of all slices
-        operator = torch.ops.fp4deploy.norm_coefficients
-        ab = operator(rows, bias, weight, beta, groups, node.eps / factor**2)
-        a, b = ab.view(*ab.shape[:2], *(1,) * (x.ndim - 2), channels).unbind(1)
+        arguments = (bias, weight, beta, groups, node.eps / factor**2)
+        if x.numel() < LARGE_MAP:
+            pair = group_norm_map(rows.flatten(1, 2), *arguments)
+        else:
+            pair = torch.ops.fp4deploy.norm_coefficients(rows, *arguments).unbind(1)
+        a, b = (each.view(-1, *(1,) * (x.ndim - 2), channels) for each in pair)
         y = (pixels.to(torch.float32) * a + b).movedim(-1, 1)
         return y.relu() if isinstance(node, GroupNormReLU) else y
 
-    def _factors(self, layers: Sequence[Layer], kept: set[str]) -> dict[str, float]:
-        """By activation: what its layer's sum is not multiplied with, since only norms by kernels read it."""
+    def _factors(self, layers: Sequence[Layer], kept: set[str]) -> dict[str, tuple[float, str | None]]:
+        """By activation: what its layer's sum is not multiplied with, and the bias that is not added to it, since only
+        norms by kernels read it.
+
+        Both in a pass of their own took 450 of 3980 us of a BasicUNet, 16 images (one H200, torch 2.11, 2026-11-29).
+        """
         factors = {}
         for node in layers:
             name = node.outputs[0].name
             unit = self.units[name]
             readers = [each for each in self.graph.nodes if name in each.inputs]
             alone = len(node.outputs) == 1 and node.outputs[0].amax is None and name not in kept and bool(readers)
-            convolution = isinstance(node, Conv2d | ConvTranspose2d) and len(node.stride) > 1 and node.bias is None
+            convolution = isinstance(node, Conv2d | ConvTranspose2d) and len(node.stride) > 1
             rectified = isinstance(node, Conv2d) and node.relu
-            if alone and convolution and not rectified and all(map(_has_kernel, readers)) and unit:
-                factors[name] = unit
+            normalized = all(_normalizes_maps(each) and not self._is_wide(each) for each in readers)
+            second = node.bias and any(isinstance(each, GroupNormReLU) and each.bias for each in readers)
+            if alone and convolution and not rectified and normalized and not second and unit:
+                factors[name] = unit, node.bias
         return factors if self.narrow else {}
 
     def _scales(self, file: PackedFile, layers: Sequence[Layer]) -> dict[str, Scale]:
@@ -367,8 +385,8 @@ def in_channels_last(y: torch.Tensor) -> torch.Tensor:
     return pixels.movedim(-1, 1)
 
 
-def _has_kernel(node: Node) -> bool:
-    """Whether a node is a norm whose statistics a kernel of this package takes."""
+def _normalizes_maps(node: Node) -> bool:
+    """Whether a node is a norm that is computed as an affine map of a feature map."""
     return isinstance(node, GroupNormReLU) or (isinstance(node, Norm) and node.op != "layer_norm")
 
 

@@ -8,21 +8,30 @@ a linear layer: along the last axis, or the one before where the module says `is
 
 The class is changed in place. Inside its forward the parameters read as quantised, once for each call, with
 straight-through gradients; anywhere else they are the parameters, under their names. What goes in is not quantised: the
-forward is the library's, and gathers tokens before it multiplies. Files hold codes and scales of the weights, which are
-decoded when a file is opened (`export.onnx.layer_constants.expert_constants`).
+forward is the library's, and gathers tokens before it multiplies. But with a recipe that quantises gradients, in a
+training step, torch's grouped GEMM of sorted tokens, and a product with the weight of one expert, have all six operands
+packed (`fp4_gemms.grouped`); other products, such as a batched one of gathered weights, do not. Files hold codes and
+scales of the weights, which are decoded when a file is opened (`export.onnx.layer_constants.expert_constants`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
+from fp4deploy.errors import InputError
 from fp4deploy.formats import NVFP4_BLOCK
+from fp4deploy.qat.fp4_gemms.autograd import packed_gemms
+from fp4deploy.qat.fp4_gemms.grouped import grouped_linear
+from fp4deploy.qat.fp4_gemms.requirements import require_packed
+from fp4deploy.qat.operators.gemms import LinearGemms
 from fp4deploy.qat.operators.ste import fake_quantize
 from fp4deploy.qat.recipes import Recipe
 
@@ -43,8 +52,11 @@ class QuantExperts(nn.Module):
         if not self.quantizing or "held" in vars(self):
             return self.plain.forward(self, *inputs, **named)
         self.hold()
+        packs = self.training and trains_packed(self.recipe)
+        own = {name: cast(torch.Tensor, self._parameters[name]) for name in self.names}
         try:
-            return self.plain.forward(self, *inputs, **named)
+            with _PackedProducts([(self.held[name], x) for name, x in own.items()], self.recipe) if packs else NOTHING:
+                return self.plain.forward(self, *inputs, **named)
         finally:
             del self.held
 
@@ -56,13 +68,68 @@ class QuantExperts(nn.Module):
         """A parameter [E, N, K], or [E, K, N] of transposed ones, each expert fake-quantised alone."""
         weight = cast(torch.Tensor, self._parameters[name])
         axes = (1, 0) if contracted(self) == 1 else (0, 1)
-        return torch.stack([fake_quantize(each, self.recipe.weight, axes) for each in weight.unbind()])
+        return torch.stack([fake_quantize(each, self.recipe.weight, axes, None, (1, 1)) for each in weight.unbind()])
 
     def extra_repr(self) -> str:
         """The names of the weights, and how they are quantised."""
         spec = self.recipe.weight
         said = "-" if spec is None else f"{spec.named} {spec}{spec.along('C')}"
-        return f"{', '.join(self.names)}; {self.recipe.name}: W^T {said} of each expert, X -"
+        trained = f"; in training {self.recipe.quantizers()}" if trains_packed(self.recipe) else ""
+        return f"{', '.join(self.names)}; {self.recipe.name}: W^T {said} of each expert, X -{trained}"
+
+
+NOTHING = nullcontext()
+
+
+class _PackedProducts(TorchFunctionMode):
+    """Within the forward of experts: products with their quantised weights are those of packed operands.
+
+    weights: (as it reads, the parameter), of which calls are given views.
+    """
+
+    def __init__(self, weights: Sequence[tuple[torch.Tensor, torch.Tensor]], recipe: Recipe) -> None:
+        super().__init__()
+        self.weights, self.recipe = weights, recipe
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call, or multiply packed operands."""
+        kwargs = kwargs or {}
+        kind = PRODUCTS.get(getattr(func, "__name__", ""), "")
+        weight = self._parameter(args[1]) if kind and len(args) > 1 and isinstance(args[1], torch.Tensor) else None
+        if weight is None or not isinstance(args[0], torch.Tensor):
+            return func(*args, **kwargs)
+        x, rows = args[0], weight if func is F.linear else weight.mT  # [..., N, K]
+        if kind == "single" and rows.ndim == 2:
+            bias = args[2] if len(args) > 2 else kwargs.get("bias")
+            return packed_gemms(x, rows, bias, LinearGemms(), self.recipe)
+        given = [name for name, each in kwargs.items() if each is not None]
+        if kind == "grouped" and len(args) == 2 and given == ["offs"] and (x.ndim, rows.ndim) == (2, 3):
+            return grouped_linear(x, rows, kwargs["offs"], recipe=self.recipe)
+        return func(*args, **kwargs)
+
+    def _parameter(self, read: torch.Tensor) -> torch.Tensor | None:
+        """The part of a parameter that a view of its quantised values stands for; None of any other tensor."""
+        for held, weight in self.weights:
+            if read is held or read._base is held:  # which is contiguous
+                whole = weight.contiguous()
+                offset = whole.storage_offset() + read.storage_offset() - held.storage_offset()
+                return whole.as_strided(read.shape, read.stride(), offset)
+        return None
+
+
+PRODUCTS = dict.fromkeys(("grouped_mm", "_grouped_mm"), "grouped")
+PRODUCTS |= dict.fromkeys(("linear", "matmul", "__matmul__"), "single")
+
+
+def trains_packed(recipe: Recipe) -> bool:
+    """Whether a training step multiplies experts packed, gradients too."""
+    try:
+        require_packed(recipe)
+    except InputError:
+        return False
+    return recipe.outlier_control is None
 
 
 def expert_weights(layer: nn.Module) -> tuple[str, ...]:
@@ -94,15 +161,16 @@ def why_not_experts(layer: nn.Module, recipe: Recipe) -> str | None:
     return None
 
 
-def described(layer: nn.Module) -> str:
+def described(layer: nn.Module, recipe: Recipe) -> str:
     """The reason of a plan."""
     names = expert_weights(layer)
     shapes = {cast(torch.Tensor, layer._parameters[name]).shape for name in names}
     channels = sorted({shape[contracted(layer)] for shape in shapes})
     widths = " and ".join(map(str, channels))
+    rest = ", but in a training step" if trains_packed(recipe) else ""
     return (
         f"weights of {next(iter(shapes))[0]} experts ({', '.join(names)}) in blocks of {NVFP4_BLOCK} along {widths} "
-        "input channels; what they multiply stays in high precision"
+        f"input channels; what they multiply stays in high precision{rest}"
     )
 
 

@@ -130,7 +130,9 @@ def planned(
         elif prepared and kept is None:
             kept = "excluded when the model was prepared"
         if expert_weights(layer):
-            plans.append(LayerPlan(name, _kind(layer), "FP16" if kept else EXPERTS, kept or described(layer)))
+            quantised = layer.recipe if prepared and isinstance(layer, QuantExperts) else chosen
+            reason = kept or described(layer, quantised)
+            plans.append(LayerPlan(name, _kind(layer), "FP16" if kept else EXPERTS, reason))
             continue
         own = layer.recipe if prepared and isinstance(layer, QuantizedLayer) else recipe_of(chosen, name, layer, eight)
         precision = "FP16" if kept else eight_bits(own) or "FP4"

@@ -27,7 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp4deploy.graph.capture import Inputs
 from fp4deploy.graph.copies import copied
-from fp4deploy.graph.wide import casts_operands, is_sum, numbers_of, operator_name
+from fp4deploy.graph.wide import casts_operands, is_sum, mask_of, numbers_of, operator_name
 from fp4deploy.qat.batches import run
 from fp4deploy.qat.computed import rest_tensors
 from fp4deploy.qat.experts import weights_held
@@ -106,7 +106,9 @@ class Ranges(DispatchMode):
                 self._made[tensor] = known[0]
             return result
         if casts_operands(func):  # also what was FP32 before
-            self._open += [_Result(each.place, each.largest) for each in known if each.wide]
+            mask = mask_of(func, args, kwargs)  # which files cast back limited
+            read = [each for each in read if each is not mask and each in self._made and self._made[each].wide]
+            self._open += [_Result(self._made[each].place, self._made[each].largest) for each in read]
         wide = self._path[-1] in self.rest.wide or (
             not casts_operands(func)
             and (

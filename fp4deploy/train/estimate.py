@@ -257,7 +257,7 @@ def _speed(
     network: nn.Module = network_for(card, "The configuration")
     if model in QUANTIZED_MODELS:
         set_products(prepare_as(network, card), config.train.products)
-        calibrate_on(network, loaders[0], config)
+        calibrate_on(network, loaders[0], config, card.rest)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     job = TrainingJob(model, 1, config.train.lr, folder / model)

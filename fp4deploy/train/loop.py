@@ -2,7 +2,8 @@
 
 On a GPU: FP16 autocast with a loss scaler over FP32 master weights. On a CPU: FP32 arithmetic, since FP16 autocast is
 slow there; the weights that ship are rounded to FP16 in either case. `train.precision` asks for another arithmetic on
-either: BF16 autocast, which needs no loss scaler, or FP32, in which torch computes what the fused kernels do. A step
+either: BF16 autocast, which needs no loss scaler, or FP32, in which torch computes what the fused kernels do; left at
+auto, fine-tuning goes on in the precision of the checkpoint that it starts from. A step
 whose gradients are not finite is skipped and counted; many consecutive ones end the training with an error instead of a
 ruined checkpoint.
 
@@ -40,7 +41,7 @@ from fp4deploy.qat.operators.learned import keep_positive
 from fp4deploy.qat.oscillation import OscillationResets
 from fp4deploy.qat.outlier_selection import OutlierSelection
 from fp4deploy.qat.ranges import Ranges
-from fp4deploy.rest import FP16
+from fp4deploy.rest import FP16, RestName
 from fp4deploy.system.files import append_line
 from fp4deploy.tasks import TaskScores
 from fp4deploy.train.checkpointing import checkpoint_blocks
@@ -63,22 +64,24 @@ STEPS_WORTH_COMPILING = 10_000  # compiling took minutes, launching layer by lay
 STEPS_BETWEEN_READS = 10  # on a GPU; reading the loss makes the CPU wait for it
 
 
-def autocast_of(precision: str, on_gpu: bool) -> str:
-    """What accelerate calls a `train.precision`: "fp16", "bf16" or "no".
+def autocast_of(precision: str, rest: RestName, on_gpu: bool) -> str:
+    """What accelerate calls a `train.precision`: "fp16", "bf16" or "no"; auto, on a GPU, is that of the model's card.
 
     Raises:
         InputError: this machine does not have it.
 
-    >>> autocast_of("auto", True), autocast_of("auto", False), autocast_of("bf16", False)
+    >>> autocast_of("auto", "fp16", True), autocast_of("auto", "bf16", False), autocast_of("bf16", "bf16", False)
     ('fp16', 'no', 'bf16')
     """
+    if precision == "auto":
+        precision = rest if on_gpu else "fp32"
     if precision == "fp16" and not on_gpu:
         raise InputError("train.precision is fp16, whose loss scaler needs a GPU. On a CPU: auto, fp32 or bf16.")
     if precision == "bf16" and on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
         name = torch.cuda.get_device_name()
-        raise InputError(f"train.precision is bf16, and the GPU ({name}) has none. Valid there: auto, fp16 or fp32.")
-    if precision == "auto":
-        return "fp16" if on_gpu else "no"
+        raise InputError(
+            f"The training is in BF16, which the GPU ({name}) lacks. Valid: --set train.precision=fp16, fp32."
+        )
     return "no" if precision == "fp32" else precision
 
 
@@ -109,7 +112,7 @@ class Trainer:
         self.job, self.card, self.settings, self.task = job, card, settings, task
         on_gpu = torch.cuda.is_available()
         join()
-        self.autocast = autocast_of(settings.precision, on_gpu)
+        self.autocast = autocast_of(settings.precision, card.rest, on_gpu)
         if AcceleratorState._shared_state and AcceleratorState().mixed_precision != self.autocast:
             AcceleratorState._reset_state()  # of another training in this process
         self.accelerator = Accelerator(mixed_precision=self.autocast, cpu=not on_gpu)

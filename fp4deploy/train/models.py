@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -151,18 +151,22 @@ def _train(
     resume = resume and job.state_path.is_file()
     torch.manual_seed(config.seed)
     card = model_card(config, model, data)
-    if resume and run.checkpoint(model).is_file():
+    started = resume and run.checkpoint(model).is_file()
+    if started:
         _require_same_classes(run.checkpoint(model), card)
+    if fine_tuned:
+        path = run.checkpoint(model) if started else _starting_point(config, run, model, card)
+        if config.train.precision == "auto":
+            card = replace(card, rest=read_card(path).rest)
     network: nn.Module = network_for(card, "The configuration")
     if config.model.init is not None and not fine_tuned and not resume:
         _say(load_initial(network, Path(config.model.init)))
     if fine_tuned and not resume:
-        path = _starting_point(config, run, model, card)
         load_weights(network, path, to_encoding=card.digits and not read_card(path).digits)
     if model in QUANTIZED_MODELS:
         set_products(prepare_as(network, card), config.train.products)
         if (fine_tuned or find_recipe(config.recipe).amax_learned) and not resume:
-            calibrate_on(network, loaders[0], config)
+            calibrate_on(network, loaders[0], config, card.rest)
     auxiliary = make_auxiliary_losses(config, model, card, partial(_starting_point, config, run, model, card))
     trainer = Trainer(
         job,
@@ -319,20 +323,20 @@ def _check_class_weights(config: Config, class_names: tuple[str, ...]) -> None:
             )
 
 
-def calibrate_on(network: nn.Module, loader: EpochLoader, config: Config) -> None:
+def calibrate_on(network: nn.Module, loader: EpochLoader, config: Config, rest: RestName) -> None:
     """Set the activation scales of a prepared network from the first training batches, as the configuration says."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     loader.set_epoch(0)
     network.to(device)
     batches = itertools.islice(loader, config.train.calibration)
-    rest = rest_trained_for(config)
     calibrate_percentile(
         network, (expand(*(x.to(device) for x in batch))[0] for batch in batches), config.quant.percentile, rest
     )
 
 
 def rest_trained_for(config: Config) -> RestName:
-    """What the models of a training are deployed in, if nothing else is asked for."""
+    """What models that start from random weights are deployed in, if nothing else is asked for; on a GPU also what they
+    are trained in."""
     return "bf16" if config.train.precision == "bf16" else "fp16"
 
 

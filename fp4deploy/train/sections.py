@@ -133,8 +133,8 @@ class TrainSection(Section):
     )
     precision: Literal["auto", "fp16", "bf16", "fp32"] = Field(
         "auto",
-        description="autocast; auto: fp16 on a GPU, fp32 on a CPU; bf16: of the range of fp32, the models are also "
-        "deployed in it",
+        description="autocast; auto: that of the checkpoint which fine-tuning starts from, without one fp16, and fp32 "
+        "on a CPU; bf16: of the range of fp32, the models are also deployed in it",
     )
     channels_last: bool = Field(False, description="NHWC memory format")
     compile: bool = Field(False, description="torch.compile the network")

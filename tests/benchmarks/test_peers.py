@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fp4deploy.models import build_unet
 from fp4deploy.models.spec import parse_spec
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
@@ -51,3 +52,41 @@ def test_the_networks_of_the_tables_are_built(monkeypatch: pytest.MonkeyPatch) -
         assert len(size.split("x")) == 3
     made = packed_latency.model("0.125", "fp16", (16, 16))
     assert made(torch.zeros(1, 3, 16, 16)).shape[1] == len(packed_latency.CLASSES)
+
+
+@pytest.mark.parametrize("autocast", ["fp16", "bf16"])
+def test_a_training_step_of_the_tables_moves_the_weights_in_either_precision(
+    monkeypatch: pytest.MonkeyPatch, autocast: str
+) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import training_step
+
+    for name in ("peers", "training_step"):
+        monkeypatch.setitem(sys.modules, name, sys.modules.get(name))
+    monkeypatch.setattr(training_step, "HEIGHT", 16)
+    monkeypatch.setattr(training_step, "WIDTH", 16)
+    network = build_unet(training_step.CLASSES, 0.125)
+    before = [weight.clone() for weight in network.parameters()]
+    seen: list[torch.dtype] = []
+    network.register_forward_hook(lambda *each: seen.append(each[-1].dtype))
+    training_step.make_step(network, torch.channels_last, batch=2, autocast=autocast)()
+    assert seen == [{"fp16": torch.float16, "bf16": torch.bfloat16}[autocast]]
+    assert any(not torch.equal(*each) for each in zip(before, network.parameters(), strict=True))
+
+
+def test_rows_beside_those_of_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import packed_latency
+    import training_step
+
+    for name in ("packed_latency", "peers", "training_step"):
+        monkeypatch.setitem(sys.modules, name, sys.modules.get(name))
+    case = {"scale": 1.0, "case": "fp16 fused"}
+    rows = [{**case, "autocast": "fp16", "ms": 9.0, "graph_ms": 4.0}, {**case, "autocast": "bf16", "graph_ms": 5.0}]
+    training_step.over_fp16([*rows, {**case, "scale": 2.0, "autocast": "bf16", "ms": 1.0}], "scale", "case")
+    assert [row.get("over_fp16") for row in rows] == [None, 1.25]
+    runs = {"packed nvfp4": 2.0, "packed nvfp4, compiled": 1.0, "packed nvfp4, rest bf16": 1.5, "fp16, compiled": 2.0}
+    row = {"runs": {name: {"graph_ms": ms} for name, ms in runs.items()}}
+    packed_latency.compare(row)
+    assert row["over_fp16"] == {"packed nvfp4, rest bf16": 0.75, "packed nvfp4, faster, rest bf16": 1.5}
+    assert row["ratio_nvfp4"] == 0.5

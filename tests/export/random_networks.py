@@ -3,8 +3,8 @@
     python -m tests.export.random_networks --count 2000 --jobs 24 --json benchmarks/results/fuzz_networks_cpu.json
     python -m tests.export.random_networks --seed 2000 --add --json benchmarks/results/fuzz_networks_cpu.json
 
-Every network goes prepare -> a training step -> canonical ONNX -> portable ONNX in ONNX Runtime -> packed, and each of
-the two files must compute what torch computes:
+Every network goes prepare -> a training step -> canonical ONNX -> portable ONNX in ONNX Runtime -> packed, its rest in
+FP16, BF16 or FP32 by the seed, and each of the two files must compute what torch computes:
 
 | compared | limit |
 |---|---|
@@ -51,7 +51,7 @@ from fp4deploy.export.verify.tensors import leaves
 from fp4deploy.packed import PackedNetwork, packed_file
 from fp4deploy.packed.file import read_packed, write_packed
 from fp4deploy.qat import deployed, quantized_layers
-from fp4deploy.rest import FP16, Rest
+from fp4deploy.rest import RESTS, Rest
 
 SIZES = {1: (24,), 2: (16, 24), 3: (4, 8, 8)}
 LAYER_ERROR = 1e-3  # of a layer with reference inputs
@@ -290,15 +290,20 @@ def example_of(model: RandomNetwork) -> tuple[torch.Tensor, ...]:
     return tuple(x.half().float() for x in found[: model.inputs])
 
 
-def outcome(seed: int, folder: Path, rest: Rest = FP16) -> str:
-    """What became of one network, deployed with this rest: "agrees", or "refused by STAGE: ..." in words; two where
-    both files are refused.
+def rest_drawn(seed: int) -> Rest:
+    """The precision of the rest of a network of this seed."""
+    return random.Random(f"rest {seed}").choice(list(RESTS.values()))
+
+
+def outcome(seed: int, folder: Path, rest: Rest | None = None) -> str:
+    """What became of one network, deployed with this rest, or the one that is drawn: "agrees", or "refused by STAGE:
+    ..." in words; two where both files are refused.
 
     Raises:
         AssertionError: a file computes something else than torch.
     """
     torch.manual_seed(seed)
-    model = RandomNetwork(seed)
+    model, rest = RandomNetwork(seed), rest or rest_drawn(seed)
     x = example_of(model)
     try:
         model.train()(*x)

@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 import torch.nn.functional as F
+from onnx import numpy_helper
 from torch import nn
 
 import fp4deploy as fd
 from fp4deploy.errors import InputError
 from fp4deploy.graph import capture
-from fp4deploy.packed import read_packed
+from fp4deploy.packed import PackedNetwork, read_packed
 from fp4deploy.packed.graph import Aten
 from fp4deploy.qat import deployed
 
@@ -227,3 +229,69 @@ def test_a_mask_of_one_row_for_all_queries_is_exported(tmp_path: Path) -> None:
     model = fd.prepare(Hidden().eval(), example_inputs=inputs)
     fd.calibrate(model, inputs)
     assert fd.export_onnx(model, inputs, tmp_path / "net.onnx").verification.passed
+
+
+class Guarded(nn.Module):
+    """As T5 and BART are written: an argument between the inputs, a mask of numbers beyond FP16, which is -Inf there in
+    a whole row, a guard against infinite values, and groups of experts chosen by scatter.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.head = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor, scale: float | None = None, mask: torch.Tensor | None = None) -> torch.Tensor:
+        assert mask is not None
+        heads = self.inner(self.first(x)).unflatten(-1, (2, 16)).transpose(1, 2)
+        bias = torch.where(mask[:, None, None] != 0, heads.mean((1, 3))[:, None, None], -1e9)
+        y = F.scaled_dot_product_attention(heads, heads, heads, attn_mask=bias).transpose(1, 2).flatten(2)
+        if not torch.isfinite(y).all():
+            y = y.clamp(-60000, 60000)
+        chosen = torch.zeros_like(y).scatter_(2, y.topk(8, -1).indices, 1)
+        return self.head(torch.where(chosen == 0, 0, y) * (scale or 1))
+
+
+@pytest.mark.parametrize("suffix", [".onnx", ".fp4"])
+def test_masks_beyond_fp16_guards_and_scattered_choices_are_in_files(tmp_path: Path, suffix: str) -> None:
+    torch.manual_seed(0)
+    mask = torch.ones(2, 5, dtype=torch.int64)
+    mask[1, 3:] = 0
+    inputs, path = {"x": torch.randn(2, 5, 32), "mask": mask}, tmp_path / f"net{suffix}"
+    model = fd.prepare(Guarded().eval(), example_inputs=inputs)
+    fd.calibrate(model, inputs)
+    if suffix == ".fp4":
+        file = fd.pack(model, path, example_inputs=inputs).file
+        hidden = PackedNetwork(file, dtype=torch.float16)(inputs["x"], 0 * mask)  # as on a GPU
+        assert isinstance(hidden, torch.Tensor)
+        assert hidden.std(1).min() > 1e-3  # a softmax of -Inf is 0 here, whatever the token, and NaN elsewhere
+    else:
+        assert fd.export_onnx(model, inputs, path).fp4_layers == 1
+        limits = [numpy_helper.to_array(each) for each in onnx.load(path).graph.initializer if each.data_type == 1]
+        assert any(each.size == 1 and each.item() == -65504 for each in limits)
+    with torch.no_grad():
+        assert torch.allclose(torch.from_numpy(fd.open_runtime(path)(inputs)), deployed(model)(**inputs), atol=5e-3)
+
+
+class Windows(nn.Module):
+    """Attention in windows of an image with a bias for each head, as Swin: what is viewed lies otherwise in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.head = nn.Conv2d(3, 32, 2, 2), nn.Linear(32, 32), nn.Linear(32, 4)
+        self.bias = nn.Parameter(torch.randn(1, 2, 16, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).permute(0, 2, 3, 1)
+        n, h, w, c = x.shape
+        x = x.view(n, h // 4, 4, w // 4, 4, c).permute(0, 1, 3, 2, 4, 5).contiguous().view(-1, 16, c)
+        heads = self.inner(x).view(*x.shape[:-1], -1, 16).transpose(1, 2)
+        y = F.scaled_dot_product_attention(heads, heads, heads, attn_mask=self.bias)
+        return self.head(y.transpose(1, 2).reshape(*x.shape[:-1], -1)).view(n, -1, 4).mean(1)
+
+
+def test_attention_in_windows_of_an_image_is_exported(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    image = torch.randn(2, 3, 16, 16)
+    model = fd.prepare(Windows().eval(), example_inputs=image)
+    fd.calibrate(model, image)
+    assert fd.export_onnx(model, image, tmp_path / "net.onnx").verification.passed

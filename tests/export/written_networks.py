@@ -5,9 +5,9 @@
 Weights are shared or computed, modules called several times or registered in another order than executed, functions
 called in place of modules, sizes computed from sizes; numbers are such that FP16 does not hold them; groups do not fill
 blocks; outputs are maps, tokens, classes, or several of them. Each network is prepared, calibrated, exported (every
-second one with open sizes) and packed, which compares each file with torch, and then run at more sizes, compared anew.
-Allowed are agreement and refusals in words that name an operator or a layer; `random_networks` says what a difference
-may be where last bits of float32 decide about FP4.
+second one with open sizes) and packed, the rest in FP16, BF16 or FP32 by the seed, which compares each file with torch,
+and then run at more sizes, compared anew. Allowed are agreement and refusals in words that name an operator or a layer;
+`random_networks` says what a difference may be where last bits of float32 decide about FP4.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from fp4deploy.errors import GateError, InputError
 from fp4deploy.export.verify.packed import verify_packed
 from fp4deploy.packed.file import read_packed
 from fp4deploy.qat import deployed, quantized_layers
-from tests.export.random_networks import main, require_undecided
+from fp4deploy.rest import Rest
+from tests.export.random_networks import main, require_undecided, rest_drawn
 
 SIZE = (16, 24)
 SIZES = ((20, 36), (29, 18))  # neither multiples of each other's sides nor those at which the product compares
@@ -553,8 +554,9 @@ def queries(net: Written, draw: random.Random, c: int) -> tuple[Step, int]:
     return step, 0
 
 
-def outcome(seed: int, folder: Path) -> str:
-    """What became of one network: "agrees", or "refused by STAGE: ..." in words; two where both files are refused.
+def outcome(seed: int, folder: Path, rest: Rest | None = None) -> str:
+    """What became of one network, its rest as given or drawn: "agrees", or "refused by STAGE: ..." in words; two where
+    both files are refused.
 
     Raises:
         AssertionError: a file computes something else than torch, or a refusal names nothing.
@@ -566,7 +568,7 @@ def outcome(seed: int, folder: Path) -> str:
         model.eval()(x)
     except (RuntimeError, ValueError) as error:
         return f"no network: torch refuses it ({type(error).__name__})"
-    draw = random.Random(seed)
+    draw, rest = random.Random(seed), rest or rest_drawn(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -574,9 +576,9 @@ def outcome(seed: int, folder: Path) -> str:
         except InputError as error:
             _require_names(model, str(error))
         if quantized_layers(model):
-            fd.calibrate(model, [(x, None)])
-        reference = deployed(model.eval())
-        found = (_onnx(model, reference, x, seed, folder), _packed(model, reference, x, seed, folder))
+            fd.calibrate(model, [(x, None)], rest=rest.name)
+        reference = deployed(model.eval(), rest)
+        found = (_onnx(model, reference, x, seed, folder, rest), _packed(model, reference, x, seed, folder, rest))
     return "; ".join(each for each in found if each is not None) or "agrees"
 
 
@@ -594,14 +596,15 @@ def _others(model: nn.Module, x: torch.Tensor, axes: Collection[int]) -> list[to
 
 
 @torch.no_grad()
-def _onnx(model: Written, reference: nn.Module, x: torch.Tensor, seed: int, folder: Path) -> str | None:
+def _onnx(model: Written, reference: nn.Module, x: torch.Tensor, seed: int, folder: Path, rest: Rest) -> str | None:
     is_open, path = seed % 2 == 0, folder / f"written{seed}.onnx"
     try:
-        fd.export_onnx(model, x, path, dynamic_size=is_open)
+        fd.export_onnx(model, x, path, dynamic_size=is_open, rest=rest.name)
     except (InputError, GateError) as error:
         if isinstance(error, InputError) or "of open size" in str(error) or "beyond" in str(error):
             return _refused("export", model, error)
-        require_undecided(reference, fd.verify(reference, fd.export_graph(reference, x), [x]), (x,), seed)
+        graph = fd.export_graph(reference, x, rest=rest.name)
+        require_undecided(reference, fd.verify(reference, graph, [x]), (x,), seed)
         return "refused by verify: last bits of float32 decide about more elements than it allows"
     graph = onnx.load(path)
     for other in _others(reference, x, (2, 3) if is_open else ()):
@@ -612,10 +615,10 @@ def _onnx(model: Written, reference: nn.Module, x: torch.Tensor, seed: int, fold
 
 
 @torch.no_grad()
-def _packed(model: Written, reference: nn.Module, x: torch.Tensor, seed: int, folder: Path) -> str | None:
+def _packed(model: Written, reference: nn.Module, x: torch.Tensor, seed: int, folder: Path, rest: Rest) -> str | None:
     path = folder / f"written{seed}.fp4"
     try:
-        fd.pack(model, path, example_inputs=x)
+        fd.pack(model, path, example_inputs=x, rest=rest.name)
     except (InputError, GateError) as error:
         return _refused("pack", model, error)
     file = read_packed(path)

@@ -18,7 +18,7 @@ import fp4deploy as fd
 from fp4deploy.export.to_packed import pack_model
 from fp4deploy.formats import Nvfp4Tensor, global_scale
 from fp4deploy.packed import PackedFile, PackedNetwork, packed_file, row_norms
-from fp4deploy.packed.graph import Graph, Layer, Resize, Take
+from fp4deploy.packed.graph import Graph, Layer, Pad, Resize, Take
 from fp4deploy.packed.program import trace
 from fp4deploy.packed.writer import Writer, _patches, is_channels_last, only_moves
 from fp4deploy.qat import round_to_deployed
@@ -188,14 +188,14 @@ class Normed(nn.Module):
         (nn.GroupNorm(4, 32, eps=1e-3), {}, True),
         (nn.GroupNorm(4, 32, eps=1e-3), {"bias": True}, True),  # the norm's node adds it
         (nn.InstanceNorm2d(32, eps=1e-3, affine=True), {}, True),
-        (nn.InstanceNorm2d(32, eps=1e-3, affine=True), {"bias": True}, False),
+        (nn.InstanceNorm2d(32, eps=1e-3, affine=True), {"bias": True}, True),
         (nn.GroupNorm(4, 32, eps=1e-3), {"relu": True}, False),
         (nn.GroupNorm(4, 32, eps=1e-3), {"both": True}, False),  # an output has its values
         (nn.BatchNorm2d(32), {}, False),
     ],
 )
 def test_float16_of_equal_operands_is_float32_but_for_roundings(
-    norm: nn.Module, options: dict[str, bool], deferred: bool
+    monkeypatch: pytest.MonkeyPatch, norm: nn.Module, options: dict[str, bool], deferred: bool
 ) -> None:
     """The factor of a sum is applied, or left to a norm, which then takes its epsilon and its bias with it."""
     torch.manual_seed(2)
@@ -210,9 +210,35 @@ def test_float16_of_equal_operands_is_float32_but_for_roundings(
     file = packed_file(Path("own.fp4"), None, *pack_model(model, x, dynamic_size=False))
     writer = Writer(file, CPU, torch.float16)
     assert bool(writer.factors) == deferred
-    assert all(not 0.99 < factor < 1.01 for factor in writer.factors.values())
-    for y, expected in zip(written(file, x, torch.float16), written(file, x), strict=True):
-        torch.testing.assert_close(y.float(), expected, rtol=3e-3, atol=3e-3 * expected.abs().max().item())
+    assert all(not 0.99 < factor < 1.01 for factor, _ in writer.factors.values())
+    for large in (0, x.numel() * 2 + 1):  # statistics by the operator of this package, and by torch's
+        monkeypatch.setattr("fp4deploy.packed.writer.LARGE_MAP", large)
+        for y, expected in zip(written(file, x, torch.float16), written(file, x), strict=True):
+            torch.testing.assert_close(y.float(), expected, rtol=3e-3, atol=3e-3 * expected.abs().max().item())
+
+
+def test_paddings_of_no_pixels_are_left_out() -> None:
+    """Of a decoder that pads to the size of an encoder's map, where both are equal: to a compiler they are clamps."""
+
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Conv2d(16, 32, 3, padding=1), nn.Conv2d(32, 16, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.first(x)
+            high, wide = x.shape[2] - y.shape[2], x.shape[3] - y.shape[3]
+            return self.last(nn.functional.pad(y, (0, wide, 0, high), "replicate"))
+
+    model, x = Padded(), torch.randn(1, 16, 8, 12)
+    fd.prepare(model, include="*")
+    fd.calibrate(model, [x])
+    file = packed_file(Path("own.fp4"), None, *pack_model(model.eval(), x, dynamic_size=True))
+    assert any(isinstance(node, Pad) for node in file.graph.nodes)
+    module, *_ = trace(Writer(file, CPU, torch.float32), [x])
+    assert not any("pad" in str(node.target) for node in module.graph.nodes)
+    (y,), expected = written(file, x), PackedNetwork(file)(x)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_weights_of_zeros_before_a_norm() -> None:

@@ -9,14 +9,17 @@ import numpy as np
 import onnx
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import fp4deploy as fd
 from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.layer_constants import expert_constants
 from fp4deploy.formats import fake_quantize_nvfp4, quantize_nvfp4
-from fp4deploy.qat import deployed
+from fp4deploy.qat import deployed, grouped_linear
 from fp4deploy.qat.experts import QuantExperts, expert_weights, experts_of
+from fp4deploy.qat.fp4_gemms.autograd import packed_gemms
+from fp4deploy.qat.operators.gemms import LinearGemms
 
 
 class Experts(nn.Module):
@@ -105,6 +108,63 @@ def test_they_can_be_named_and_left_out(tmp_path: Path) -> None:
     assert not experts_of(model)
     with pytest.raises(InputError, match="'experts' includes nothing that can be quantised.*fp8_qat does not round"):
         fd.prepare(model, "fp8_qat", include=["experts"])
+
+
+class Sorted(nn.Module):
+    """Tokens sorted by expert: torch's grouped GEMM, or a loop over experts, as libraries have them."""
+
+    def __init__(self, loop: bool, transposed: bool) -> None:
+        super().__init__()
+        self.num_experts, self.is_transposed, self.loop = 3, transposed, loop
+        self.up = nn.Parameter(torch.randn((3, 32, 48) if transposed else (3, 48, 32)))
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        if not self.loop:
+            weight = self.up if self.is_transposed else self.up.transpose(-2, -1)
+            return F.grouped_mm(x, weight, offs=ends)
+        parts = zip(ends.diff(prepend=ends.new_zeros(1)).tolist(), x.tensor_split(ends[:-1].long()), strict=True)
+        each = [(number, part) for number, (count, part) in enumerate(parts) if count]
+        if self.is_transposed:
+            return torch.cat([part @ self.up[torch.tensor(number)] for number, part in each])
+        return torch.cat([F.linear(part, self.up[number]) for number, part in each])
+
+
+@pytest.mark.parametrize("loop", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_training_step_multiplies_packed_operands_in_all_three_gemms(loop: bool, transposed: bool) -> None:
+    torch.manual_seed(0)
+    layer, ends = Sorted(loop, transposed), torch.tensor([5, 5, 33], dtype=torch.int32)
+    plain = layer.up.detach().clone().requires_grad_()
+    rows = plain.mT if transposed else plain
+    x, same = (torch.randn(33, 32, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2))
+    fd.prepare(nn.Sequential(layer), "nvfp4_train", include=["*"])[0](x.detach(), ends)  # blocks of 16 x 16
+    model = fd.prepare(nn.Sequential(layer), "fp4_all_the_way", include=["*"])
+    assert "in training X NVFP4 RN along C, W^T NVFP4 RN along C, G NVFP4 SR along O" in repr(layer)
+    assert fd.layer_plan(model)[0].reason.endswith("but in a training step")
+    torch.manual_seed(2)
+    y = layer(x, ends)
+    y.square().sum().backward()
+    torch.manual_seed(2)
+    if loop:
+        parts = [(0, same[:5]), (2, same[5:])]
+        recipe = fd.RECIPES["fp4_all_the_way"]
+        expected = torch.cat([packed_gemms(part, rows[at], None, LinearGemms(), recipe) for at, part in parts])
+    else:
+        expected = grouped_linear(same, rows, ends, recipe="fp4_all_the_way")
+    expected.square().sum().backward()
+    assert torch.equal(y, expected)
+    assert x.grad is not None
+    assert same.grad is not None
+    assert torch.equal(x.grad, same.grad)
+    found = layer._parameters["up"]
+    assert found is not None
+    assert found.grad is not None
+    assert plain.grad is not None
+    assert torch.equal(found.grad, plain.grad)
+    weights = torch.stack([fake_quantize_nvfp4(each, (1,))[0] for each in rows.detach()])
+    owners = torch.tensor([0] * 5 + [2] * 28)
+    with torch.no_grad():  # what files hold: weights
+        torch.testing.assert_close(model.eval()[0](x, ends), torch.einsum("tc,toc->to", x, weights[owners]))
 
 
 @pytest.mark.parametrize("channels", [24, 32])

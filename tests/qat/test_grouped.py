@@ -40,6 +40,16 @@ def test_one_expert_is_a_linear_layer_bit_for_bit(recipe: Recipe) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
+def test_under_autocast_codes_are_multiplied_as_a_linear_layer_multiplies_them() -> None:
+    """Decoded values in FP32: BF16 holds four bits of a code and four of its scale, but not their product."""
+    x, weight, _ = operands()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = grouped_linear(x[:128], weight[:1], torch.tensor([128]), None, NV)
+        expected = packed_gemms(x[:128], weight[0], None, LinearGemms(), NV)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, expected)
+
+
 def test_each_expert_is_a_linear_layer_of_its_own_rows() -> None:
     """MXFP4 has no global scale, so that an expert's numbers do not depend on those of the others."""
     x, weight, bias = operands()

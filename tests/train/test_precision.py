@@ -49,11 +49,14 @@ def test_arithmetic_and_what_is_deployed(
         lambda layer, _, y: seen.add(y.dtype) if isinstance(layer, torch.nn.Conv2d) and layer.training else None
     )
     run = create_run(tmp_path / "run")
-    train_models(with_settings(config, [f"train.precision={precision}"]), run)
+    train_models(with_settings(config, [f"train.precision={precision}", "train.ema=0.9"]), run)
     handle.remove()
     assert seen == {torch.bfloat16 if precision == "bf16" else torch.float32}
     for model in ("fp16", "nvfp4"):
         assert arithmetic(run, model) == {expected}
+        states = [run.checkpoint(model), run.model_dir(model) / "state" / "last.safetensors"]
+        kept = {tensor.dtype for path in states for tensor in load_file(path).values() if tensor.is_floating_point()}
+        assert kept == {torch.float32}  # master weights, their average, moments of the optimiser, statistics
         assert read_card(run.checkpoint(model)).rest == rest
         network, _ = load_model(run.checkpoint(model), model=SPEC)
         weight: Any = network.get_submodule("stem").weight
@@ -64,6 +67,19 @@ def test_arithmetic_and_what_is_deployed(
 def test_fp16_needs_a_gpu(config: Config, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"train\.precision is fp16, whose loss scaler needs a GPU"):
         train_models(with_settings(config, ["train.precision=fp16"]), create_run(tmp_path / "run"))
+
+
+@on_cpu
+@pytest.mark.parametrize("given", [False, True])
+def test_fine_tuning_keeps_the_precision_of_its_start(config: Config, tmp_path: Path, given: bool) -> None:
+    """Of the run's own FP16 model, or of a checkpoint that is named; also when it is resumed."""
+    first, run = create_run(tmp_path / "first"), create_run(tmp_path / "run")
+    train_models(with_settings(config, ["train.precision=bf16"]), first, ("fp16",))
+    start = f"train.init_checkpoint={first.checkpoint('fp16')}"
+    tuned = with_settings(config, [start, "train.precision=auto"] if given else [start, "train.precision=fp32"])
+    for resume in (False, True):
+        train_models(tuned, run, ("nvfp4",), resume=resume)
+        assert read_card(run.checkpoint("nvfp4")).rest == ("bf16" if given else "fp16")
 
 
 @on_cpu

@@ -111,14 +111,16 @@ def run_estimate(
 def _print(report: dict[str, Any]) -> None:
     from rich.table import Table
 
+    from fp4deploy.bench.tables import duration
+
     measured = Table("measured, images/s", "with the loader", "one batch", "evaluation", "loader alone")
     for speed in report["measured"]:
         cells = (f"{speed[key]:.1f}" for key in ("training", "resident", "evaluation", "loader"))
         measured.add_row(speed["model"], *cells)
-    estimated = Table("estimated", "epochs", "images/s", "limited by", "training, h", "validation, h", "total, h")
+    estimated = Table("estimated", "epochs", "images/s", "limited by", "training", "validation", "total")
     for row in report["estimated"]:
-        hours = (f"{row[key]:.2f}" for key in ("training_hours", "validation_hours", "hours"))
-        estimated.add_row(row["model"], str(row["epochs"]), f"{row['images_per_s']:.1f}", row["limit"], *hours)
+        times = (duration(3600 * row[key]) for key in ("training_hours", "validation_hours", "hours"))
+        estimated.add_row(row["model"], str(row["epochs"]), f"{row['images_per_s']:.1f}", row["limit"], *times)
     target, console = report["for"], results()
     network = f"scale {report['scale']}" if report["network"] == "unet" else report["network"]
     done(

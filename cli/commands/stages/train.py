@@ -88,7 +88,7 @@ def train(
     if dry_run:
         resolved = settings(config, sets, **flags)
         require_used(epochs, resolved, chosen)
-        run_estimate(resolved, chosen)
+        run_estimate(with_formats(resolved, target), chosen)
         return
     if resume:
         run = open_run(out) if out is not None else latest_run()

@@ -40,6 +40,7 @@ from fp4deploy.graph.capture import (
     quiet,
     why_not_captured,
 )
+from fp4deploy.graph.finite import finite
 from fp4deploy.graph.fixed_axes import Specializing, specializing, watched
 from fp4deploy.graph.folding import fold_parameters
 from fp4deploy.graph.growth import BoundedSizes, undecided, unsettled
@@ -52,6 +53,7 @@ from fp4deploy.rest import FP16, Rest
 from fp4deploy.tracing import make_no_folder
 
 ATTENTION_AXES = "only 4D query, key, and value are supported"  # says torch's exporter
+NO_VIEW = "Cannot view a tensor"
 INPUT, OUTPUT, BATCH = "image", "logits", "N"
 LITTLE = 1e-6
 Examples = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]  # positional, by name
@@ -91,14 +93,16 @@ def trace(model: nn.Module, examples: Examples, open_axes: OpenAxes, dynamic_siz
             quiet(),
             short_export(rest),
             bound if dynamic_size else nullcontext(),
-            Rewriting(divided(), unpooling(), MIXED_TYPES, DIVISORS, {attention: _whole_masks}),
+            Rewriting(divided(), unpooling(), finite(), MIXED_TYPES, DIVISORS, {attention: _whole_masks}),
         ):
             try:
                 program = export()
             except Exception as error:
-                if not any(ATTENTION_AXES in str(each) for each in _chain(error)):
+                causes = " ".join(map(str, _chain(error)))
+                if ATTENTION_AXES not in causes and NO_VIEW not in causes:
                     raise
-                with Rewriting({attention: _four_axes}):
+                again = Rewriting({attention: _four_axes}) if ATTENTION_AXES in causes else reshaped_views()
+                with again:
                     program = export()
             with _not_folded(program.model):
                 program.optimize()
@@ -230,6 +234,29 @@ def short_export(rest: Rest = FP16) -> Iterator[None]:
             stack.enter_context(replaced(ONNXRegistry, "from_torchlib", _from_one_table))
             stack.enter_context(replaced(_fx_passes, "decompose_with_registry", partial(_decompose_where_needed, rest)))
         yield
+
+
+@contextmanager
+def reshaped_views() -> Iterator[None]:
+    """Inside, views are reshapes: the exporter calls operators again, whose results may lie in memory otherwise, as
+    attention's. Reshapes of ONNX take an axis of 0 elements for one that stays, so that views are kept where they can.
+    """
+    from torch.onnx._internal.exporter import _fx_passes
+
+    with replaced(_fx_passes, "decompose_with_registry", _with_reshapes):
+        yield
+
+
+def _with_reshapes(decompose: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def reshaped(program: torch.export.ExportedProgram, registry: Any) -> torch.export.ExportedProgram:
+        program = decompose(program, registry)
+        for node in program.graph.nodes:
+            if node.target is aten.view.default:
+                node.target = aten.reshape.default
+        program.graph_module.recompile()
+        return program
+
+    return reshaped
 
 
 def _from_one_table(make: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,8 +10,9 @@ the outputs mean that follow from them (`agreement`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -39,7 +40,7 @@ LAYERS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PackedAgreement(Comparison):
     """How far the packed network and torch agree.
 
@@ -61,8 +62,7 @@ class PackedAgreement(Comparison):
         return [(node, error) for node, error in (self.nodes or {}).items() if not error <= ALLOWED_ELEMENTS]
 
     def sentence(self) -> str:
-        """The agreement as a sentence: what was compared, and on how much of it both agree."""
-        text = described(self.outputs, OutputAgreement.sentence)
+        text = super().sentence()
         if self.nodes is None:
             return text
         worst = float(np.max(list(self.nodes.values()), initial=0.0))
@@ -81,13 +81,16 @@ def verify_packed(
 
     meanings: by default as the file's card says; flat: compare images without contrast, too.
     """
-    network, kept = PackedNetwork(file), [positional(each, file) for each in inputs]
+    batches = list(inputs)
+    network, kept = PackedNetwork(file), [positional(each, file) for each in batches]
+    by_name = any(isinstance(each, Mapping) for each in batches)  # the forward may have arguments between them
+    forward = partial(_by_name, model, [each.name for each in file.graph.inputs]) if by_name else model
     names = file_names([each.name for each in file.graph.outputs], [each.name for each in file.graph.inputs])
     meanings = known_outputs(file.card) if meanings is None else meanings
     ranges = Ranges(model, rest_of(file.graph))
     count, found = 0, tuple[OutputAgreement, ...]()
     with ranges:
-        expected = [leaves(model(*_copies(batch))) for batch in kept]
+        expected = [leaves(forward(*_copies(batch))) for batch in kept]
     for batch, outputs in zip(kept, expected, strict=True):
         found = compare_outputs(outputs, leaves(network(*_copies(batch))), names, meanings, found)
         count += len(batch[0])
@@ -96,7 +99,7 @@ def verify_packed(
         nodes: dict[str, float] = {}
         referenced: tuple[OutputAgreement, ...] = ()
         for batch, outputs in zip(kept, expected, strict=True):
-            errors, given = run_nodes(model, network, *_copies(batch))
+            errors, given = run_nodes(model, network, *_copies(batch), forward=forward)
             nodes |= {name: largest(nodes.get(name, 0.0), error) for name, error in errors.items()}
             referenced = compare_outputs(outputs, given, names, meanings, referenced)
         agreement = replace(agreement, nodes=nodes, referenced=referenced)
@@ -107,9 +110,11 @@ def verify_packed(
         return _copies(of_batch(cast("tuple[torch.Tensor, ...]", x), file.graph.batch))
 
     def by_layer(x: Inputs) -> bool:
-        return all(error <= ALLOWED_ELEMENTS for error in run_nodes(model, network, *sized(x))[0].values())
+        return all(
+            error <= ALLOWED_ELEMENTS for error in run_nodes(model, network, *sized(x), forward=forward)[0].values()
+        )
 
-    runs = (lambda x: leaves(model(*sized(x))), lambda x: leaves(network(*sized(x))))
+    runs = (lambda x: leaves(forward(*sized(x))), lambda x: leaves(network(*sized(x))))
     differs = flat_difference(*runs, kept[0], file.card, by_layer if quantized_layers(model) else None)
     return replace(agreement, flat=differs)
 
@@ -131,6 +136,10 @@ def positional(inputs: Inputs, file: PackedFile) -> tuple[torch.Tensor, ...]:
     if isinstance(inputs, Mapping):
         return tuple(inputs[each.name] for each in file.graph.inputs)
     return tuple(inputs)
+
+
+def _by_name(model: nn.Module, names: Sequence[str], *inputs: torch.Tensor) -> Any:
+    return model(**dict(zip(names, inputs, strict=True)))
 
 
 def require_packed(found: PackedAgreement, name: str) -> None:
@@ -161,11 +170,11 @@ def compare_nodes(model: nn.Module, network: PackedNetwork, *inputs: torch.Tenso
 
 
 def run_nodes(
-    model: nn.Module, network: PackedNetwork, *inputs: torch.Tensor
+    model: nn.Module, network: PackedNetwork, *inputs: torch.Tensor, forward: Callable[..., Any] | None = None
 ) -> tuple[dict[str, float], list[torch.Tensor]]:
-    """`compare_nodes`, and the outputs as the last nodes give them with reference inputs."""
+    """`compare_nodes`, and the outputs as the last nodes give them with reference inputs; forward: calls the model."""
     graph = network.graph
-    seen, calls = _outputs(model, *_copies(inputs)), dict[str, int]()
+    seen, calls = _outputs(model, forward or model, *_copies(inputs)), dict[str, int]()
     sizes = {f"{each.name}.{axis}": size for each, x in zip(graph.inputs, inputs, strict=True)
              for axis, size in enumerate(x.shape)}  # fmt: skip
     live: dict[str, Activation] = {}
@@ -226,7 +235,7 @@ def _expected(node: Node, x: torch.Tensor, layer: nn.Module, amaxes: Mapping[str
     return found
 
 
-def _outputs(model: nn.Module, *inputs: torch.Tensor) -> dict[str, list[torch.Tensor]]:
+def _outputs(model: nn.Module, forward: Callable[..., Any], *inputs: torch.Tensor) -> dict[str, list[torch.Tensor]]:
     """The outputs of every layer with weights, one for each call, by every name that the layer has."""
 
     def keep(outputs: list[torch.Tensor]) -> Any:
@@ -238,7 +247,7 @@ def _outputs(model: nn.Module, *inputs: torch.Tensor) -> dict[str, list[torch.Te
     seen = {name: found[module] for name, module in layers.items()}
     handles = [module.register_forward_hook(keep(outputs)) for module, outputs in found.items()]
     try:
-        model(*inputs)
+        forward(*inputs)
     finally:
         for handle in handles:
             handle.remove()

@@ -54,7 +54,8 @@ class _GroupedGemms(torch.autograd.Function):
             x = rows.dequantize(x.dtype)
             weight = torch.stack([each.dequantize(weight.dtype) for each in matrices])
         ctx.save_for_backward(x, weight, ends)
-        return _product(rows, matrices, bias, ends, dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            return _product(rows, matrices, bias, ends, dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
