@@ -23,7 +23,8 @@ from typing import Any
 import onnx_ir as ir
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
+from torch.utils._pytree import tree_leaves
 
 from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.canonical import OPSET
@@ -55,6 +56,7 @@ from fp4deploy.tracing import make_no_folder
 ATTENTION_AXES = "only 4D query, key, and value are supported"  # says torch's exporter
 NO_VIEW = "Cannot view a tensor"
 INPUT, OUTPUT, BATCH = "image", "logits", "N"
+NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 LITTLE = 1e-6
 Examples = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]  # positional, by name
 OpenAxes = dict[str, dict[int, Any]]  # input -> open axis -> what torch.export calls it
@@ -231,7 +233,9 @@ def short_export(rest: Rest = FP16) -> Iterator[None]:
             from torch.onnx._internal.exporter import _fx_passes
             from torch.onnx._internal.exporter._registration import ONNXRegistry
 
-            stack.enter_context(replaced(ONNXRegistry, "from_torchlib", _from_one_table))
+            stack.enter_context(replaced(ONNXRegistry, "from_torchlib", lambda make: partial(_copied, make)))
+            promote = replaced(_fx_passes, "insert_type_promotion_nodes", lambda insert: partial(_promoted, insert))
+            stack.enter_context(promote)
             stack.enter_context(replaced(_fx_passes, "decompose_with_registry", partial(_decompose_where_needed, rest)))
         yield
 
@@ -259,19 +263,24 @@ def _with_reshapes(decompose: Callable[[Any, Any], Any]) -> Callable[[Any, Any],
     return reshaped
 
 
-def _from_one_table(make: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *arguments, **options: _copied(_table(make, *arguments, **options))
-
-
 @cache
-def _table(make: Any, *arguments: Any, **options: Any) -> Any:
+def _table(make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     return make(*arguments, **options)
 
 
-def _copied(table: Any) -> Any:
-    copied = copy.copy(table)
-    copied.functions = {name: list(functions) for name, functions in table.functions.items()}
-    return copied
+def _copied(make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    table = copy.copy(_table(make, *arguments, **options))
+    table.functions = {name: list(functions) for name, functions in table.functions.items()}
+    return table
+
+
+def _promoted(insert: Callable[[fx.GraphModule], None], module: fx.GraphModule) -> None:
+    """Insert casts to one type where calls read or give several: torch runs the whole graph again for it."""
+    called = [node for node in module.graph.nodes if node.op == "call_function"]
+    values = tree_leaves([each.meta.get("val") for node in called for each in (node, *node.all_input_nodes)])
+    types = {getattr(each, "dtype", each) for each in values if not isinstance(each, NUMBERS)}
+    if (types - {torch.float16} and types - {torch.float32}) or [*module.children()]:
+        insert(module)
 
 
 def _decompose_where_needed(rest: Rest, decompose: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
