@@ -276,7 +276,7 @@ def _copied(make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 
 def _promoted(insert: Callable[[fx.GraphModule], None], module: fx.GraphModule) -> None:
     """Insert casts to one type where calls read or give several: torch runs the whole graph again for it."""
-    called = [node for node in module.graph.nodes if node.op == "call_function"]
+    called = [each for each in module.graph.nodes if each.op == "call_function" and each.target not in ASSERTIONS]
     values = tree_leaves([each.meta.get("val") for node in called for each in (node, *node.all_input_nodes)])
     types = {getattr(each, "dtype", each) for each in values if not isinstance(each, NUMBERS)}
     if (types - {torch.float16} and types - {torch.float32}) or [*module.children()]:
