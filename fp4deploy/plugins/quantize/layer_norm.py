@@ -10,7 +10,7 @@ import torch
 
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.plugins.runtime.fallback import Fallback
-from fp4deploy.plugins.runtime.launch import kernel, num_sms
+from fp4deploy.plugins.runtime.launch import kernel
 from fp4deploy.plugins.runtime.pdl import launch_secondary
 from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, THREADS
 
@@ -58,17 +58,8 @@ def layer_norm(
     run = kernel("layer_norm.cu", "layer_norm", "PPPPPPPPiffq", macros, x.device)
     given = (x, other, weight, bias, amax, None if other is None else total, normed if plain else None, values)
     if rows:
-        threads = _threads(rows * lanes, num_sms(x.device))
-        launch_secondary(run, -(-rows * lanes // threads), threads, *given, width, eps, unit, rows)
+        launch_secondary(run, -(-rows * lanes // THREADS), THREADS, *given, width, eps, unit, rows)
     return total, normed, values
-
-
-def _threads(count: int, sms: int) -> int:
-    """Of a block, for so many in all: few rows are spread over the multiprocessors."""
-    threads = THREADS
-    while threads > LANES and count < threads * sms:
-        threads //= 2
-    return threads
 
 
 def _division(width: int) -> tuple[int, int]:
