@@ -8,7 +8,7 @@ difference of 1e-4 before a softmax changes more codes of the layers behind it t
 FP16 does not hold (`fp4deploy.rest`) is FP32 in the file, and stays as it is.
 
 So is what the code computes from parameters alone, such as a standardised weight, where it meets an activation: the
-file holds the result (`graph.folding`).
+file holds the result (`graph.folding`), in FP32 where the code asks for that: `1.0 + self.weight.float()`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ ARITHMETIC = {
     *(getattr(torch, name) for name in _NAMES if hasattr(torch, name)),
     *(getattr(torch.Tensor, name) for name in (*_METHODS, *_IN_PLACE) if hasattr(torch.Tensor, name)),
 }
+CASTS = (torch.Tensor.to, torch.Tensor.type, torch.Tensor.type_as, torch.Tensor.half, torch.Tensor.bfloat16)
 
 
 class _RestNumbers(TorchFunctionMode):
     """Sums, differences, products and quotients of a tensor and a number, outside of quantised layers (`inside`).
 
-    computed: the tensors that are computed from `parameters`, which has buffers, too, and from nothing else.
+    computed: the tensors that are computed from `parameters`, which has buffers, too, and from nothing else; whether
+    they are FP32 in the file.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], rest: Rest) -> None:
@@ -56,9 +58,11 @@ class _RestNumbers(TorchFunctionMode):
         if self.inside:
             return func(*args, **(kwargs or {}))
         read = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-        if read and all(each in self.parameters or each in self.computed for each in read):
+        sources = read[:1] if func is torch.Tensor.type_as else read
+        if sources and all(each in self.parameters or each in self.computed for each in sources):
             result = func(*args, **(kwargs or {}))
-            self.computed.update({each: True for each in tree_leaves(result) if _is_floating(each)})
+            wide = func is torch.Tensor.float or (func not in CASTS and any(self.computed.get(each) for each in read))
+            self.computed.update({each: wide for each in tree_leaves(result) if _is_floating(each)})
             return result
         if func in ARITHMETIC and any(_is_floating(each) for each in args):
             args = tuple(self.rest.rounded(each) if isinstance(each, float) else each for each in args)
@@ -67,7 +71,8 @@ class _RestNumbers(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _rounded(self, x: torch.Tensor) -> torch.Tensor:
-        return x.to(self.rest.dtype).to(x.dtype) if x in self.computed and self.rest.holds_tensor(x) else x
+        narrow = self.computed.get(x) is False and self.rest.holds_tensor(x)
+        return x.to(self.rest.dtype).to(x.dtype) if narrow else x
 
     def enter(self, *_: object) -> None:
         """The first hook of a quantised layer, whose formulas are not the network's code."""

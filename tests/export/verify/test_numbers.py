@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from onnx import numpy_helper
 from torch import nn
 
 import fp4deploy as fd
@@ -60,6 +61,27 @@ def test_a_file_is_compared_with_the_numbers_that_it_holds(monkeypatch: pytest.M
     apart = fd.verify(model, graph, images).largest
     assert close < 1e-5
     assert apart > 5 * close, (apart, close)
+
+
+class Wide(nn.Module):
+    """Norms as Gemma's, whose weight is FP32 in the file since the code says so, and one that is FP16 there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.other = nn.Parameter(torch.full((16,), 1e-4)), nn.Parameter(torch.full((16,), 1e-4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.float() * (1.0 + self.weight.float()), x * (1.0 + self.other.float()).type_as(x)
+
+
+def test_what_is_computed_of_parameters_is_rounded_where_the_file_has_it_in_fp16() -> None:
+    model, x = Wide().eval(), torch.ones(2, 16)
+    with torch.inference_mode(), rest_numbers(model, FP16):
+        found = model(x)
+    assert [float(each[0, 0]) for each in found] == [pytest.approx(1.0001, abs=1e-6), 1.0]
+    exported = fd.export_graph(model, (16,))
+    held = {tuple(numpy_helper.to_array(each)[:1]): each.data_type for each in exported.graph.initializer if each.dims}
+    assert {value[0] > 1: kind for value, kind in held.items()} == {True: 1, False: 10}
 
 
 def test_a_layer_that_raises_leaves_no_trace() -> None:
