@@ -29,8 +29,7 @@ check: install-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
-	$(BIN)/mypy
-	$(BIN)/pytest --quiet -m nightly tests/docs/test_python.py
+	$(BIN)/pytest --quiet --noconftest -m nightly tests/docs/test_python.py  # mypy, of the package and of the pages
 	-$(BIN)/python tools/size.py
 
 pytest: install-dev

@@ -30,10 +30,11 @@ COMMANDS = (
     "fp4deploy data check ball",
     "fp4deploy check net.py:make",
     "fp4deploy quantize best.pth --model net.py:make --data photos --size 96",
-    "fp4deploy export nvfp4-gptq.safetensors --model net.py:make --data photos --portable",
-    "fp4deploy bench nvfp4-gptq.onnx --baseline best.fp16.safetensors --model net.py:make --data ball --max-drop 1",
-    "fp4deploy build nvfp4-gptq.onnx",
-    "fp4deploy predict photos --model nvfp4-gptq.portable.onnx",
+    "fp4deploy export best.nvfp4-gptq.safetensors --model net.py:make --data photos --portable",
+    "fp4deploy bench best.nvfp4-gptq.onnx --baseline best.fp16.safetensors --model net.py:make --data ball "
+    "--max-drop 1",
+    "fp4deploy build best.nvfp4-gptq.onnx",
+    "fp4deploy predict photos --model best.nvfp4-gptq.portable.onnx",
     "fp4deploy train --data ball --model net.py:make --init best.pth --size 96 --epochs 2 "
     "--set train.finetune_epochs=1",
 )

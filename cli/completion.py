@@ -12,7 +12,8 @@ import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+
+import typer
 
 from fp4deploy.errors import InputError
 from fp4deploy.runs import MODELS, RUNS, latest_run
@@ -26,10 +27,10 @@ def _plain(names: Iterable[str]) -> list[str]:
     return [name for name in names if not _SHELL.search(name)]
 
 
-def _completer(names: Callable[[Any], Iterable[str]]) -> Callable[[Any, str], list[str]]:
+def _completer(names: Callable[[typer.Context], Iterable[str]]) -> Callable[[typer.Context, str], list[str]]:
     """A completer of those `names(context)` that begin with what was typed."""
 
-    def complete(ctx: Any, incomplete: str) -> list[str]:
+    def complete(ctx: typer.Context, incomplete: str) -> list[str]:
         try:
             return [name for name in _plain(names(ctx)) if name.startswith(incomplete)]
         except Exception:  # a traceback in the middle of a command line helps nobody
@@ -38,10 +39,10 @@ def _completer(names: Callable[[Any], Iterable[str]]) -> Callable[[Any, str], li
     return complete
 
 
-def _listed(names: Callable[[Any], Iterable[str]]) -> Callable[[Any, str], list[str]]:
+def _listed(names: Callable[[typer.Context], Iterable[str]]) -> Callable[[typer.Context, str], list[str]]:
     """The same for the last entry of a comma-separated list, without the entries that it has already."""
 
-    def complete(ctx: Any, incomplete: str) -> list[str]:
+    def complete(ctx: typer.Context, incomplete: str) -> list[str]:
         before, comma, last = incomplete.rpartition(",")
         used = before.split(",")
         try:
@@ -52,23 +53,23 @@ def _listed(names: Callable[[Any], Iterable[str]]) -> Callable[[Any, str], list[
     return complete
 
 
-def _recipes(ctx: Any) -> Iterable[str]:
+def _recipes(ctx: typer.Context) -> Iterable[str]:
     from fp4deploy.qat.recipes import RECIPES
 
     return RECIPES
 
 
-def _architectures(ctx: Any) -> Iterable[str]:
+def _architectures(ctx: typer.Context) -> Iterable[str]:
     from fp4deploy.architecture import HARDWARE
 
     return [str(architecture) for architecture in HARDWARE]
 
 
-def _runs(ctx: Any) -> Iterable[str]:
+def _runs(ctx: typer.Context) -> Iterable[str]:
     return sorted(str(config.parent) for config in RUNS.glob("*/config.yaml"))
 
 
-def _artifacts(ctx: Any) -> Iterable[str]:
+def _artifacts(ctx: typer.Context) -> Iterable[str]:
     """File names in the latest run, then files below the current folder's name."""
     found = []
     with suppress(InputError):
@@ -79,7 +80,7 @@ def _artifacts(ctx: Any) -> Iterable[str]:
     return sorted(found) + [str(path) for path in Path().glob("*") if not path.name.startswith(".")]
 
 
-def _classes(ctx: Any) -> Iterable[str]:
+def _classes(ctx: typer.Context) -> Iterable[str]:
     """The categories of the data set that `--data` names on the same line."""
     root = ctx.params.get("data")
     files = sorted(Path(root).expanduser().rglob("*.json")) if root else []
@@ -92,13 +93,13 @@ def _classes(ctx: Any) -> Iterable[str]:
     return []
 
 
-def _settings(ctx: Any) -> Iterable[str]:
+def _settings(ctx: typer.Context) -> Iterable[str]:
     from fp4deploy.train.config import setting_names
 
     return [f"{name}=" for name in setting_names()]
 
 
-def _sources(ctx: Any) -> Iterable[str]:
+def _sources(ctx: typer.Context) -> Iterable[str]:
     """Runs, then files and folders of the current folder."""
     return [*_runs(ctx), *(str(path) for path in sorted(Path().glob("*")) if not path.name.startswith("."))]
 

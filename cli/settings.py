@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypedDict
 
 import typer
 
@@ -21,6 +21,8 @@ from . import completion
 from .console import note, shown
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from fp4deploy.train import Config
 
 _DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
@@ -178,6 +180,27 @@ DeviceOption = Annotated[
 ]
 ScratchOption = Annotated[bool, typer.Option("--from-scratch", help="Do not start NVFP4 from the FP16 checkpoint.")]
 
+
+class Flags(TypedDict, total=False):
+    """Options that are settings, by their parameter's name."""
+
+    data: Path | None
+    classes: str | None
+    recipe: str | None
+    task: str | None
+    every: int | None
+    trackers: list[str] | None
+    model: str | None
+    init: Path | None
+    epochs: int | None
+    batch_size: int | None
+    size: str | None
+
+
+FLAGS = {
+    "model": "model.spec", "init": "model.init", "data": "data.root", "task": "task", "recipe": "recipe",
+    "epochs": "train.epochs", "batch_size": "train.batch_size", "every": "telemetry.every",
+}  # fmt: skip
 GENERATED = "data"  # folder inside the run
 SHAPES = {"train": 400, "val": 100, "size": 96, "seed": 0}  # scenes and pixels
 
@@ -234,60 +257,29 @@ def parse_axes(text: str | None, option: str = "--size", volumes: bool = True) -
     return tuple(map(int, numbers if len(numbers) > 1 else numbers * 2))
 
 
-def settings(
-    config: Path | None,
-    sets: list[str] | None,
-    *,
-    data: Path | None = None,
-    classes: str | None = None,
-    recipe: str | None = None,
-    task: str | None = None,
-    every: int | None = None,
-    trackers: list[str] | None = None,
-    model: str | None = None,
-    init: Path | None = None,
-    epochs: int | None = None,
-    batch_size: int | None = None,
-    size: str | None = None,
-) -> Config:
+def settings(config: Path | None, sets: list[str] | None, **flags: Unpack[Flags]) -> Config:
     """Read the configuration; flags are settings like any `--set` (quoted, as values are YAML), and later ones win.
 
     Raises:
         InputError: listing every wrong setting at once.
     """
+    from fp4deploy.models.spec import name_model
     from fp4deploy.train import load_config
 
-    flags = []
-    if model is not None:
-        flags.append(f"model.spec={json.dumps(model)}")
-    if init is not None:
-        flags.append(f"model.init={json.dumps(str(init))}")
-    from fp4deploy.models.spec import name_model
-
-    for text in named_models([*flags, *(sets or [])]):
-        name_model(text)
-    if data is not None:
-        flags.append(f"data.root={json.dumps(str(data))}")
+    values: dict[str, object] = {key: flags.get(flag) for flag, key in FLAGS.items()}
+    classes, trackers, pixels = flags.get("classes"), flags.get("trackers"), parse_axes(flags.get("size"))
     if classes is not None:
-        names = [name.strip() for name in classes.split(",") if name.strip()]
-        flags.append(f"data.classes={json.dumps(names)}")
-    if task is not None:
-        flags.append(f"task={task}")
-    if recipe is not None:
-        flags.append(f"recipe={json.dumps(recipe)}")
-    if epochs is not None:
-        flags.append(f"train.epochs={epochs}")
-    if batch_size is not None:
-        flags.append(f"train.batch_size={batch_size}")
-    pixels = parse_axes(size)
+        values["data.classes"] = [name.strip() for name in classes.split(",") if name.strip()]
+    if trackers:
+        values["telemetry.trackers"] = list(dict.fromkeys(["jsonl", *trackers]))
     if pixels is not None:
         keys = ("data.depth", "data.height", "data.width")[-len(pixels) :]
-        flags += [f"{key}={side}" for key, side in zip(keys, pixels, strict=True)]
-    if every is not None:
-        flags.append(f"telemetry.every={every}")
-    if trackers:
-        flags.append(f"telemetry.trackers={json.dumps(list(dict.fromkeys(['jsonl', *trackers])))}")
-    return load_config(config, [*flags, *(sets or [])])
+        values |= zip(keys, pixels, strict=True)
+    given = [f"{key}={json.dumps(value, default=str)}" for key, value in values.items() if value is not None]
+    given += sets or []
+    for text in named_models(given):
+        name_model(text)
+    return load_config(config, given)
 
 
 def require_used(epochs: int | None, config: Config, models: tuple[str, ...]) -> None:
@@ -309,12 +301,11 @@ def named_models(sets: list[str]) -> tuple[str, ...]:
     return tuple(texts[-1:])
 
 
-def expect(model: str | None) -> None:
-    """What `--model` of a command that reads checkpoints means: `models.spec.expect_model`."""
-    if model is not None:
-        from fp4deploy.models.spec import expect_model
+def expect(model: str | None, option: str = "--model") -> None:
+    """What `--model` of a command that reads checkpoints means, or its option of another name: `expect_model`."""
+    from fp4deploy.models.spec import expect_model
 
-        expect_model(model)
+    expect_model(model, option)
 
 
 @contextmanager

@@ -7,12 +7,14 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import accelerate.utils.memory
 import pytest
 import torch
+from filelock import FileLock
 
 from fp4deploy.experiments.sweep import variant
 from fp4deploy.models import spec
@@ -44,6 +46,16 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_teardown() -> None:
     if len(sys.modules) > _frozen_modules + MANY_MODULES:  # what tests import late: compilers, exporters, figures
         _freeze_what_is_imported()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """In a fresh clone one worker after another: the first one rewrites the assertions, and the others read them."""
+    rewritten = any(Path(__file__).parent.glob("__pycache__/test_*-pytest-*"))
+    if rewritten or sys.dont_write_bytecode or not hasattr(session.config, "workerinput"):
+        return (yield)
+    with FileLock(Path(tempfile.gettempdir(), f"fp4deploy_collection_{os.getppid()}.lock")):
+        return (yield)
 
 
 def _freeze_what_is_imported() -> None:

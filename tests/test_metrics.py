@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from fp4deploy.metrics import IGNORE, Scores, SegmentationScore
+from fp4deploy.bench.evidence import VoxelCounts
+from fp4deploy.bench.gate.bootstrap import paired_drop
+from fp4deploy.metrics import IGNORE, Scores, SegmentationScore, VolumeScores, hausdorff95
+from fp4deploy.tasks.volumes import VolumeEvaluation
 
 NAMES = ("a", "b", "c")
 
@@ -89,3 +95,52 @@ def test_names_and_classes_are_as_many() -> None:
     found.update(torch.tensor([[[0]]]), torch.tensor([[[0]]]))
     with pytest.raises(ValueError):
         found.compute()
+
+
+def logits_of(classes: np.ndarray) -> torch.Tensor:
+    return torch.nn.functional.one_hot(torch.from_numpy(classes.astype(np.int64)), 3).movedim(-1, 0)[None].float()
+
+
+def test_volumes_by_hand() -> None:
+    truth = np.zeros((2, 1, 4, 4), np.uint8)
+    truth[0, 0, 0, :2], truth[0, 0, 3, 3], truth[1, 0, 1] = 1, IGNORE, 1
+    found = np.zeros_like(truth)
+    found[0, 0, 0, :3], found[0, 0, 3, 3], found[1, 0, 1, :2] = 1, 2, 1
+    grid = SimpleNamespace(spacing=(5.0, 1.0, 2.0))
+    cases = [SimpleNamespace(name=name) for name in "ab"]
+    dataset: Any = SimpleNamespace(class_names=NAMES, cases=cases, truth=lambda at: (truth[at], grid))
+    evaluation = VolumeEvaluation(dataset)
+    for at in range(2):
+        evaluation.update(logits_of(found[at]), torch.tensor([at]))
+    scores = evaluation.compute()
+    assert scores.dice == {"b": pytest.approx((4 / 5 + 4 / 6) / 2), "c": None}
+    assert scores.mean_dice == scores.dice["b"], "a class that no volume has counts nowhere"
+    assert scores.per_class == {"a": pytest.approx((12 + 12) / (13 + 14)), "b": pytest.approx(4 / 7), "c": None}
+    assert scores.hd95 == {"b": pytest.approx((1.8 + 3.7) / 2), "c": None}  # 95 % of the way to 2 mm; of 2 and 4
+    assert scores.text().endswith(f"Dice {100 * scores.mean_dice:.2f} %")
+    assert scores.to_json()["hd95_mm"] == scores.mean_hd95 == scores.hd95["b"]
+    names, counts = evaluation.counts()
+    assert (names, counts[:, 1].tolist()) == (["a", "b"], [[2, 2, 3], [2, 4, 2]])
+
+
+def test_means_are_over_the_classes_that_have_a_value() -> None:
+    scores = VolumeScores(1.0, {}, 1.0, {"a": 0.5, "b": None, "c": 1.0}, {"a": None, "b": None, "c": None})
+    assert (scores.mean_dice, scores.mean_hd95) == (0.75, None)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_the_farther_surface_decides_in_millimetres(swapped: bool) -> None:
+    one, other = np.zeros((2, 6, 6, 6), bool)
+    one[1, 1, 1] = other[1, 1, 1] = other[1, 1, 4] = other[1, 4, 1] = True
+    pair = (other, one) if swapped else (one, other)
+    assert hausdorff95(*pair, (1.0, 2.0, 7.0)) == pytest.approx(np.percentile([0.0, 6.0, 21.0], 95))
+
+
+def test_a_volume_costs_its_share_of_the_mean() -> None:
+    counts = np.array([[[1, 1, 1], [10, 10, 10]], [[1, 1, 1], [10, 10, 10]]])
+    worse = counts.copy()
+    worse[1, 1, 0] = 5
+    pair = [VoxelCounts(["a", "b"], ["background", "x"], each) for each in (counts, worse)]
+    drop = paired_drop(*pair)
+    assert drop.images.tolist() == pytest.approx([0.0, 0.25])
+    assert drop.images.sum() == pytest.approx(drop.metric.drop)

@@ -26,6 +26,8 @@ WHOLE_PICTURE = (  # data and network, result, control, calibrated only, QAT
     ("CamVid; UNet 0.25, 256x352, 80 epochs", "engine_camvid_h200", "control", "ptq", "qat"),
     ("CamVid; smp MAnet(resnet34), the rest BF16", "camvid_manet_h200", "bf16_control", "nvfp4_ptq_bf16", "nvfp4_bf16"),
     ("DSB2018; UNet 0.25, 50 epochs", "engine_dsb2018_h200", "control", "ptq", "qat"),
+    ("Hippocampus, volumes; UNet 0.25, 50 epochs", "hippocampus_h200", "control", "ptq", "qat"),
+    ("COCO samples, persons, re-encoded; EfficientNet-Lite0 UNet", "engine_coco_samples_h200", "control", "ptq", "qat"),
     ("CamVid; UNet 1.0", "camvid_sweep_h200", "control", "ptq", "qat"),
     ("CamVid; UNet 1.0, every layer", "camvid_sweep_h200", "control", "ptq_all", "qat_all"),
     (
@@ -50,10 +52,11 @@ def whole_picture() -> str:
         report = result(name)
         found = report.get("variants") or report["models"]
         split = "test" if found[qat].get("gap_test") else "best"
-        metric = "mIoU" if report.get("metric") == "mIoU" else "AP"
+        metric = report.get("metric") if report.get("metric") in ("mIoU", "Dice") else "AP"
+        shown_split = "test" if split == "test" and report.get("split") != "val" else "validation"
         score = found[control].get(split) or found[control]["ap"]
         tuned, calibrated = (found[each][f"gap_{split}"] if each else None for each in (qat, ptq))
-        cells = [label, f"{metric}, {'test' if split == 'test' else 'validation'}", spread(score)]
+        cells = [label, f"{metric}, {shown_split}", spread(score)]
         cells += [shown(calibrated), shown(tuned), shown(_over(tuned, calibrated)) if calibrated else NOT_MEASURED]
         sweep = report["command"].removeprefix(SWEEP).split(" && ")[0]
         rows.append((tuned["mean"], [*cells, f"`{sweep}`"]))
@@ -102,13 +105,14 @@ def recipe_evidence() -> str:
     for data in ("camvid", "dsb2018"):
         claimed = (each for each in result("claim_h200")["gaps"] if (each["data"], each["network"]) == (data, "unet_1"))
         gaps.append({each["recipe"]: gap(each) for each in claimed})
-    gaps += [_tuned(f"engine_{data}_h200", "gap_test") for data in ("camvid", "dsb2018")]
+    gaps += [_tuned(f"engine_{data}_h200", "gap_test") for data in ("camvid", "dsb2018", "coco_samples")]
     gaps += [{name: gap(value) for name, value in _digit_gaps(name).items()} for name in DIGITS]
     names = dict.fromkeys((*RECIPES, *(name for column in gaps for name in column)))
     rows = [[f"`{name}`", *(column.get(name, NOT_MEASURED) for column in gaps)] for name in names]
     head = ["recipe", "step over the best FP16", "CamVid, fine-tuned", "boxes of nuclei, fine-tuned, AP"]
     head += [f"{data}, from random weights" for data in ("CamVid", "DSB2018")]
     head += [f"{data}, UNet 0.25, fine-tuned, test" for data in ("CamVid", "DSB2018")]
+    head += ["COCO samples, Lite0 UNet, fine-tuned, validation"]
     return markdown([*head, *DIGITS.values()], rows)
 
 

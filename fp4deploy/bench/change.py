@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4deploy.bench.evaluate import Progress, evaluate_task
-from fp4deploy.bench.runtimes.open import open_runtime
+from fp4deploy.bench.runtimes.like import read_like
+from fp4deploy.bench.runtimes.open import open_for_images
 from fp4deploy.bench.runtimes.protocol import Array, Runtime
 from fp4deploy.data import VAL
 from fp4deploy.errors import counted
@@ -48,8 +49,9 @@ class Change:
 
 
 def measure_change(source: Path, made: Path, data: Path, limit: int, progress: Progress | None = None) -> Change:
-    """`compare` of two artefacts."""
-    return compare(open_runtime(source), open_runtime(made), data, limit, progress)
+    """`compare` of two artefacts; an ONNX file of another tool is scored as the one that was made of it."""
+    like = read_like(made) if source.suffix == ".onnx" else None
+    return compare(open_for_images(source, like=like), open_for_images(made), data, limit, progress)
 
 
 def compare(

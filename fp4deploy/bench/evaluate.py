@@ -32,7 +32,6 @@ Progress = Callable[[int, int], None]  # images done, images in all
 def evaluate_task(
     runtime: Runtime,
     data: Path,
-    batch: int = BATCH,
     progress: Progress | None = None,
     max_detections: int | None = None,
     results: Path | None = None,
@@ -49,15 +48,15 @@ def evaluate_task(
         InputError: the data does not fit the model, or cannot be read; `max_detections` of a semantic model.
     """
     if task_of(runtime.card).counts_objects:
-        return evaluate_objects(runtime, data, batch, progress, max_detections, results, split, limit)
+        return evaluate_objects(runtime, data, BATCH, progress, max_detections, results, split, limit)
     if task_of(runtime.card).whole_images and max_detections is None:
-        return _evaluate_images(runtime, data, batch, progress, split, limit, labelled)
+        return _evaluate_images(runtime, data, BATCH, progress, split, limit, labelled)
     if max_detections is not None:
         raise InputError(
             "--max-dets is for instance models and detectors, and this one predicts a class for every pixel. Leave it "
             "out, or train one with: fp4deploy train --task instance"
         )
-    return evaluate(runtime, data, batch, progress, split, limit, labelled)
+    return evaluate(runtime, data, BATCH, progress, split, limit, labelled)
 
 
 def evaluate(

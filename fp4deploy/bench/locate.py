@@ -19,7 +19,7 @@ def run_artifacts(run: Run) -> dict[str, Path]:
     return found
 
 
-def find_artifact(name: Path, root: Path = RUNS) -> Path:
+def find_artifact(name: Path) -> Path:
     """Return `name` where it is a file, or one of the hub (`hub`), else the latest run's artefact of that name, with or
     without its network's.
 
@@ -35,39 +35,39 @@ def find_artifact(name: Path, root: Path = RUNS) -> Path:
     if name.is_dir():
         raise InputError(f"{name} is a folder; give a file: {', '.join(RUNTIMES)}.")
     if name.suffix not in ("", *RUNTIMES) or name.name != str(name):
-        raise _missing(name, root)
-    found = _of_latest_run(name.name, root) or _of_latest_run(f"{name.name}.safetensors", root)
+        raise _missing(name)
+    found = _of_latest_run(name.name) or _of_latest_run(f"{name.name}.safetensors")
     if found is None:
-        raise _missing(name, root)
+        raise _missing(name)
     return found
 
 
-def or_of_latest_run(name: Path, root: Path = RUNS) -> Path:
+def or_of_latest_run(name: Path) -> Path:
     """`name`, or where nothing has that name the latest run's artefact of that name, if there is one."""
     if is_of_hub(name):
         return from_hub(name)
     if name.exists() or name.name != str(name):
         return name
-    return _of_latest_run(name.name, root) or name
+    return _of_latest_run(name.name) or name
 
 
-def _of_latest_run(name: str, root: Path) -> Path | None:
+def _of_latest_run(name: str) -> Path | None:
     try:
-        run = latest_run(root)
+        run = latest_run()
         artifacts = run_artifacts(run)
         return artifacts.get(name) or artifacts.get(f"{run.network()}.{name}")
     except InputError:
         return None
 
 
-def _missing(name: Path, root: Path) -> InputError:
+def _missing(name: Path) -> InputError:
     """There is no such artefact: what is near that name, here and in the latest run, and what would make it."""
     suffixes = f"Taken are {', '.join(RUNTIMES)} files, by path or by their name in the latest run"
     near = suggest(name.name, _artifacts_in(name.parent))
     try:
-        run = latest_run(root)
+        run = latest_run()
     except InputError:
-        return InputError(f"There is no file {name}.{near} {suffixes}, and there is no run under {root}/.")
+        return InputError(f"There is no file {name}.{near} {suffixes}, and there is no run under {RUNS}/.")
     artifacts = run_artifacts(run)
     if not artifacts:
         return InputError(f"There is no file {name}.{near} {suffixes}, and {run.path} has no artefacts yet.")
@@ -108,7 +108,7 @@ def model_of(path: Path, run: Run | None) -> str | None:
     return None
 
 
-def data_of(path: Path, root: Path = RUNS) -> Path:
+def data_of(path: Path) -> Path:
     """The dataset of the run that holds `path`, or of the latest run.
 
     Raises:
@@ -117,7 +117,7 @@ def data_of(path: Path, root: Path = RUNS) -> Path:
     from fp4deploy.train import load_config
 
     try:
-        run = run_of(path) or latest_run(root)
+        run = run_of(path) or latest_run()
     except InputError:
         raise InputError(f"{path} belongs to no run, so give the data to measure on: --data DIR") from None
     root_of_data = load_config(run.config_path, []).data.root

@@ -22,6 +22,7 @@ from fp4deploy.interop.onnx_operators import Call, padded, same_pads
 
 Constant = NDArray[Any] | None
 MAX_CHANNELS = 1 << 16
+MAX_EXTENT = 4096  # of strides, padding, dilations
 
 
 @dataclass(frozen=True)
@@ -101,10 +102,10 @@ def _operands(node: WeightedNode, rank: int) -> tuple[Tensor, Tensor | None]:
     return _float(weight), None if bias is None else _float(bias.reshape(-1))
 
 
-def _integers(node: WeightedNode, name: str, default: tuple[int, ...], most: int = 4096) -> Any:
+def _integers(node: WeightedNode, name: str, default: tuple[int, ...]) -> Any:
     found = tuple(node.attributes.get(name, default))
-    if len(found) != len(default) or not all(isinstance(size, int) and 0 <= size <= most for size in found):
-        raise node.refuse(f"{name} = {list(found)[:8]}; read are {len(default)} numbers from 0 to {most}")
+    if len(found) != len(default) or not all(isinstance(size, int) and 0 <= size <= MAX_EXTENT for size in found):
+        raise node.refuse(f"{name} = {list(found)[:8]}; read are {len(default)} numbers from 0 to {MAX_EXTENT}")
     return found
 
 

@@ -79,15 +79,15 @@ def classes_of(folder: Path) -> tuple[tuple[str, ...], bool]:
 def folder_images(
     folder: Path, count: int, size: tuple[int, int], mean: Rgb = IMAGE_MEAN, std: Rgb = IMAGE_STD, batch: int = 4
 ) -> list[Tensor]:
-    """Batches [N, 3, H, W] of `count` images, evenly spaced: of the training split of a dataset, or of all images below
-    a plain folder.
+    """Batches [N, 3, H, W] of `count` images, evenly spaced: of the training split of a dataset, or of those below a
+    plain folder that a comparison leaves (`data.photos`).
 
     Raises:
         InputError: there are none.
     """
     transform = EvalTransform(*size, mean, std)
     has_labels = folder.is_dir() and not are_photos(folder)
-    dataset = open_dataset(folder, TRAIN) if has_labels else PhotoDataset(folder)
+    dataset = open_dataset(folder, TRAIN) if has_labels else PhotoDataset(folder, TRAIN)
     count = min(count, len(dataset))
     images = [transform(dataset.load(at * len(dataset) // count))[0] for at in range(count)]
     return [torch.stack(images[start : start + batch]) for start in range(0, len(images), batch)]

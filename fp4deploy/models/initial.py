@@ -64,7 +64,10 @@ def load_initial(model: nn.Module, path: Path, whole: bool = False) -> str:
         if name in wanted and given[name].shape != wanted[name].shape and name not in heads
     ]
     if unknown or missing or differing or len(heads) == len(given):
-        raise InputError(f"{path} does not fit this network: {_difference(missing, unknown, differing)}.")
+        raise InputError(
+            f"{path} does not fit this network: {_difference(missing, unknown, differing)}. Name the network that it "
+            "was trained in, and its arguments: --model SPEC --set model.args.NAME=VALUE"
+        )
     loaded = {name: value for name, value in given.items() if name in wanted and name not in heads}
     _refuse(path, {name: _kind(value, wanted[name]) for name, value in loaded.items()})
     broken = [name for name, value in loaded.items() if not torch.isfinite(value.to(wanted[name].dtype)).all()]

@@ -115,6 +115,7 @@ def _scale(text: str) -> float:
 
 _named: list[ModelSpec] = []
 _expected: list[ModelSpec] = []
+_option = ["--model"]  # by which the running command names a network
 
 
 def name_model(text: str) -> ModelSpec:
@@ -128,11 +129,12 @@ def name_model(text: str) -> ModelSpec:
     return spec
 
 
-def expect_model(text: str) -> ModelSpec:
-    """`name_model`, and refuse checkpoints of another model from now on (`require_named`)."""
-    spec = name_model(text)
-    _expected[:] = [spec]
-    return spec
+def expect_model(text: str | None, option: str = "--model") -> None:
+    """`name_model`, and refuse checkpoints of another model from now on (`require_named`); where `text` is None, say
+    alone by which option of a command it is named."""
+    _option[:] = [option]
+    if text is not None:
+        _expected[:] = [name_model(text)]
 
 
 def require_named(spec: ModelSpec, where: object, given: str | None = None) -> ModelSpec:
@@ -154,11 +156,11 @@ def require_named(spec: ModelSpec, where: object, given: str | None = None) -> M
     if named is None and spec.source == NNUNET:
         raise UnnamedCodeError(
             f"{where} is of the network in a results folder of nnU-Net, and a file never says which folder is read. "
-            f"Name it again: --model {spec.text} (in Python: model=, or fp4deploy.models.name_model)."
+            f"Name it again: {_option[0]} {spec.text} (in Python: model=, or fp4deploy.models.name_model)."
         )
     if named is None:
         raise UnnamedCodeError(
             f"{where} is of a model in your own code, {spec.text}, and a file never makes code run. If you trust that "
-            f"code, name it again: --model {spec.text} (in Python: model=, or fp4deploy.models.name_model)."
+            f"code, name it again: {_option[0]} {spec.text} (in Python: model=, or fp4deploy.models.name_model)."
         )
     return ModelSpec(named.source, named.name, named.location, arguments=spec.arguments, output=spec.output)

@@ -88,7 +88,7 @@ def checkpoint_of(
         card = replace(card, scale=spec.scale)
     card = replace(card, architecture=spec.text, arguments=dict(spec.arguments), output=spec.output)
     save_checkpoint(out, network, ModelCard.from_json(card.to_json(), path))
-    return f"{loaded} {channels} classes: {_listed(names)}."
+    return f"{loaded} {channels} classes: {_listed(names)}{'' if fits else ' (their names: --classes)'}."
 
 
 def _channels_by_shape(spec: ModelSpec, tensors: Mapping[str, torch.Tensor]) -> int | None:

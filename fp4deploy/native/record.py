@@ -24,6 +24,7 @@ from fp4deploy.graph.sizes import output_size
 from fp4deploy.native.plan import Gpu, Plan
 from fp4deploy.native.recording import META, Recording
 from fp4deploy.packed import PackedFile
+from fp4deploy.packed.check import REST_TYPES
 from fp4deploy.packed.graph import Concat, Conv2d, ConvTranspose2d, Form, GroupNormReLU, Node, named, weight_names
 from fp4deploy.packed.network import dilation_of, has_kernel, is_flat
 from fp4deploy.packed.plain_layers import plain_geometry, plain_kernel
@@ -64,14 +65,15 @@ class _Network:
         self.file, self.gpu = file, gpu
         self.decodes = weights != "packed" and gpu.arch.number < NATIVE_FROM
         self.recording = Recording()
+        self.dtype = rest_of(file.graph).dtype
         norms = [node for node in file.graph.nodes if isinstance(node, GroupNormReLU)]
         self.normed = {name for node in norms for name in node.inputs}
 
     def plan(self, shape: Shape) -> Plan:
         graph = self.file.graph
-        if graph.rest != "fp16" or graph.wide:
+        if graph.rest == "fp32" or graph.wide:
             raise InputError(
-                f"The C library runs networks whose rest is FP16, and this one's is {rest_of(graph).described}. "
+                f"The C library runs a rest in FP16 or BF16, and this network's is {rest_of(graph).described}. "
                 "Run its file with Python: fp4deploy predict --model FILE."
             )
         if len(graph.inputs) != 1 or len(graph.inputs[0].shape) != 4:
@@ -102,12 +104,12 @@ class _Network:
         return Plan(self.gpu, shape, tuple(outputs), arena, constants, stages)
 
     def read(self, shape: Shape) -> torch.Tensor:
-        """The input as float16 NHWC, from either type."""
+        """The input in the network's type, NHWC, from either of the caller's."""
         found: list[torch.Tensor] = []
         for dtype in (torch.float32, torch.float16):
             x = self.recording.role(torch.empty(shape, dtype=dtype, device=META), "input", 0)
             with self.recording.at(f"input.{_name(dtype)}"):
-                found.append(plain.read_image(x, self.file.graph.digits))
+                found.append(plain.read_image(x, self.file.graph.digits, self.dtype))
         self.recording.same(found[1], found[0])
         return found[0]
 
@@ -200,7 +202,8 @@ class _Network:
             chosen = decoded.plan_for(self.gpu.name, self.gpu.processors, *shape_of_gemm)
         y, found = decoded.conv2d(
             tuple(sources), weight, bias, stride, padding, dilation, not transposed and cast(Conv2d, node).relu,
-            out_amax=amax, moments=wanted, transposed=transposed, chosen=chosen, launch=self.recording.triton,
+            dtype=self.dtype, out_amax=amax, moments=wanted, transposed=transposed, chosen=chosen,
+            launch=self.recording.triton,
         )  # fmt: skip
         if found is not None:
             moments[node.outputs[0].name] = found
@@ -226,19 +229,19 @@ class _Network:
         if transposed:
             grown, extent = (n, shape[1] * h, shape[2] * w, shape[0]), (n, h, w)
             return launch_gemm(
-                tuple(sources), weight, bias, extent, extent, grown, torch.float16, amax, transposed=True, **place
+                tuple(sources), weight, bias, extent, extent, grown, self.dtype, amax, transposed=True, **place
             )
         taps, stride, padding = (shape[1], shape[2]), tuple(node.stride), tuple(node.padding)
         dilation, relu = dilation_of(cast(Conv2d, node), taps), cast(Conv2d, node).relu
         pixels = (n, *output_sizes((h, w), taps, stride, padding, dilation))
         place |= {"taps": taps, "stride": stride, "padding": padding, "dilation": dilation, "relu": relu}
         whole = (*pixels, shape[0])
-        return launch_gemm(tuple(sources), weight, bias, (n, h, w), pixels, whole, torch.float16, amax, **place)
+        return launch_gemm(tuple(sources), weight, bias, (n, h, w), pixels, whole, self.dtype, amax, **place)
 
     def like(self, name: str) -> torch.Tensor:
         """A tensor of the file without data, bytes where it has codes or scales."""
         info = self.file.graph.tensors[name]
-        dtype = {"F16": torch.float16, "F32": torch.float32}.get(info.dtype, torch.uint8)
+        dtype = {"F32": torch.float32, REST_TYPES[self.file.graph.rest]: self.dtype}.get(info.dtype, torch.uint8)
         return torch.empty(info.shape, dtype=dtype, device=META)
 
     def vector(self, name: str) -> torch.Tensor:

@@ -101,7 +101,7 @@ class PackedNetwork:
     dtype: of plain activations; None: that of the rest on a GPU, float32 on the CPU.
 
     Raises:
-        InputError: another choice of weights or of `plain`; `plain="kernel"` where the rest is not FP16.
+        InputError: another choice of weights or of `plain`; `plain="kernel"` where the rest is FP32.
     """
 
     def __init__(
@@ -117,8 +117,8 @@ class PackedNetwork:
         if plain not in ("torch", "kernel"):
             raise InputError(f"plain is '{plain}'. Valid: torch, kernel.")
         rest = rest_of(file.graph)
-        if plain == "kernel" and rest.name != "fp16":
-            raise InputError(f"plain='kernel' is for networks whose rest is FP16; this one's is {rest.label}.")
+        if plain == "kernel" and rest.name == "fp32":
+            raise InputError("plain='kernel' is for networks whose rest is FP16 or BF16; this one's is FP32.")
         self.file = file
         self.graph = file.graph
         self.device = torch.device(device)
@@ -410,7 +410,7 @@ class PackedNetwork:
         return self.forms(y if isinstance(node, Linear) else channels_last(y), node.outputs, pack)
 
     def _convolve(self, node: Conv2d, inputs: list[torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
-        """A layer in FP16 by the kernel of this package."""
+        """A layer in 16 bits by the kernel of this package."""
         x, weight = channels_last(inputs[0]).permute(0, 2, 3, 1), self._plain[node.layer].permute(0, 2, 3, 1)
         y = plain.conv2d(x, weight, bias, *plain_geometry(node), node.relu)
         return y.permute(0, 3, 1, 2)

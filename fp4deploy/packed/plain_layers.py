@@ -20,8 +20,8 @@ Pair = tuple[int, int]
 
 
 def plain_kernel(node: Layer) -> bool:
-    """Whether `plugins.gemm.convolution.plain` computes a layer in FP16."""
-    return _is_single(node) and node.precision == "fp16"
+    """Whether `plugins.gemm.convolution.plain` computes a layer in FP16 or BF16."""
+    return _is_single(node) and node.precision in ("fp16", "bf16")
 
 
 def _is_single(node: Layer) -> bool:
@@ -39,11 +39,11 @@ def small_k_kernel(node: Any, weights: dict[str, torch.Tensor], device: torch.de
 
     weights: of layers in FP16 or BF16, with torch's axes.
     """
-    if not isinstance(node, Layer) or not _is_single(node) or node.precision not in ("fp16", "bf16"):
+    if not isinstance(node, Layer) or not plain_kernel(node):
         return False
     place = cast(Conv2d, node)
     outputs, channels, kh, kw = weights[place.layer].shape
-    return small_k.is_available(device) and small_k.supports(
+    return small_k.fallback.runs(device) and small_k.supports(
         channels, outputs, (kh, kw), *plain_geometry(place), place.groups
     )
 
@@ -78,7 +78,7 @@ def convolve_small_k(
     """
     if x.ndim != 4 or (x.is_cuda and weight.dtype == torch.float32):
         return None
-    if not small_k.is_available(x.device):  # refused since the network was loaded
+    if not small_k.fallback.runs(x.device):  # refused since the network was loaded
         return None
     x, filters = x.permute(0, 2, 3, 1), weight.permute(0, 2, 3, 1)
     stride, padding, _ = plain_geometry(node)

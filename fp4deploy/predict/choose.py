@@ -36,8 +36,8 @@ def candidates(run: Run, gpu: bool) -> list[Path]:
     return found
 
 
-def best_runtime(run: Run | None = None, skipped: Callable[[Path, str], None] | None = None) -> tuple[Path, Runtime]:
-    """Open the first artefact of a run (the latest one by default) that this machine can run.
+def best_runtime(skipped: Callable[[Path, str], None] | None = None) -> tuple[Path, Runtime]:
+    """Open the first artefact of the latest run that this machine can run.
 
     Args:
         skipped: called with every artefact that this machine cannot run, and the reason.
@@ -47,7 +47,7 @@ def best_runtime(run: Run | None = None, skipped: Callable[[Path, str], None] | 
     """
     import torch
 
-    run = run or latest_run()
+    run = latest_run()
     paths = candidates(run, torch.cuda.is_available())
     if not paths:
         raise InputError(f"{run.path} has no model yet. Continue with: fp4deploy train")

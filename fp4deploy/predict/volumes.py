@@ -13,6 +13,7 @@ the others.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -26,10 +27,20 @@ from fp4deploy.bench.runtimes.protocol import Runtime
 from fp4deploy.data.sample import Pixels
 from fp4deploy.data.tiles import sliding_window
 from fp4deploy.data.volumes.dataset import normalised
-from fp4deploy.data.volumes.nifti import SUFFIXES, Grid, VolumeError, is_volume, name_of, read_volume, write_labels
+from fp4deploy.data.volumes.nifti import (
+    SUFFIXES,
+    Grid,
+    VolumeError,
+    is_mask,
+    is_volume,
+    name_of,
+    read_volume,
+    write_labels,
+)
 from fp4deploy.data.volumes.resample import most_likely, resample_image, size_at
 from fp4deploy.errors import InputError
 from fp4deploy.models.card import ModelCard
+from fp4deploy.predict.write import LISTING, in_the_way, require_own
 from fp4deploy.system.children import owned_folder
 from fp4deploy.system.files import write_json
 
@@ -170,6 +181,10 @@ def predict_volumes(
     entries: list[dict[str, Any]] = []
     failures: list[str] = []
     names = runtime.card.class_names
+    require_own(out)
+    for path in (out / f"{source.name}{SUFFIXES[0]}" for source in sources):
+        if os.path.lexists(path) and not is_mask(path):  # such as the volume that is read
+            raise in_the_way(path)
     try:
         for source in sources:
             entry: dict[str, Any] = {"files": [str(path) for path in source.files]}
@@ -185,7 +200,7 @@ def predict_volumes(
             entries.append({**entry, "classes": _classes(labels, grid, names)})
     finally:  # also after Ctrl-C: what is there is described
         document = {**document, "mirror": mirror, "images": entries}
-        write_json(out / "predictions.json", document)
+        write_json(out / LISTING, document)
     return document, failures
 
 

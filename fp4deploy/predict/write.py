@@ -12,14 +12,17 @@ Every file is written as soon as it is known, and an image that cannot be read d
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from PIL import Image
+from pydantic import Field
 
+from fp4deploy.bench.records import Record
 from fp4deploy.data.images import upright_image
 from fp4deploy.data.palette import colours
 from fp4deploy.data.sample import Pixels
@@ -29,9 +32,41 @@ from fp4deploy.predict.predictor import Predictor, TooLarge
 from fp4deploy.predict.sources import Source
 from fp4deploy.predict.video import predict_video
 from fp4deploy.system.files import write_json, write_whole
+from fp4deploy.system.schema import read_json, validated
 from fp4deploy.tasks import task_of
 
 SCHEMA = "fp4deploy.predictions/1"
+LISTING, OBJECTS = "predictions.json", "instances.json"
+MAX_BYTES = 1 << 30
+
+
+class _Listing(Record):
+    """What `require_own` reads of predictions.json."""
+
+    schema_: Annotated[str, Field(alias="schema", pattern=r"fp4deploy\.predictions/.*")]
+
+
+def require_own(out: Path, *names: str) -> None:
+    """Refuse to replace predictions.json, and files with names that a user may give to others, unless it is of ours.
+
+    Raises:
+        InputError: the folder holds one, and no predictions.json that `describe` began.
+    """
+    present = next((name for name in (LISTING, *names) if os.path.lexists(out / name)), None)
+    if present is None:
+        return
+    try:
+        validated(_Listing, read_json(out / LISTING, most=MAX_BYTES), out / LISTING)
+    except InputError:
+        raise in_the_way(out / present) from None
+
+
+def in_the_way(path: Path) -> InputError:
+    """The error of a file that is not of an earlier prediction."""
+    return InputError(
+        f"{path} is in the way: no prediction wrote it, and only what fp4deploy wrote is ever replaced. Choose another "
+        "folder with --out."
+    )
 
 
 @dataclass
@@ -66,6 +101,7 @@ def predict_files(
     Raises:
         InputError: the folder cannot be written.
     """
+    require_own(out, *([OBJECTS] if task_of(predictor.card).counts_objects else []))
     written = Written()
     try:
         for number, (source, result) in enumerate(_results(predictor, sources, out, batch), start=1):
@@ -74,9 +110,9 @@ def predict_files(
                 progress(number, str(source.path))
     finally:  # also after Ctrl-C: what is there is described
         document = {**describe(predictor, model), "images": written.entries}
-        write_json(out / "predictions.json", document)
+        write_json(out / LISTING, document)
         if task_of(predictor.card).counts_objects:
-            write_json(out / "instances.json", _coco(predictor, written))
+            write_json(out / OBJECTS, _coco(predictor, written))
     return document, written.failures
 
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from fp4deploy.errors import InputError
 from fp4deploy.qat.attention import close_attention, opened
-from fp4deploy.qat.batches import batches_of, run
+from fp4deploy.qat.batches import applied, arguments_of, batches_of
 from fp4deploy.qat.computed import plain_class, quantized_class
 from fp4deploy.qat.ends import Inputs
 from fp4deploy.qat.experts import PRECISION as EXPERTS
@@ -144,7 +145,7 @@ def calibrate(model: nn.Module, batches: torch.Tensor | Iterable[Any], rest: str
         rest: "fp16", "bf16" or "fp32" (`fp4deploy.rest`).
 
     Raises:
-        InputError: a batch has fewer elements than the forward needs.
+        InputError: a batch has fewer elements than the forward needs, or holds NaN or Inf.
 
     >>> model = prepare(nn.Sequential(nn.Linear(64, 32)), "nvfp4_qat", include="0")
     >>> calibrate(model, [torch.ones(8, 64), torch.full((8, 64), 3.0)])
@@ -164,8 +165,10 @@ def calibrate(model: nn.Module, batches: torch.Tensor | Iterable[Any], rest: str
         for experts in experts_of(model).values():
             experts.quantizing = False
         with ranges if not _is_compiled(model) else nullcontext():
-            for batch in batches_of(batches):
-                run(model, batch)
+            for number, batch in enumerate(batches_of(batches), start=1):
+                given = arguments_of(model, batch)
+                _require_numbers(given, number)
+                applied(model, given)
     finally:
         for layer in layers:
             layer.observing = False
@@ -174,6 +177,16 @@ def calibrate(model: nn.Module, batches: torch.Tensor | Iterable[Any], rest: str
         model.train(was_training)
     if beyond := ranges.beyond():
         warnings.warn(beyond, stacklevel=3)
+
+
+def _require_numbers(given: Any, number: int) -> None:
+    """Refuse NaN and Inf, which calibration would leave out; a mask may hold -Inf."""
+    tensors = (x for x in tree_leaves(given) if isinstance(x, torch.Tensor) and x.is_floating_point())
+    if not all(bool((x < torch.inf).all()) for x in tensors):
+        raise InputError(
+            f"Batch {number} of the calibration holds NaN or Inf, of which no scale could be made. Look for images "
+            "that were divided by a standard deviation of 0, or leave them out."
+        )
 
 
 def _is_compiled(model: nn.Module) -> bool:

@@ -40,9 +40,11 @@ def draw_trained(
     `LONG` snapshots or more and where TensorBoard, W&B or MLflow tracked it, which get them too.
 
     Raises:
-        InputError: a model left no telemetry, or a file cannot be written.
+        InputError: a file cannot be written.
     """
-    if not (settings.plots and settings.every and "jsonl" in settings.trackers):
+    wanted = settings.plots and settings.every and "jsonl" in settings.trackers
+    models = [name for name in models if wanted and read_snapshots(run, name)]  # a calibration leaves none
+    if not models:
         return {}
     single = [name for name in models if settings.trackers != ["jsonl"] or len(read_snapshots(run, name)) >= LONG]
     drawn = draw_telemetry_of(run, models, progress, single)

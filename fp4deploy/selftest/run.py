@@ -29,15 +29,17 @@ from fp4deploy.bench.environment import environment
 from fp4deploy.bench.records import Machine
 from fp4deploy.errors import UnavailableError
 from fp4deploy.plugins import KernelError
+from fp4deploy.report.html import Tile, described
+from fp4deploy.report.html import environment as templates
 from fp4deploy.selftest import engines, kernels, latency, networks, reference
 from fp4deploy.selftest.context import Context
-from fp4deploy.selftest.page import render
 from fp4deploy.selftest.proof import Proof
-from fp4deploy.selftest.records import FAILED, NOT_POSSIBLE, PROVEN, CheckRecord, SelfTestRecord
+from fp4deploy.selftest.records import FAILED, NOT_POSSIBLE, PROVEN, CheckRecord, SelfTestRecord, Status
 from fp4deploy.system.children import owned_folder
 from fp4deploy.system.files import write_whole
 
 MAX_LETTERS = 600  # of a detail
+CHIPS = {PROVEN: "ok", FAILED: "bad", NOT_POSSIBLE: "idle"}
 Say = Callable[[CheckRecord], None]
 
 
@@ -98,7 +100,7 @@ def self_test(
             record.complete = True
         finally:
             write_whole(out, record.model_dump_json(indent=2) + "\n")
-            write_whole(out.with_suffix(".html"), render(record))
+            write_whole(out.with_suffix(".html"), _page(record))
     return record
 
 
@@ -147,3 +149,12 @@ def _last_part(found: re.Match[str]) -> str:
     """Nothing for an absolute path's folders; a relative path, a fraction or a unit stays."""
     before = found.string[: found.start()][-1:]
     return found.group() if re.match(r"[\w.)\]]", before) else "…/"
+
+
+def _page(record: SelfTestRecord) -> str:
+    """In the frame, style and rules of the reports."""
+    notes: dict[Status, str] = {PROVEN: "shown on this machine", FAILED: "differs, or did not run"}
+    notes[NOT_POSSIBLE] = "with the reason"
+    tiles = [Tile(status, str(record.count(status)), note) for status, note in notes.items()]
+    template = templates().get_template("selftest.html.j2")
+    return template.render(record=record, tiles=tiles, chips=CHIPS, machine=described(record.environment))

@@ -137,7 +137,7 @@ def read_yaml(path: Path, advice: str = "", numbered: bool = False) -> Any:
     return parse_yaml(read_text(path, MAX_YAML_BYTES, advice), path, advice, numbered)
 
 
-def read_lines(path: Path, advice: str = "") -> Iterator[tuple[int, Any]]:
+def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
     """Number (from 1) and value of each line of a JSON Lines file, read line by line; nothing where it is missing.
 
     A last line without its newline is dropped if it cannot be read: the process that writes it may not have finished.
@@ -150,19 +150,19 @@ def read_lines(path: Path, advice: str = "") -> Iterator[tuple[int, Any]]:
         return
     try:
         if path.stat().st_size > MAX_LINES_BYTES:
-            raise InputError(_sentence(f"{path} is larger than {MAX_LINES_BYTES >> 20} MiB", advice))
+            raise InputError(f"{path} is larger than {MAX_LINES_BYTES >> 20} MiB.")
         with path.open("rb") as file:
             for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
                 source = f"{path}, line {number},"
                 if len(line) > MAX_LINE_BYTES:
-                    raise InputError(_sentence(f"{source} is longer than {MAX_LINE_BYTES >> 20} MiB", advice))
+                    raise InputError(f"{source} is longer than {MAX_LINE_BYTES >> 20} MiB.")
                 if not line.strip():
                     continue
                 try:
-                    value = parse_json(line.decode("utf-8"), source, advice)
+                    value = parse_json(line.decode("utf-8"), source)
                 except UnicodeDecodeError:
                     if line.endswith(b"\n"):
-                        raise InputError(_sentence(f"{source} is not UTF-8 text", advice)) from None
+                        raise InputError(f"{source} is not UTF-8 text.") from None
                     return
                 except InputError:
                     if line.endswith(b"\n"):
@@ -170,7 +170,7 @@ def read_lines(path: Path, advice: str = "") -> Iterator[tuple[int, Any]]:
                     return
                 yield number, value
     except OSError as error:
-        raise InputError(_sentence(f"{path} cannot be read: {error.strerror or error}", advice)) from None
+        raise InputError(f"{path} cannot be read: {error.strerror or error}.") from None
 
 
 def whole_lines(path: Path, most: int = MAX_LINES_BYTES) -> Iterator[Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4deploy.data import VAL, SegmentationDataset
-from fp4deploy.data.augmentation.labels import LabelEvalTransform, LabelTrainTransform
+from fp4deploy.data.augmentation.transforms import LabelEvalTransform, LabelTrainTransform
 from fp4deploy.data.dataset import require_directory, require_split
 from fp4deploy.data.folders import FolderDataset
 from fp4deploy.metrics import LabelScore

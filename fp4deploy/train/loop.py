@@ -48,7 +48,7 @@ from fp4deploy.train.checkpointing import checkpoint_blocks
 from fp4deploy.train.cuda_graph import LAUNCHED_FIRST_OF_SEVERAL, CapturedStep
 from fp4deploy.train.distributed import agreed_reason, agreed_signal, join, replicated, share_amaxes
 from fp4deploy.train.interrupt import Interrupt, Pause
-from fp4deploy.train.logging.metrics_log import keep_epochs
+from fp4deploy.train.logging.jsonl_tracker import keep_epochs
 from fp4deploy.train.logging.progress import Display
 from fp4deploy.train.logging.running_statistics import EpochStatistics, RunningStatistics
 from fp4deploy.train.logging.telemetry import Telemetry

@@ -33,8 +33,7 @@ from fp4deploy.tasks.volumes import applied_by_torch
 from fp4deploy.train.config import Config
 from fp4deploy.train.losses.boxes import BoxLoss
 from fp4deploy.train.losses.centres import CentreLoss
-from fp4deploy.train.losses.labels import LabelLoss
-from fp4deploy.train.losses.loss import Loss
+from fp4deploy.train.losses.loss import LabelLoss, Loss
 from fp4deploy.train.losses.segmentation import SegmentationLoss
 from fp4deploy.train.losses.sets import SetLoss
 from fp4deploy.train.sections import TrainSection

@@ -95,7 +95,7 @@ public:
             found.kind = kind == "bytes" ? Constant::Bytes : Constant::Float32;
             needed = tensor->second.bytes;
             if (found.kind == Constant::Float32 && tensor->second.dtype != "F32") {
-                if (tensor->second.dtype != "F16") refuse("the kernel bundle widens a tensor of bytes");
+                if (tensor->second.dtype != "F16" && tensor->second.dtype != "BF16") refuse("the kernel bundle widens a tensor of bytes");
                 needed *= 2;
             }
         }

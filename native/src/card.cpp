@@ -155,7 +155,7 @@ bool names_a_model(const std::string& text) {
 Card read_card(const std::string& text) {
     const Value value = parse_json(text, METADATA, "its model card");
     const Object fields(value, {"precision", "scale", "class_names", "height", "width", "mean", "std", "background", "recipe", "architecture",
-                                "include", "exclude", "task", "head", "digits", "arguments", "output"});
+                                "include", "exclude", "task", "head", "digits", "arguments", "output", "rest"});
     Card card;
     const std::string precision = choice(fields.get("precision"), "precision", {"fp16", "nvfp4"});
     if (const double scale = Object::real(fields.get("scale"), "scale"); scale <= 0 || scale > 4) fail("scale is beyond its limits");
@@ -184,6 +184,7 @@ Card read_card(const std::string& text) {
     std::string task = "semantic";
     if (const Value* found = fields.maybe("task")) task = choice(*found, "task", {"semantic", "instance", "detection"});
     if (const Value* head = fields.maybe("head"); head && head->kind != Value::Null) card.head = read_head(*head, int64_t(card.class_names.size()));
+    if (const Value* rest = fields.maybe("rest")) choice(*rest, "rest", {"fp16", "bf16", "fp32"});
     if (const Value* digits = fields.maybe("digits")) Object::flag(*digits, "digits");
     if (const Value* arguments = fields.maybe("arguments")) {
         if (arguments->kind != Value::Object || arguments->fields.size() > 100) fail("arguments is no object, or too large");

@@ -10,7 +10,7 @@
 namespace fp4d {
 namespace {
 
-constexpr float LARGEST = 65504.f, SMALLEST_AMAX = 0x1p-100f;
+constexpr float LARGEST_FP16 = 65504.f, LARGEST_BF16 = 0x1.FEp127f, SMALLEST_AMAX = 0x1p-100f;
 
 using Forms = std::map<std::string, Form>;
 
@@ -73,7 +73,8 @@ void check_names(const Graph& graph, const Node& node, const Forms& forms) {
     }
 }
 
-void check_node(const Node& node) {
+void check_node(const Graph& graph, const Node& node) {
+    require(!node.is_layer() || node.packed || node.precision == graph.rest, "its precision is not that of the rest");
     if (node.op == Op::ConvTranspose2d)
         for (int axis = 0; axis < 2; ++axis)
             require(node.output_padding[axis] < std::max(node.stride[axis], node.dilation[axis]), "its output padding is not below its stride or dilation");
@@ -117,8 +118,8 @@ struct Known {
 void check_tensors(const Graph& graph, const Node& node, const Shapes& shapes, std::map<std::string, Known>& layers) {
     if (node.op == Op::GroupNormReLU) {
         const Shape channels{shapes.at(node.inputs[0])[1]};
-        for (const char* part : {".weight", ".bias"}) tensor(graph, node.layer + part, "F16", channels);
-        if (!node.bias.empty()) tensor(graph, node.bias, "F16", channels);
+        for (const char* part : {".weight", ".bias"}) tensor(graph, node.layer + part, graph.rest_type(), channels);
+        if (!node.bias.empty()) tensor(graph, node.bias, graph.rest_type(), channels);
         return;
     }
     if (!node.is_layer()) return;
@@ -127,9 +128,9 @@ void check_tensors(const Graph& graph, const Node& node, const Shapes& shapes, s
     for (const std::string& name : node.inputs) channels += shapes.at(name)[1];
     Shape weight = graph.tensors.at(node.layer + (node.packed ? ".weight.codes" : ".weight")).shape;
     weight.back() = channels / (up ? 1 : node.groups);
-    if (!node.bias.empty()) tensor(graph, node.bias, "F16", {weight[0] * (up ? node.groups : 1)});
+    if (!node.bias.empty()) tensor(graph, node.bias, graph.rest_type(), {weight[0] * (up ? node.groups : 1)});
     if (!node.packed) {
-        tensor(graph, node.layer + ".weight", "F16", weight);
+        tensor(graph, node.layer + ".weight", graph.rest_type(), weight);
     } else {
         const int64_t blocks = (weight.back() + BLOCK - 1) / BLOCK;
         Shape codes = weight, scales = weight;
@@ -175,7 +176,7 @@ void check_graph(const Graph& graph, const Card* card) {
     for (const Node& node : graph.nodes) {
         try {
             check_names(graph, node, forms);
-            check_node(node);
+            check_node(graph, node);
             check_forms(graph, node.outputs, node.op == Op::GroupNormReLU, forms);
         } catch (const Error& error) {
             throw named(node, error);
@@ -206,6 +207,7 @@ void check_values(const Graph& graph, const std::map<std::string, Tensor>& tenso
     for (const Node& node : graph.nodes)
         for (const Form& form : node.outputs) amaxes.insert(form.amax);
     constexpr char WEIGHT[] = ".weight.amax";
+    const float largest = graph.rest == "bf16" ? LARGEST_BF16 : LARGEST_FP16;
     for (const auto& [name, tensor] : tensors) {
         if (tensor.dtype == "U8") continue;
         const bool amax = amaxes.count(name) != 0;
@@ -215,10 +217,10 @@ void check_values(const Graph& graph, const std::map<std::string, Tensor>& tenso
                 if (tensor.content[at] > 0x7E) refuse("the block scales '" + shown(name) + "' hold NaN or a negative number");
             continue;
         }
-        const size_t width = tensor.dtype == "F16" ? 2 : 4;
+        const size_t width = tensor.dtype == "F32" ? 4 : 2;
         for (size_t at = 0; at < tensor.bytes; at += width) {
-            const float value = width == 2 ? half_at(tensor.content + at) : float_at(tensor.content + at);
-            if (!(std::fabs(value) <= LARGEST)) refuse("the tensor '" + shown(name) + "' holds NaN, Inf, or a number beyond FP16");
+            const float value = number_at(tensor, at);
+            if (!(std::fabs(value) <= largest)) refuse("the tensor '" + shown(name) + "' holds NaN, Inf, or a number beyond the rest, " + graph.rest);
             if (amax && !(value >= SMALLEST_AMAX)) refuse("'" + shown(name) + "' is below 2^-100, and a scale needs a larger amax");
             if (weight && !(value >= 0)) refuse("'" + shown(name) + "' is negative, and an amax is not");
         }

@@ -106,7 +106,8 @@ std::vector<Form> forms(const Fields& owner) {
 void layer(const Fields& fields, Node& node) {
     node.layer = fields.name("layer");
     const Value& precision = fields.get("precision");
-    if (precision.kind != Value::String || (precision.text != "nvfp4" && precision.text != "fp16")) fields.fail("has an unknown precision");
+    if (precision.kind != Value::String || (precision.text != "nvfp4" && precision.text != "fp16" && precision.text != "bf16")) fields.fail("has an unknown precision");
+    node.precision = precision.text;
     node.packed = precision.text == "nvfp4";
     if (const Value* most = fields.maybe("e4m3_max")) {
         const bool number = (most->kind == Value::Int && !most->large) || most->kind == Value::Float;
@@ -183,8 +184,12 @@ bool is_digest(const std::string& text) {
 
 Graph read_graph(const std::string& text) {
     const Value value = parse_json(text, GRAPH, "its graph");
-    const Fields fields(value, {"inputs", "nodes", "outputs", "tensors", "digits"}, "the graph");
+    const Fields fields(value, {"inputs", "nodes", "outputs", "tensors", "digits", "rest", "wide"}, "the graph");
     Graph graph;
+    if (fields.maybe("rest")) graph.rest = fields.text(fields.get("rest"), 0);
+    const Value* wide = fields.maybe("wide");
+    if (graph.rest == "fp32" || (wide && !(wide->kind == Value::Object && wide->fields.empty()))) unsupported("this library computes networks in FP16 or BF16, and this one, or a part of it, is FP32: run the file with Python");
+    if (graph.rest != "fp16" && graph.rest != "bf16") fields.fail("has an unknown rest");
     for (const Value& each : fields.list("inputs", 1, 8)) {
         const Fields about(each, {"name", "shape", "free", "outputs"}, "an input");
         Input input;
@@ -209,7 +214,7 @@ Graph read_graph(const std::string& text) {
         key.text = name;
         TensorInfo info;
         info.dtype = about.text(about.get("dtype"), 0, SIZE_MAX);
-        if (info.dtype != "U8" && info.dtype != "F8_E4M3" && info.dtype != "F16" && info.dtype != "F32") about.fail("has an unknown type");
+        if (info.dtype != "U8" && info.dtype != "F8_E4M3" && info.dtype != "F16" && info.dtype != "BF16" && info.dtype != "F32") about.fail("has an unknown type");
         for (const Value& size : about.list("shape", 0, SIZE_MAX)) info.shape.push_back(about.integer(size, 0, int64_t(1) << 31));
         info.sha256 = about.text(about.get("sha256"), 0, SIZE_MAX);
         if (!is_digest(info.sha256)) about.fail("has a sha256 that is none");

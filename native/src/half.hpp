@@ -1,4 +1,4 @@
-// Numbers of tensors, read from bytes of any alignment, and float16.
+// Numbers of tensors, read from bytes of any alignment, float16 and bfloat16.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -41,6 +41,16 @@ inline float float_at(const uint8_t* content) {
     uint32_t bits;
     std::memcpy(&bits, content, 4);
     return float_of(bits);
+}
+
+// The number that begins `at` bytes into a tensor of F16, BF16 or F32.
+template <class Tensor>
+float number_at(const Tensor& tensor, size_t at) {
+    if (tensor.dtype == "F32") return float_at(tensor.content + at);
+    if (tensor.dtype == "F16") return half_at(tensor.content + at);
+    uint16_t bits;
+    std::memcpy(&bits, tensor.content + at, 2);
+    return float_of(uint32_t(bits) << 16);
 }
 
 }  // namespace fp4d

@@ -1,12 +1,15 @@
 #include "model.hpp"
 
+#include <algorithm>
+#include <iterator>
+
 #include "error.hpp"
 #include "sha256.hpp"
 
 namespace fp4d {
 namespace {
 
-constexpr char KEY[] = "fp4deploy.packed", FORMATS[3][9] = {"packed/5", "packed/4", "packed/3"}, AGAIN[] = ". Write it again with: fp4deploy export --format packed";
+constexpr char KEY[] = "fp4deploy.packed", FORMATS[4][9] = {"packed/7", "packed/5", "packed/4", "packed/3"}, AGAIN[] = ". Write it again with: fp4deploy export --format packed";
 
 const std::string& entry(const Value& metadata, const char* key) {
     const Value* found = metadata.find(key);
@@ -23,8 +26,8 @@ Model::Model(std::vector<uint8_t> file) : content(std::move(file)) {
     const Value metadata = parse_json(text->second, METADATA, "its metadata");
     require(metadata.kind == Value::Object, "its metadata cannot be read");
     const Value* format = metadata.find("format");
-    if (!format || format->kind != Value::String || (format->text != FORMATS[0] && format->text != FORMATS[1] && format->text != FORMATS[2]))
-        refuse("the file has the format '" + shown(format ? format->text : "") + "', and this library reads " + FORMATS[0] + ", " + FORMATS[1] + " and " + FORMATS[2] + AGAIN);
+    if (!format || format->kind != Value::String || std::find(std::begin(FORMATS), std::end(FORMATS), format->text) == std::end(FORMATS))
+        refuse("the file has the format '" + shown(format ? format->text : "") + "', and this library reads " + FORMATS[0] + ", " + FORMATS[1] + ", " + FORMATS[2] + " and " + FORMATS[3] + AGAIN);
     for (const auto& [name, value] : metadata.fields)
         if (value.kind != Value::String) refuse("its metadata holds something else than text");
     Sha256 sum;

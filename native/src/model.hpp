@@ -27,7 +27,7 @@ struct Safetensors {
 };
 
 // Raises Error where the safetensors library would refuse the file, or where a tensor has another type than those of
-// packed networks (U8, F8_E4M3, F16, F32).
+// packed networks (U8, F8_E4M3, F16, BF16, F32).
 Safetensors read_safetensors(const uint8_t* content, size_t bytes);
 
 struct TensorInfo {
@@ -61,6 +61,7 @@ struct Node {
     std::vector<std::string> inputs;
     std::vector<Form> outputs;
     std::string layer, bias;  // "": none
+    std::string precision;    // "nvfp4", or that of the rest
     bool packed = false;      // precision "nvfp4"
     int64_t e4m3_max = 448, groups = 1, dim = 1;
     int64_t stride[2] = {1, 1}, padding[2] = {0, 0}, output_padding[2] = {0, 0}, dilation[2] = {1, 1};
@@ -76,6 +77,9 @@ struct Graph {
     std::vector<Output> outputs;
     std::map<std::string, TensorInfo> tensors;
     bool digits = false;
+    std::string rest = "fp16";  // or "bf16": what is not packed
+
+    const char* rest_type() const { return rest == "bf16" ? "BF16" : "F16"; }
 };
 
 // Raises Error: FP4D_INVALID_FILE for what the format does not allow, FP4D_UNSUPPORTED for nodes this library has not.

@@ -98,7 +98,7 @@ void Network::upload() {
             continue;
         }
         for (size_t at = 0; at < tensor.bytes; at += 2) {
-            const float value = half_at(tensor.content + at);
+            const float value = number_at(tensor, at);
             std::memcpy(into + 2 * at, &value, 4);
         }
     }

@@ -12,7 +12,18 @@ from torch import nn
 
 import fp4deploy as fd
 from fp4deploy.data.palette import colours
+from fp4deploy.export.engine.build import BuildResult
+from fp4deploy.export.ledger.ledger import Ledger, LedgerRow
 from fp4deploy.predict.prediction import Prediction
+
+ROWS = tuple(
+    LedgerRow(f"layer{at}", "Conv2d", "FP4", "FP8", "FP8", "FP8", "fp8", "no FP4 convolution", 9, False, (), ())
+    for at in range(40)
+)
+LEDGER = Ledger(
+    "tensorrt-rtx", "1.7", "sm120", "auto", "build log", "two.onnx", "0" * 64, "two.plan", "0" * 64, 1000, 0.5,
+    (1, 1, 8), None, ROWS, (),
+)  # fmt: skip
 
 
 class Two(nn.Module):
@@ -50,10 +61,13 @@ def test_reprs_are_one_line(files: tuple[Any, Any]) -> None:
             packed,
             fd.open_runtime(exported.path),
             fd.open_runtime(packed.file.path),
+            exported.verification,
+            LEDGER,
+            BuildResult(Path("two.plan"), Path("two.ledger.json"), LEDGER, 0.5, 1000),
             Prediction(mask, ("sky", "road"), colours(("sky", "road"), background=False)),
         )
     }
-    assert not [text for text in shown if "\n" in text or " object at 0x" in text]
+    assert not [text for text in shown if "\n" in text or " object at 0x" in text or len(text) > 500]
     assert "Nvfp4Tensor((32, 64), 1152 bytes, cpu)" in shown
     assert "Prediction(4 x 6 pixels: sky 24)" in shown
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import onnx
@@ -68,7 +69,11 @@ class TestBuilt:
             found = graph.model(graph.conv("head", x, 4, kernel=1, fp4=False), function=fp4)
             helper.set_model_props(found, {**{each.key: each.value for each in found.metadata_props}, **card_of(fp4)})
             onnx.save(found, tmp_path / f"{name}.onnx")
-        assert "larger" not in invoke("build", "half.onnx").stderr
+        alone = invoke("build", "four.onnx").stderr
+        assert re.search(r"Of four.sm120.plan [\d.]+ MB are constants .* FP16, with fewer, may be smaller", alone)
+        said = invoke("build", "half.onnx").stderr
+        assert "larger" not in said
+        assert "smaller" not in said
         sizes = {}
         for form in ("auto", "gemm", "fp8", "qdq"):
             result = invoke("build", "four.onnx", "--conv", form, "--out", f"{form}.plan", "--json")

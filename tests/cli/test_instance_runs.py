@@ -58,6 +58,12 @@ def test_one_command_goes_all_the_way(home: Path) -> None:
     written = (run / "report.md").read_text()
     assert " AP" in written
     assert "mIoU" not in written
+    assert facts["remarks"] == [
+        f"unet.{model}.sm120.plan was not built: TensorRT-RTX is missing. Add it with: pip install tensorrt-rtx"
+        for model in ("fp16", "nvfp4")
+    ]
+    assert not [entry for entry in facts["artifacts"] if entry["path"].endswith(".plan")]
+    assert "pip install tensorrt-rtx" in page
 
 
 def test_the_best_checkpoint_is_that_with_the_highest_ap(home: Path) -> None:

@@ -62,6 +62,8 @@ def test_every_stage_takes_a_network_of_the_users_own(invoke: Invoke, tmp_path: 
     assert refused.exit_code == 2
     assert "a file never makes code run" in refused.stderr
     assert "--model net.py:Net" in refused.stderr
+    refused = invoke("predict", shapes / "val2017", "--model", run / "nvfp4" / "best.safetensors")
+    assert "name it again: --network net.py:Net" in refused.stderr, "there --model is the file"
     both = invoke("export", run, "--format", "onnx")
     assert both.stderr.count("a file never makes code run") == 1, "said once for both checkpoints"
     assert "The same is true of run/nvfp4/best.safetensors." in both.stderr.replace(f"{tmp_path}/", "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import onnx
@@ -23,6 +24,7 @@ def test_a_foreign_file_from_audit_to_bench(invoke: Invoke, shapes: Path, tmp_pa
     assert result.exit_code == 0, result.stderr
     assert "net.nvfp4.onnx (sweep, 3 layers quantised, 4 images" in result.stdout
     assert "equal to torch on" in result.stdout
+    assert re.search(r"class unchanged against net.onnx on [\d.]+ % of the pixels; mIoU", result.stderr)
     precisions = {layer.name: layer.precision for layer in inspect_onnx(Path("net.nvfp4.onnx"))}
     assert {name for name, precision in precisions.items() if precision == "FP4"} == {"block.conv", "gate", "up"}
     result = invoke("audit", "net.nvfp4.onnx")

@@ -63,18 +63,19 @@ def test_a_state_dict_goes_all_the_way_on_photos(
 ) -> None:
     tensors = {f"module.{name}": value for name, value in weights(tmp_path / "x.pth", net).items()}
     torch.save({container: tensors, "epoch": 3} if container else tensors, tmp_path / "x.pth")
-    result = invoke("quantize", "x.pth", "--model", net, "--data", photos, "--out", "x.nvfp4.safetensors", *FEW)
+    result = invoke("quantize", "x.pth", "--model", net, "--data", photos, *FEW)
     assert result.exit_code == 0, result.stderr
     assert "class unchanged against x.fp16.safetensors" in result.stderr
+    assert "class_0, class_1 (their names: --classes)" in result.stderr
     assert "2 images" in result.stderr, "every fifth of ten is kept to compare on"
     assert "--data DATASET --model net.py:make" in result.stderr, "photos have no labels to measure on"
     card = read_card(Path("x.fp16.safetensors"))
     assert (card.height, card.width, card.class_names) == (32, 64, ("class_0", "class_1"))
     network, card = load_model(Path("x.fp16.safetensors"))
     assert torch.equal(network[0].weight.half(), tensors["module.0.weight"].half())
-    result = invoke("export", "x.nvfp4.safetensors", "--data", photos, "--model", net)
+    result = invoke("export", "x.nvfp4-amax.safetensors", "--data", photos, "--model", net)
     assert result.exit_code == 0, result.stderr
-    assert Path("x.nvfp4.onnx").is_file()
+    assert Path("x.nvfp4-amax.onnx").is_file()
 
 
 def test_a_dataset_names_the_classes_and_scores(invoke: Invoke, tmp_path: Path, photos: Path, net: str) -> None:
@@ -89,11 +90,11 @@ def test_a_dataset_names_the_classes_and_scores(invoke: Invoke, tmp_path: Path, 
     more = ("--size", "32", "--mean", "0,0,0", "--std", "1,1,1")
     result = invoke("quantize", "x.pth", "--model", net, "--data", "set", *FEW, *more)
     assert result.exit_code == 0, result.stderr
-    card = read_card(Path("nvfp4-amax.safetensors"))
+    card = read_card(Path("x.nvfp4-amax.safetensors"))
     assert (card.class_names, card.height, card.width, card.mean) == (("sky", "road"), 32, 32, (0, 0, 0))
     assert "mIoU" in result.stderr
     invoke("quantize", "x.pth", "--model", net, "--data", "set", *FEW, *more, "--classes", "class_0,class_1")
-    measured = invoke("bench", "nvfp4-amax.safetensors", "--data", "set", "--model", net, "--json", "-")
+    measured = invoke("bench", "x.nvfp4-amax.safetensors", "--data", "set", "--model", net, "--json", "-")
     assert measured.exit_code == 0, measured.stderr
     assert json.loads(measured.stdout)["artifacts"][0]["miou"] is not None, "numbered classes are those of the data"
 
@@ -103,7 +104,10 @@ def test_a_dataset_names_the_classes_and_scores(invoke: Invoke, tmp_path: Path, 
     [
         (("x.pth", "--data", "photos"), ("weights alone", "--model SPEC")),
         (("x.pth", "--model", "net.py:make"), ("--data DIR",)),
-        (("x.pth", "--model", "unet:0.125", "--data", "photos"), ("does not fit this network", "missing")),
+        (
+            ("x.pth", "--model", "unet:0.125", "--data", "photos"),
+            ("fit this network", "missing", "--model SPEC"),
+        ),
         (("one.pth", "--model", "net.py:one", "--data", "photos"), ("one channel", "torch.cat")),
         (("absent.pth", "--model", "net.py:make", "--data", "photos"), ("no file absent.pth",)),
         (("x.pth", "--model", "net.py:make", "--data", "photos", "--size", "0"), ("--size", "352x480")),

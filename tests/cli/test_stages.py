@@ -23,7 +23,7 @@ from fp4deploy.export import to_onnx
 from fp4deploy.models import read_card
 from fp4deploy.runs import Run
 from fp4deploy.train import train_models
-from tests.cli.command_line import PACKAGE, Invoke, run_in, without_engines
+from tests.cli.command_line import PACKAGE, Invoke, run_in
 from tests.export.exported_models import traced_once
 from tests.processes import fp4deploy
 
@@ -342,20 +342,6 @@ def test_run_chains_every_stage(small_run: Path) -> None:
     ] == []
     assert "run/report.html" in stdout
     assert "export/unet.nvfp4.onnx" in (small_run / "report.md").read_text()
-
-
-def test_run_without_an_engine_builder_says_so(
-    invoke: Invoke, shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    without_engines(monkeypatch)
-    result = invoke("run", "--data", shapes, "--out", "all", "--models", "fp16", *TINY, "--set", "train.epochs=1")
-    assert result.exit_code == 0, result.stderr
-    facts = json.loads((tmp_path / "all" / "report.json").read_text())
-    assert facts["remarks"] == [
-        "unet.fp16.sm120.plan was not built: TensorRT-RTX is missing. Add it with: pip install tensorrt-rtx"
-    ]
-    assert not [entry for entry in facts["artifacts"] if entry["path"].endswith(".plan")]
-    assert "pip install tensorrt-rtx" in (tmp_path / "all" / "report.html").read_text()
 
 
 def test_a_run_is_resumed_with_its_settings(invoke: Invoke, shapes: Path, monkeypatch: pytest.MonkeyPatch) -> None:

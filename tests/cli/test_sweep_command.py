@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from fp4deploy.train.estimate import EFFICIENCY
@@ -62,9 +63,10 @@ def test_an_estimate_for_a_set_that_is_not_here(invoke: Invoke, shapes: Path) ->
 
 
 def test_a_dry_run_trains_nothing(invoke: Invoke, shapes: Path) -> None:
-    result = invoke("train", "--data", shapes, *SMALL, "--dry-run", "--models", "fp16")
+    result = invoke("train", "--data", shapes, *SMALL, "--dry-run", "--models", "fp16", "--for", "rtx")
     assert result.exit_code == 0, result.stderr
-    assert "total, h" in result.stdout
+    assert re.search(r"total.*\n.*\n.* fp16 .*[\d.]+ s ", result.stdout), "hours of a short training are 0.00"
+    assert "For rtx sm120, --conv auto: " in result.stderr, "what is measured has those formats"
     assert not Path("runs").exists()
     without = invoke("train", "--dry-run")
     assert without.exit_code == 2

@@ -141,7 +141,7 @@ def colour(source: Path) -> None:
     ("change", "options", "said"),
     [
         (None, {"suffix": ""}, r"10 images of \S+ without a mask .* Did you mean 0_L.png\? .*--mask-suffix _L"),
-        (lose, {}, r"1 image of \S+ without a mask \(3; wanted 3_L.png\)\. Remove"),
+        (lose, {}, r"1 image of \S+ without a mask \(3; wanted 3_L.png\)\. Add what is missing, or remove them\.$"),
         (cut, {}, r"2 pairs of image and mask, of 10, .*2.jpg is 16x12 pixels .* says 16x5"),
         (colour, {}, r"labelmap.txt with a line NAME:R,G,B:: .*; its most frequent colours are 0,0,0; 128,1,1"),
         (None, {"val_share": 0.0}, "no validation split"),

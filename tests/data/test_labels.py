@@ -69,9 +69,12 @@ def test_masks_of_two_values_are_noticed(
         require_labels(open_dataset(root, "train"), root)
 
 
-def test_grey_levels_up_to_254_are_named_as_such(tmp_path: Path) -> None:
+@pytest.mark.parametrize("blur", [1, 4])
+def test_grey_levels_up_to_254_are_named_as_such(tmp_path: Path, blur: float) -> None:
+    root = masks(tmp_path, (0, 255), "", blur)
     with pytest.raises(InputError, match="values up to 25[34], .* Grey levels .* write 0 and 1"):
-        open_dataset(masks(tmp_path, (0, 255), "", 1), "train")
+        open_dataset(root, "train")
+    assert "grey-masks" in {defect.kind for defect in check_dataset(root)}  # what no training takes has a defect
 
 
 @pytest.mark.parametrize(("values", "names"), [((0, 1), ""), ((0, 1), TWO), ((1, 0), TWO), ((0, 5), "")])
@@ -122,6 +125,31 @@ def test_a_set_without_annotations_is_refused(tmp_path: Path) -> None:
     assert [defect.kind for defect in check_dataset(root)] == ["no-annotations"]
     with pytest.raises(InputError, match="every pixel is background"):
         require_labels(open_dataset(root, "train"), root)
+
+
+SHARES = [[0.1, 0.1, 0.4, 0.1, 0.4, 0.4, 0.1, 0.4]]
+AWAY = [[90, 4, 98, 4, 98, 12, 90, 12]]
+
+
+@pytest.mark.parametrize(
+    ("box", "segmentation", "kinds"),
+    [
+        ([0.1, 0.1, 0.3, 0.3], SHARES, {"normalised-boxes", "zero-area"}),
+        ([90, 4, 8, 8], AWAY, {"box-outside", "zero-area"}),
+    ],
+)
+def test_objects_that_no_pixel_shows_are_refused(
+    tmp_path: Path, box: list[float], segmentation: list[list[float]], kinds: set[str]
+) -> None:
+    root = coco(tmp_path, 0)
+    path = root / "annotations" / "instances_train.json"
+    content = json.loads(path.read_text())
+    content["annotations"] = [content["annotations"][0] | {"bbox": box, "segmentation": segmentation}]
+    path.write_text(json.dumps(content))
+    assert {defect.kind for defect in check_dataset(root)} == kinds
+    for dataset in (open_dataset(root, "train"), open_boxes(root, "train")):
+        with pytest.raises(InputError, match="of 1 image with objects none shows one: .* pixels, not shares"):
+            require_labels(dataset, root)
 
 
 @pytest.mark.parametrize(

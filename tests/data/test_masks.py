@@ -55,6 +55,18 @@ def test_classes_come_from_annotations_then_the_listing_then_the_masks(make_mask
     assert open_dataset(root, "val").class_names == tuple(f"class_{n}" for n in range(201))
 
 
+@pytest.mark.parametrize(("train", "val", "test", "count"), [(3, 6, 9, 7), (6, 3, 9, 7), (None, None, 9, 10)])
+def test_numbered_classes_are_those_of_both_splits(tmp_path, train, val, test, count):
+    for split, value in (("train", train), ("val", val), ("test", test)):
+        if value is not None:
+            for folder, pixels in ((tmp_path / split, (0, 0, value)), (tmp_path / "masks" / split, value)):
+                folder.mkdir(parents=True)
+                Image.new("RGB" if folder.parent == tmp_path else "L", (8, 8), pixels).save(folder / "a.png")
+    for split in ("train", "val") if train is not None else ("test",):
+        dataset = open_dataset(tmp_path, split)
+        assert dataset.class_names == tuple(f"class_{number}" for number in range(count))
+
+
 @pytest.mark.parametrize("named", ["annotations", "classes.txt", "labelmap.txt", "nothing"])
 def test_the_value_255_is_void_whatever_names_it(make_masks, named):
     """254 is the last class, and a mask may hold both."""

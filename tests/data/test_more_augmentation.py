@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -33,6 +35,21 @@ def test_image_and_mask_move_together(more: dict) -> None:
     transform = TrainTransform(64, 96, seed=3, **{**PLAIN, **more})
     for index in range(8):
         assert agreement(*transform(quarters(), 0, index)) > 0.93
+
+
+@pytest.mark.parametrize(
+    "more", [{"rotate": 45.0}, {"zoom": (0.5, 0.6)}, {"rotate": 30.0, "flip": 1.0, "upside_down": True}]
+)
+def test_objects_move_with_their_classes_and_what_is_uncovered_has_none(more: dict) -> None:
+    sample, void = quarters(), 0
+    numbered = replace(sample, instances=10 * sample.mask.astype(np.int32))
+    for index in range(6):
+        mask, objects = TrainTransform(64, 96, seed=3, **{**PLAIN, **more})(numbered, 0, index)[1]
+        uncovered = mask == IGNORE
+        void += int(uncovered.sum())
+        assert (objects[uncovered] == 0).all()
+        assert (objects == 10 * mask)[~uncovered].all()
+    assert void
 
 
 def test_a_rotation_uncovers_void_and_stays_below_its_angle() -> None:

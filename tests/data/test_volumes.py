@@ -14,6 +14,7 @@ from fp4deploy.data import check_dataset, open_dataset, open_instances, summaris
 from fp4deploy.data.part import part_of
 from fp4deploy.data.volumes.dataset import VolumeDataset, normalised
 from fp4deploy.data.volumes.nifti import VolumeError, read_labels, read_volume, write_labels
+from fp4deploy.data.volumes.plan import _spacing
 from fp4deploy.data.volumes.resample import most_likely, resample_image, resample_labels, size_at
 from fp4deploy.errors import InputError
 from fp4deploy.models.volumes import Intensity
@@ -73,6 +74,13 @@ def test_sizes_follow_the_spacing_and_labels_stay_labels() -> None:
     thick = np.zeros((4, 8, 8), np.float32)
     thick[2:] = 1
     assert resample_image(thick, (16, 8, 8), (5, 1, 1)).min() >= 0, "no overshoot between thick slices"
+
+
+def test_the_spacing_of_a_set_is_its_median_and_along_a_thick_axis_a_fine_one() -> None:
+    found = np.array([[float(thick), 1.0, 1.0] for thick in range(4, 15)])
+    assert _spacing(found) == (5.0, 1.0, 1.0)  # the 10th percentile of 4 to 14
+    assert _spacing(found / [4, 1, 1]) == (2.25, 1.0, 1.0), "less than three times as thick"
+    assert _spacing(found[:, [1, 0, 2]] * 2) == (2.0, 10.0, 2.0)
 
 
 def test_most_likely_class_in_bands_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -25,8 +23,7 @@ from fp4deploy.packed.graph import Affine, Concat, Conv2d, Layer
 from fp4deploy.qat import quantized_layers
 from tests.export.packable_networks import FPN, NETWORKS, deployed
 from tests.samples import sample
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.train.launch import start
 
 
 @cache
@@ -54,10 +51,15 @@ def digests(order: str, folder: str) -> list[str]:
     return found
 
 
+def write_digests(order: str, folder: str) -> None:
+    """In a process of its own."""
+    Path(folder, "digests").write_text(json.dumps(digests(order, folder)))
+
+
 def test_a_file_does_not_depend_on_what_its_process_wrote_before(tmp_path: Path) -> None:
-    call = f"import json; from {__name__} import digests; print(json.dumps(digests('opo', {str(tmp_path)!r})))"
-    fresh = subprocess.run([sys.executable, "-c", call], cwd=ROOT, capture_output=True, text=True, check=True)
-    exported, packed, again = json.loads(fresh.stdout.splitlines()[-1])
+    fresh = start(write_digests, "opo", str(tmp_path))
+    fresh.join(240)
+    exported, packed, again = json.loads((tmp_path / "digests").read_text())
     assert again == exported
     assert digests("po", str(tmp_path)) == [packed, exported]
 

@@ -52,8 +52,7 @@ from fp4deploy.report.run_folder import read_run
 from fp4deploy.runs import Run
 from fp4deploy.system.files import digest_of
 from fp4deploy.train.config import load_config
-from fp4deploy.train.logging.jsonl_tracker import JsonlTracker
-from fp4deploy.train.logging.metrics_log import keep_epochs
+from fp4deploy.train.logging.jsonl_tracker import JsonlTracker, keep_epochs
 from fp4deploy.train.state import Progress, read_progress, save_state
 from tests.export.lowering.engine_graphs import CanonicalGraph
 from tests.fuzz.datasets import dataset_loaders

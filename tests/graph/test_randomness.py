@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -37,6 +38,7 @@ RANDOM: dict[str, Callable[[Tensor], Tensor]] = {
     "randperm": lambda x: x[:, torch.randperm(8)],
     "uniform": lambda x: x + torch.empty_like(x).uniform_(),
     "gumbel_softmax": lambda x: F.gumbel_softmax(x, dim=1),
+    "rand_like": lambda x: x * (torch.rand_like(x[:, :1, :1, :1]) > 0.3),  # of two images often none is dropped
 }
 
 
@@ -48,6 +50,22 @@ def test_a_random_operation_is_named(name: str, tmp_path: Path) -> None:
         export_onnx(Net(RANDOM[name]), x, str(tmp_path / "m.onnx"))
     with pytest.raises(InputError, match=said):
         pack(Net(RANDOM[name]), tmp_path / "m.fp4", example_inputs=x)
+
+
+class Counter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean += x.mean()
+        return x - self.mean
+
+
+@pytest.mark.parametrize("middle", [Counter(), lambda x: x * np.random.default_rng().random()])
+def test_what_gives_another_result_the_second_time_is_refused(middle: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(InputError, match="Net gives another result when it is called again on one input: .* a state"):
+        refuse_random(Net(middle), [torch.rand(1, 3, 8, 8)], {})
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,14 @@
 """Seeded faults, one at a time: python -m tests.mutation.seeded [NAME ...]
 
 Each fault is one that a reader could plausibly write, in code that decides bytes or verdicts. It replaces `old` by
-`new` in a copy of the checkout, and the tests that are named must fail there: they pass on the unchanged copy, which is
-tested first. `tests/mutation/sampled.py` finds faults that nobody thought of.
+`new` in a copy of the checkout, and one of the tests that are named must fail there: it passes on the unchanged copy, which
+is tested afterwards. `tests/mutation/sampled.py` finds faults that nobody thought of.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from dataclasses import dataclass
 
@@ -24,6 +25,12 @@ class Seeded:
     old: str
     new: str
     tests: str
+
+    @property
+    def has_place(self) -> bool:
+        """Whether the code is still what it was when the fault was written."""
+        path = ROOT / self.file
+        return path.is_file() and path.read_text(encoding="utf-8").count(self.old) == 1
 
     def trial(self) -> Trial:
         """Its tests with the fault in place."""
@@ -224,22 +231,29 @@ FAULTS: dict[str, Seeded] = {
 }  # fmt: skip
 
 
-def run(names: list[str], jobs: int) -> list[str]:
+def run(names: list[str], jobs: int, faults: dict[str, Seeded] = FAULTS) -> list[str]:
     """The faults that survive; prints a line for each."""
-    chosen = {name: FAULTS[name] for name in names or FAULTS}
-    tests = sorted({fault.tests for fault in chosen.values()})
-    unchanged = dict(run_trials([Trial(tuple(each.split())) for each in tests], jobs, SECONDS))
-    passing = {each: unchanged[number].status == 0 for number, each in enumerate(tests)}
-    faults, survivors = list(chosen.items()), []
-    for number, outcome in run_trials([fault.trial() for _, fault in faults], jobs, SECONDS):
-        name, fault = faults[number]
-        killed = passing[fault.tests] and outcome.failed
-        verdict = "killed" if killed else "SURVIVED" if passing[fault.tests] else "tests fail without it"
-        if not killed:
+    chosen = [(name, faults[name]) for name in names or faults]
+    planted = [(name, fault) for name, fault in chosen if fault.has_place]
+    for name in [name for name, fault in chosen if not fault.has_place]:
+        print(f"{name}: its place is no longer in the code", flush=True)
+    noticed: dict[str, list[str]] = {}  # fault -> the tests that fail with it
+    survivors = []
+    for number, outcome in run_trials([fault.trial() for _, fault in planted], jobs, SECONDS):
+        name, fault = planted[number]
+        if outcome.failed:
+            noticed[name] = re.findall(r"^(?:FAILED|ERROR) (\S+)", outcome.output, re.MULTILINE) or fault.tests.split()
+        else:
             survivors.append(name)
-            print(outcome.output[-400:])
-        print(f"{outcome.seconds:5.0f} s  {verdict:<10} {name}", flush=True)
-    print(f"{len(chosen) - len(survivors)} of {len(chosen)} killed")
+        verdict = f"killed by {noticed[name][0]}" if outcome.failed else "SURVIVED"
+        print(f"{outcome.seconds:5.0f} s  {name}: {verdict}", flush=True)
+    every = [Trial(tuple(tests)) for tests in noticed.values()]  # which pass without it
+    for number, outcome in run_trials(every, jobs, SECONDS):
+        if outcome.failed:
+            name = list(noticed)[number]
+            survivors.append(name)
+            print(f"{name}: its tests fail without it\n{outcome.output[-400:]}", flush=True)
+    print(f"{len(planted) - len(survivors)} of {len(planted)} killed")
     return survivors
 
 

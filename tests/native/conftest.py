@@ -37,9 +37,12 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def unet(tmp_path_factory: pytest.TempPathFactory) -> PackedFile:
     """A UNet, written as a packed file."""
-    path = tmp_path_factory.mktemp("native") / "unet.fp4"
+    return written(tmp_path_factory.mktemp("native") / "unet.fp4")
+
+
+def written(path: Path, rest: str = "fp16") -> PackedFile:
     about = '{"version": "0", "checkpoint_sha256": "0", "palette": [null, [76, 110, 245]]}'
-    file = dataclasses.replace(packed("nvfp4_qat", 0.25)[1], path=path, about=about)
+    file = dataclasses.replace(packed("nvfp4_qat", 0.25, rest=rest)[1], path=path, about=about)
     write_packed(file)
     return file
 

@@ -20,12 +20,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp4deploy.errors import Fp4DeployError
+from fp4deploy.errors import Fp4DeployError, InputError
 from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.models.checkpoint import digest, write_tensors
-from fp4deploy.native import Plan
+from fp4deploy.native import Plan, record
 from fp4deploy.native.bundle import KEY, SIGNED
-from fp4deploy.native.plan import Buffer, Constant
+from fp4deploy.native.plan import Buffer, Constant, CudaKernel
 from fp4deploy.packed import PackedFile, read_packed
 from fp4deploy.packed import file as packed_format
 from fp4deploy.packed.graph import Layer, Node
@@ -34,6 +34,7 @@ from fp4deploy.system.files import digest_of
 from tests.fuzz import loaders
 from tests.fuzz.mutate import of_safetensors, of_tree
 from tests.native.builds import ROOT, run
+from tests.native.conftest import GPU, SHAPES, written
 from tests.native.plain_bundle import code, write_plain_bundle
 from tests.packed.small_networks import packed
 from tests.packed.test_mutations import changed
@@ -242,6 +243,30 @@ def test_launches(
     for constant, offset in zip(constants, offsets, strict=True):
         found, wanted = content[offset : offset + constant.size], bytes_of(unet, constant)
         assert found == wanted, constant
+
+
+def test_a_rest_in_bf16(sanitized: Path, driver: Path, tmp_path: Path) -> None:
+    """Weights keep their type, norms' are widened, kernels write BF16; a rest in FP32 is refused in words."""
+    files = {rest: written(tmp_path / f"{rest}.fp4", rest) for rest in ("fp16", "bf16", "fp32")}
+    paths = [files[rest].path for rest in ("bf16", "fp32")]
+    found = statuses(sanitized, ["check"], paths)
+    assert [status for status, _ in found] == [0, 3], found
+    with pytest.raises(InputError, match="runs a rest in FP16 or BF16, and this network's is FP32"):
+        record(files["fp32"], GPU, SHAPES[0])
+    plans = {rest: record(files[rest], GPU, SHAPES[0]) for rest in ("fp16", "bf16")}
+    launched = [[len(launches) for launches in plan.stages.values()] for plan in plans.values()]
+    assert launched[0] == launched[1]
+    kernels = {each.kernel for stage in plans["bf16"].stages.values() for each in stage}
+    macros = [dict(each.macros) for each in kernels if isinstance(each, CudaKernel) and "HALF" in dict(each.macros)]
+    assert {each["HALF"] for each in macros} == {"__nv_bfloat16"}
+    bundle, log = tmp_path / "bf16.kernels", tmp_path / "log"
+    write_plain_bundle(bundle, files["bf16"], [plans["bf16"], record(files["bf16"], GPU, SHAPES[1])])
+    status, out, err = run([sanitized, "run", paths[0], bundle], driver, RECORDING_DRIVER_LOG=str(log))
+    assert (status, err) == (0, ""), out
+    content, offset = Path(f"{log}.0").read_bytes(), 0
+    for constant in plans["bf16"].constants:
+        assert content[offset : offset + constant.size] == bytes_of(files["bf16"], constant), constant
+        offset += -(-constant.size // 256) * 256
 
 
 def bytes_of(file: PackedFile, constant: Constant) -> bytes:

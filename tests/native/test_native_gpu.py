@@ -33,10 +33,14 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
     return Library(out)
 
 
-@pytest.mark.parametrize("everything", [False, True], ids=["first and last layer in FP16", "every layer in FP4"])
+@pytest.mark.parametrize(
+    ("everything", "rest"),
+    [(False, "fp16"), (True, "fp16"), (False, "bf16")],
+    ids=["first and last layer in FP16", "every layer in FP4", "first and last layer in BF16"],
+)
 @torch.inference_mode()
-def test_the_bytes_of_the_python_runtime(library: Library, everything: bool, tmp_path: Path) -> None:
-    file = dataclasses.replace(packed("nvfp4_qat", 0.25, everything, everything)[1], path=tmp_path / "unet.fp4")
+def test_the_bytes_of_the_python_runtime(library: Library, everything: bool, rest: str, tmp_path: Path) -> None:
+    file = dataclasses.replace(packed("nvfp4_qat", 0.25, everything, everything, rest)[1], path=tmp_path / "unet.fp4")
     write_packed(file)
     properties = torch.cuda.get_device_properties(0)
     gpu = Gpu(Architecture.of_device(0), properties.name, properties.multi_processor_count)
@@ -46,16 +50,16 @@ def test_the_bytes_of_the_python_runtime(library: Library, everything: bool, tmp
     for shape in SHAPES:
         run, x = native.run(shape), torch.randn(shape, device="cuda")
         expected: Any = python(x)
-        wanted = expected.contiguous()
+        wanted = expected.to(torch.float16 if rest == "fp16" else torch.float32).contiguous()
         y = torch.empty_like(wanted)
         run.enqueue(x, y)
-        assert torch.equal(y.view(torch.int16), wanted.view(torch.int16))
+        assert torch.equal(y.view(torch.uint8), wanted.view(torch.uint8))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             run.enqueue(x, y)
         y.zero_()
         graph.replay()
-        assert torch.equal(y.view(torch.int16), wanted.view(torch.int16))
+        assert torch.equal(y.view(torch.uint8), wanted.view(torch.uint8))
         classes = torch.empty((shape[0], *shape[2:]), dtype=torch.uint8)
         run.host(x.cpu(), classes)
         assert torch.equal(classes.long(), wanted.argmax(1).cpu())

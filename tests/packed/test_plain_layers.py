@@ -1,6 +1,6 @@
 """Layers in FP16 by the kernel for small K: which layers, which images it reads as they are, and what it gives.
 
-`small_k.is_available` is told that there is a GPU; launches go to the emulator.
+`small_k.fallback` is told that there is a GPU; launches go to the emulator.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ needs_nvcc = pytest.mark.skipif(find_nvcc() is None, reason="there is no nvcc")
 @pytest.fixture
 def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(small_k, "fallback", Fallback("FP16 convolutions of small K", "torch"))
-    monkeypatch.setattr(small_k, "is_available", lambda device: not small_k.fallback.refused(device))
+    monkeypatch.setattr(small_k.fallback, "runs", lambda device: not small_k.fallback.refused(device))
 
 
 def plain(network: PackedNetwork) -> list[Conv2d]:
@@ -105,8 +105,8 @@ def test_a_step_takes_the_moments_of_a_layer(monkeypatch: pytest.MonkeyPatch) ->
     assert isinstance(first, Conv2d)
     assert isinstance(second, Produce)
     network.schedule(inputs, steps)
-    monkeypatch.setattr(norm_pack, "_runs", lambda _: True)
-    monkeypatch.setattr(pointwise_pack, "is_available", lambda _: True)
+    monkeypatch.setattr(norm_pack.fallback, "runs", lambda _: True)
+    monkeypatch.setattr(pointwise_pack.fallback, "runs", lambda _: True)
     moments: dict[str, Any] = {}
     outcome = Outcome()
     with emulated(Setting(arch="sm_90"), outcome):
@@ -118,8 +118,8 @@ def test_a_step_takes_the_moments_of_a_layer(monkeypatch: pytest.MonkeyPatch) ->
         assert outcome.statistics.entries == {"small_k_conv", "combine_moments", "pointwise_pack"}
         (again,) = network.run_step(second, [x], {})
     assert "chunk_moments" in outcome.statistics.entries
-    monkeypatch.setattr(norm_pack, "_runs", lambda _: False)
-    monkeypatch.setattr(pointwise_pack, "is_available", lambda _: False)
+    monkeypatch.setattr(norm_pack.fallback, "runs", lambda _: False)
+    monkeypatch.setattr(pointwise_pack.fallback, "runs", lambda _: False)
     (expected,) = network.run_step(second, [x], {})
     assert isinstance(expected, Nvfp4Tensor)
     assert isinstance(x, torch.Tensor)

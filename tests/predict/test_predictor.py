@@ -228,6 +228,22 @@ def test_an_image_that_is_too_large_does_not_stop_the_others(tmp_path: Path, mon
     assert "b.png: An image of 64x64 pixels is too large" in failures[0]
 
 
+@pytest.mark.parametrize("theirs", ["predictions.json", "instances.json"])
+def test_files_of_others_are_not_replaced(tmp_path: Path, theirs: str) -> None:
+    chosen = dataclasses.replace(card(), task="instance", head=InstanceHead("centres", 4))
+    runtime, out = Pointwise(chosen if theirs == "instances.json" else card()), tmp_path / "out"
+    predictor = Predictor(runtime)
+    Image.fromarray(photo(32, 48)).save(tmp_path / "a.png")
+    sources = find_sources([str(tmp_path / "a.png")])
+    out.mkdir()
+    (out / theirs).write_text('{"images": []}')
+    with pytest.raises(InputError, match=rf"{theirs} is in the way: no prediction wrote it"):
+        predict_files(predictor, Path("model"), sources, out)
+    assert [path.name for path in out.iterdir()] == [theirs]
+    for _ in range(2):  # its own it replaces
+        predict_files(Predictor(Pointwise(card())), Path("model"), sources, tmp_path / "other", overlays=False)
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [((1, 3, 4, 4), "f4"), ((2, 4, 4), "f4"), ((), "f4"), ((2, 3, 4, 4), "i8"), ((2, 3, 0, 4), "f4")],

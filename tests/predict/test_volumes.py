@@ -13,7 +13,7 @@ from fp4deploy.models import ModelCard
 from fp4deploy.models.volumes import Intensity, VolumeInput
 from fp4deploy.predict.predictor import Predictor
 from fp4deploy.predict.volumes import find_volumes, holds_volumes, predict_volume, predict_volumes
-from fp4deploy.predict.write import describe
+from fp4deploy.predict.write import SCHEMA, describe
 from tests.volumes import affine_of, nibabel, scene, write
 
 
@@ -62,6 +62,22 @@ def test_a_mask_lies_on_the_voxels_of_its_file(tmp_path: Path, axes: str) -> Non
     assert sum(each["ml"] for each in entry["classes"]) == pytest.approx(labels.size / 1000)
 
 
+def test_a_scan_is_never_replaced_by_its_mask(tmp_path: Path) -> None:
+    path, runtime, out = tmp_path / "scan.nii.gz", Threshold(), tmp_path / "out"
+    volume_of(path)
+    scan, sources = path.read_bytes(), find_volumes([str(path)], ["T0"])
+    with pytest.raises(InputError, match=r"scan\.nii\.gz is in the way: no prediction wrote it.*--out"):
+        predict_volumes(runtime, {}, sources, tmp_path)  # type: ignore[arg-type]
+    assert path.read_bytes() == scan
+    assert not (tmp_path / "predictions.json").exists()
+    for _ in range(2):  # what it wrote itself, it replaces
+        predict_volumes(runtime, {"schema": SCHEMA}, sources, out)  # type: ignore[arg-type]
+    (out / "predictions.json").write_text("[1]")
+    with pytest.raises(InputError, match=r"predictions\.json is in the way"):
+        predict_volumes(runtime, {"schema": SCHEMA}, sources, out)  # type: ignore[arg-type]
+    assert (out / "predictions.json").read_text() == "[1]"
+
+
 def test_another_spacing_and_scores_in_a_mapped_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "scan.nii"
     labels, runtime = volume_of(path, "LPS", (1.0, 1.0, 3.0)), Threshold(spacing=(1.5, 1.0, 1.0))
@@ -73,6 +89,19 @@ def test_another_spacing_and_scores_in_a_mapped_file(tmp_path: Path, monkeypatch
     mapped, _ = predict_volume(runtime, [path], progress=lambda *each: seen.append(each))  # type: ignore[arg-type]
     assert np.array_equal(mapped, held)
     assert seen[-1] == ("slices", 28, 28)
+
+
+def test_thick_slices_of_a_file_are_not_overshot(tmp_path: Path) -> None:
+    step = np.zeros((18, 20, 6), np.int16)
+    step[..., 3:] = 100
+    write(tmp_path / "scan.nii", step, "RAS", (1.0, 1.0, 5.0))
+    runtime, lowest = Threshold(), []
+    infer = runtime.infer
+    runtime.infer = lambda tiles: (lowest.append(tiles.min()), infer(tiles))[1]  # type: ignore[method-assign]
+    labels, grid = predict_volume(runtime, [tmp_path / "scan.nii"])  # type: ignore[arg-type]
+    assert grid.spacing == (5.0, 1.0, 1.0)
+    assert min(lowest) >= 0, "linear between slices that are five times as thick as the network's"
+    assert np.array_equal(labels, step.transpose(2, 1, 0) // 100)
 
 
 def test_mirrors_ask_eight_times(tmp_path: Path) -> None:

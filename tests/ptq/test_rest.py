@@ -42,6 +42,15 @@ def test_calibrated_for(source: Path, asked: str | None, expected: Any, monkeypa
     assert read_card(again).rest == expected.name
 
 
+def test_what_was_chosen_is_in_the_card(source: Path) -> None:
+    out = source.with_name("nvfp4.safetensors")
+    chosen: dict[str, Any] = {"include": "encoder.*", "exclude": ("*.0",), "fp8": "*.1", "int8": ()}
+    module.quantize_checkpoint(source, [torch.randn(1, 3, 32, 32)], out, "amax", target="rtx sm120", **chosen)
+    patterns: dict[str, Any] = {"include": ("encoder.*",), "exclude": ("*.0",), "fp8": ("*.1",), "int8": ()}
+    expected = replace(read_card(source), precision="nvfp4", recipe="nvfp4_qat", target="rtx sm120", **patterns)
+    assert read_card(out) == expected
+
+
 def test_autocast_of_a_gpu_alone() -> None:
     assert not BF16.autocast("cpu")._enabled
     assert not FP32.autocast("cuda")._enabled

@@ -340,28 +340,18 @@ def test_a_network_through_all_passes(norm: Any, activation: Any, recipe: str) -
 
 @pytest.mark.parametrize("recipe", sample(["nvfp4_qat", "nvfp4_qat+dynamic"], every=2))
 def test_the_backward_keeps_codes_and_computes_the_same_bits(recipe: str) -> None:
-    model = prepared(nn.BatchNorm2d, nn.ReLU, recipe)
-    same_model = copy.deepcopy(model)
-    plain, kept = compiled_and_kept(same_model, lambda graph: None)
-    small, codes = compiled_and_kept(model, keep_codes)
-    for seed in range(2):
-        for one, other in zip(step(model, images(seed), small), step(same_model, images(seed), plain), strict=True):
-            assert torch.equal(one, other)
-    assert {each.dtype for each in codes} - {each.dtype for each in kept} == {torch.int64, torch.float16}
-    assert sum(each.nbytes for each in codes) < 0.75 * sum(each.nbytes for each in kept)
-
-
-def test_a_share_of_the_inputs_is_kept_as_codes() -> None:
-    """The default keeps no more than the values alone take, without the bits of the quantisers."""
-    plain = prepared(nn.BatchNorm2d, nn.ReLU, "nvfp4_qat")
-    models = {share: copy.deepcopy(plain) for share in (0.0, BALANCED)}
-    kept, results = {}, []
-    for share, model in models.items():
-        forward, found = compiled_and_kept(model, partial(keep_codes, share=share))
-        results.append(step(model, images(), forward))
-        kept[share] = sum(each.nbytes for each in found)
-    assert kept[BALANCED] < kept[0.0]
-    assert all(torch.equal(*pair) for found in results[1:] for pair in zip(found, results[0], strict=True))
+    """The default share keeps no more than the values alone take, without the bits of the quantisers."""
+    plain, kept, results = prepared(nn.BatchNorm2d, nn.ReLU, recipe), {}, {}
+    for share in (0.0, BALANCED, 1.0):
+        model = copy.deepcopy(plain)
+        forward, kept[share] = compiled_and_kept(model, partial(keep_codes, share=share) if share else lambda _: None)
+        results[share] = [each for seed in range(2) for each in step(model, images(seed), forward)]
+    for share in (BALANCED, 1.0):
+        assert all(map(torch.equal, results[share], results[0.0]))
+    assert {each.dtype for each in kept[1.0]} - {each.dtype for each in kept[0.0]} == {torch.int64, torch.float16}
+    size = {share: sum(each.nbytes for each in found) for share, found in kept.items()}
+    assert size[1.0] < 0.75 * size[0.0]
+    assert size[BALANCED] < size[0.0]
 
 
 @pytest.mark.parametrize(("recompute", "share"), [(None, BALANCED), (True, 1.0), (False, 0.0)])

@@ -108,3 +108,20 @@ def test_the_traced_form_follows_likewise(delayed: bool) -> None:
     assert used == moved == ZEROS_AMAX
     used, moved = track(torch.tensor(2.0), moved, 0.99, delayed)
     assert used == moved == 2
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_batches_that_are_no_numbers_calibrate_nothing(bad: float) -> None:
+    model = prepare(nn.Sequential(nn.Linear(32, 32)), include=["0"])
+    good, broken = torch.randn(4, 32), torch.randn(4, 32)
+    broken[2, 3] = bad
+    for batches in (
+        [good, broken],
+        [(good, torch.zeros(4)), (broken, torch.zeros(4))],
+        [{"input": good}, {"input": broken}],
+    ):
+        for run in (calibrate, lambda *given: calibrate_percentile(*given, 99.0)):
+            with pytest.raises(InputError, match="Batch 2 of the calibration holds NaN or Inf"):
+                run(model, batches)
+    calibrate(model, [(good, torch.full((4,), torch.nan))])  # a label is not looked at
+    assert model[0].input_amax == good.abs().max()

@@ -23,7 +23,7 @@ from fp4deploy.runs import Run, create_run
 from fp4deploy.system.files import append_line
 from fp4deploy.train import Config, load_config, train_models, with_settings
 from fp4deploy.train.interrupt import Interrupt
-from fp4deploy.train.logging.metrics_log import keep_epochs
+from fp4deploy.train.logging.jsonl_tracker import keep_epochs
 from fp4deploy.train.logging.running_statistics import EpochStatistics, RunningStatistics
 from fp4deploy.train.loop import Trainer
 from fp4deploy.train.state import Progress, SavingPace, load_state, read_progress, save_state

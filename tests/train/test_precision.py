@@ -49,11 +49,14 @@ def test_arithmetic_and_what_is_deployed(
         lambda layer, _, y: seen.add(y.dtype) if isinstance(layer, torch.nn.Conv2d) and layer.training else None
     )
     run = create_run(tmp_path / "run")
-    train_models(with_settings(config, [f"train.precision={precision}"]), run)
+    train_models(with_settings(config, [f"train.precision={precision}", "train.ema=0.9"]), run)
     handle.remove()
     assert seen == {torch.bfloat16 if precision == "bf16" else torch.float32}
     for model in ("fp16", "nvfp4"):
         assert arithmetic(run, model) == {expected}
+        states = [run.checkpoint(model), run.model_dir(model) / "state" / "last.safetensors"]
+        kept = {tensor.dtype for path in states for tensor in load_file(path).values() if tensor.is_floating_point()}
+        assert kept == {torch.float32}  # master weights, their average, moments of the optimiser, statistics
         assert read_card(run.checkpoint(model)).rest == rest
         network, _ = load_model(run.checkpoint(model), model=SPEC)
         weight: Any = network.get_submodule("stem").weight

@@ -28,7 +28,7 @@ def plot(
     network: NetworkOption = None,
 ) -> None:
     """Draw every heatmap of a run from its telemetry.jsonl and checkpoints, under plots/heatmaps/<model>/."""
-    expect(network)
+    expect(network, "--network")
     from fp4deploy.report.telemetry_page import draw_telemetry_of
     from fp4deploy.system.progress import progress
 

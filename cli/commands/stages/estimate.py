@@ -18,6 +18,7 @@ from ...settings import (
     DataOption,
     DeviceOption,
     EpochsOption,
+    Flags,
     ModelOption,
     ModelsOption,
     RecipeOption,
@@ -71,18 +72,9 @@ def estimate(
     model: ModelOption = None,
 ) -> None:
     """Measure a few steps of each model, and estimate the time of its whole schedule; writes no run."""
-    resolved = settings(
-        config,
-        sets,
-        data=data,
-        classes=classes,
-        recipe=recipe,
-        task=task,
-        model=model,
-        epochs=epochs,
-        batch_size=batch_size,
-        size=size,
-    )
+    flags: Flags = {"data": data, "classes": classes, "recipe": recipe, "task": task, "model": model}
+    flags |= {"epochs": epochs, "batch_size": batch_size, "size": size}
+    resolved = settings(config, sets, **flags)
     run_estimate(resolved, parse_models(models), gpus, images, val_images, efficiency, steps, as_json, minutes)
 
 
@@ -119,14 +111,16 @@ def run_estimate(
 def _print(report: dict[str, Any]) -> None:
     from rich.table import Table
 
+    from fp4deploy.bench.tables import duration
+
     measured = Table("measured, images/s", "with the loader", "one batch", "evaluation", "loader alone")
     for speed in report["measured"]:
         cells = (f"{speed[key]:.1f}" for key in ("training", "resident", "evaluation", "loader"))
         measured.add_row(speed["model"], *cells)
-    estimated = Table("estimated", "epochs", "images/s", "limited by", "training, h", "validation, h", "total, h")
+    estimated = Table("estimated", "epochs", "images/s", "limited by", "training", "validation", "total")
     for row in report["estimated"]:
-        hours = (f"{row[key]:.2f}" for key in ("training_hours", "validation_hours", "hours"))
-        estimated.add_row(row["model"], str(row["epochs"]), f"{row['images_per_s']:.1f}", row["limit"], *hours)
+        times = (duration(3600 * row[key]) for key in ("training_hours", "validation_hours", "hours"))
+        estimated.add_row(row["model"], str(row["epochs"]), f"{row['images_per_s']:.1f}", row["limit"], *times)
     target, console = report["for"], results()
     network = f"scale {report['scale']}" if report["network"] == "unet" else report["network"]
     done(

@@ -97,7 +97,7 @@ def predict(
     from fp4deploy.predict.sources import CAMERA, STDIN, find_sources
     from fp4deploy.predict.volumes import holds_volumes
 
-    expect(network)
+    expect(network, "--network")
     if folder is not None:
         nnunet.predict(folder, fold, images, out, processes, mirror is not False)
         return

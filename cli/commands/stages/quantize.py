@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -16,12 +16,9 @@ from ...console import done, note, shown
 from ...settings import NamedModelOption, RestOption, expect, parse_size
 from . import nnunet
 from .engine_formats import ArchOption, ForOption, layers_in_fp8, target_of
-from .quantize_onnx import meanings, of_onnx, rgb
+from .quantize_onnx import change_of, meanings, of_onnx, rgb
 
 Layers = dict[str, list[str] | None]  # option -> its patterns
-
-if TYPE_CHECKING:
-    from fp4deploy.bench.change import Change
 
 MAX_IMAGES = 256
 
@@ -95,7 +92,8 @@ def quantize(
         typer.Option(
             "--out",
             help="File to write; of nnU-Net the folder.",
-            show_default="nvfp4-METHOD.safetensors beside the source; of NAME.onnx NAME.nvfp4.onnx",
+            show_default="beside the source nvfp4-METHOD.safetensors; of NAME.pth NAME.nvfp4-METHOD.safetensors, of "
+            "NAME.onnx NAME.nvfp4.onnx",
         ),
     ] = None,
     size: Annotated[
@@ -162,7 +160,7 @@ def quantize(
                 "--config, --digits and --rest are for checkpoints; an .onnx file takes --include and --exclude."
             )
         chosen = settings | _tuples(layers) | {"outputs": meanings(outputs)}
-        of_onnx(checkpoint, data, out, method, images, batch, parse_size(size), (mean, std), chosen)
+        of_onnx(checkpoint, data, out, method, images, batch, parse_size(size), (mean, std), compare, chosen)
         return
     if outputs is not None:
         raise InputError("--outputs is for .onnx files: the output of a checkpoint is a map of classes.")
@@ -192,7 +190,9 @@ def quantize(
             f"quantize takes a checkpoint (.safetensors), an ONNX file (.onnx) or a state dict of PyTorch (.pth), not "
             f"{source}. Write one with: fp4deploy train"
         )
-    target = out or source.with_name(f"nvfp4-{method.replace('/', 'o')}.safetensors")
+    network, _, precision = source.stem.rpartition(".")
+    prefix = f"{network}." if precision == "fp16" else ""
+    target = out or source.with_name(f"{prefix}nvfp4-{method.replace('/', 'o')}.safetensors")
     if target.exists() and source.exists() and target.samefile(source):
         raise InputError(f"--out is the FP16 checkpoint {source} itself, which would be lost. Give another file.")
     require_writable(target)
@@ -215,7 +215,7 @@ def quantize(
             **_tuples(layers),
         )
     provenance.record("quantize", target, [source, where])
-    change = _change(source, target, where, compare) if compare else None
+    change = change_of(source, target, where, compare)
     done(
         f"{shown(target)} ({method}, correction {correction}, {result.images} images, {result.seconds:.1f} s)",
         **({"change": dataclasses.asdict(change)} if change else {}),
@@ -283,19 +283,6 @@ def _of_state_dict(
     taken += [] if any(normalisation) else ["ImageNet's mean and standard deviation (others: --mean, --std)"]
     note(f"{shown(target)} is its FP16 checkpoint: {', '.join(taken)}.")
     return target
-
-
-def _change(source: Path, target: Path, data: Path, images: int) -> Change | None:
-    """What quantising changed; None, and a note, where the data cannot say it: the result is written by then."""
-    from fp4deploy.bench.change import measure_change
-    from fp4deploy.system.progress import progress
-
-    try:
-        with progress("comparing with the source") as bar:
-            return measure_change(source, target, data, images, bar.advance)
-    except InputError as error:
-        note(f"{shown(target)} was not compared with its source: {error}")
-        return None
 
 
 def _tuples(layers: Layers) -> dict[str, Any]:

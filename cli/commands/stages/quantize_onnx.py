@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fp4deploy.errors import InputError
 
 from ...console import done, note, shown, typed
+
+if TYPE_CHECKING:
+    from fp4deploy.bench.change import Change
 
 
 def of_onnx(
@@ -19,6 +23,7 @@ def of_onnx(
     batch: int,
     size: tuple[int, int] | None,
     normalisation: tuple[str | None, str | None],
+    compared: int,
     settings: dict[str, Any],
 ) -> None:
     """A plain ONNX file of any tool to the canonical NVFP4 file."""
@@ -61,6 +66,7 @@ def of_onnx(
         )
     provenance.record("quantize", target, [source, data])
     exported = found.export
+    change = change_of(source, target, data, compared if exported.card else 0)
     agreed = f", {exported.verification.sentence()}" if exported.verification else ""
     done(
         f"{shown(target)} ({method}, {exported.fp4_layers} layers quantised, {found.quantized.images} images, "
@@ -71,14 +77,33 @@ def of_onnx(
         images=found.quantized.images,
         difference=found.difference,
         sqnr_db=found.sqnr,
+        **({"change": dataclasses.asdict(change)} if change else {}),
         seconds=round(found.quantized.seconds, 3),
     )
     signal = ", ".join(f"{name} {decibels:.1f} dB" for name, decibels in found.sqnr.items())
     note(f"As read it differs from the file by {found.difference:.1e}; signal to error of NVFP4: {signal}.")
+    if change is not None:
+        note(f"{shown(target)}: {change.sentence(shown(source))}")
     if exported.card is None:
         note("Its output is no map of classes, so bench and predict cannot score it; audit, inspect and build can.")
     made = typed(target)
     note(f"Build an engine with: fp4deploy build {made}; what it multiplies in FP4: fp4deploy check {made}")
+
+
+def change_of(source: Path, target: Path, data: Path, images: int) -> Change | None:
+    """What quantising changed on so many images; None for 0 images, and with a note where the data cannot say it: the
+    result is written by then."""
+    from fp4deploy.bench.change import measure_change
+    from fp4deploy.system.progress import progress
+
+    if not images:
+        return None
+    try:
+        with progress("comparing with the source") as bar:
+            return measure_change(source, target, data, images, bar.advance)
+    except InputError as error:
+        note(f"{shown(target)} was not compared with its source: {error}")
+        return None
 
 
 def meanings(given: list[str] | None) -> str | dict[str, str] | None:

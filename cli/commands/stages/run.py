@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -25,6 +25,7 @@ from ...settings import (
     DeviceOption,
     EpochsOption,
     EveryOption,
+    Flags,
     InitOption,
     ModelOption,
     OutOption,
@@ -97,7 +98,7 @@ def run(
         raise InputError("--resume goes on with the settings of the run; leave out --config.")
     check_arch(arch)  # before hours of training
     chosen = parse_models(DEFAULT if models is None else models)
-    flags: Any = {"data": data, "classes": classes, "recipe": recipe, "task": task, "every": telemetry_every}
+    flags: Flags = {"data": data, "classes": classes, "recipe": recipe, "task": task, "every": telemetry_every}
     flags |= {"trackers": tracker, "model": model, "init": init}
     flags |= {"epochs": epochs, "batch_size": batch_size, "size": size}
     begun = (open_run(out) if out is not None else latest_run()) if resume else None
@@ -108,9 +109,11 @@ def run(
         note("A smaller one, with worse models: fp4deploy run --demo --epochs 2 --size 64")
     with _resumed(begun, resolved) if begun is not None else new_run(resolved, out) as (current, resolved):
         where = Path(resolved.data.root or current.path / GENERATED)
-        options: Any = {"from_scratch": from_scratch, "resume": resume, "arch": arch, "commands": [this_command()]}
         try:
-            report = run_chain(resolved, current, where, chosen, say=note, **options)
+            report = run_chain(
+                resolved, current, where, chosen,
+                from_scratch=from_scratch, resume=resume, arch=arch, say=note, commands=[this_command()],
+            )  # fmt: skip
         except Interrupted as error:
             more = f"fp4deploy run --out {typed(current.path)} --resume"
             raise Interrupted(error.number, more if error.resume else "") from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,6 +20,7 @@ from ...settings import (
     DeviceOption,
     EpochsOption,
     EveryOption,
+    Flags,
     InitOption,
     ModelOption,
     OutOption,
@@ -79,15 +80,15 @@ def train(
     """Train the models; without --data on generated shapes. Ctrl-C is safe: --resume continues."""
     chosen = parse_models(DEFAULT if models is None else models)
     target = target_of(engine, arch)
-    flags: Any = {"data": data, "classes": classes, "recipe": recipe, "task": task}
-    flags |= {"every": telemetry_every, "trackers": tracker, "model": model, "init": init}
+    flags: Flags = {"data": data, "classes": classes, "recipe": recipe, "task": task, "every": telemetry_every}
+    flags |= {"trackers": tracker, "model": model, "init": init}
     flags |= {"epochs": epochs, "batch_size": batch_size, "size": size}
     if from_scratch:
         sets = [*(sets or []), "train.from_scratch=true"]
     if dry_run:
         resolved = settings(config, sets, **flags)
         require_used(epochs, resolved, chosen)
-        run_estimate(resolved, chosen)
+        run_estimate(with_formats(resolved, target), chosen)
         return
     if resume:
         run = open_run(out) if out is not None else latest_run()

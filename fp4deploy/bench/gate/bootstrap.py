@@ -67,9 +67,7 @@ def paired_drop(
     return PairedDrop(metric, classes, _by_image(baseline, other))
 
 
-def mean_drop(
-    pairs: Sequence[tuple[Counts, Counts]], level: float = LEVEL, replicates: int = REPLICATES, seed: int = 0
-) -> Interval:
+def mean_drop(pairs: Sequence[tuple[Counts, Counts]]) -> Interval:
     """Interval of the mean of the drops of several pairs, as of trainings by several seeds, on the same images.
 
     A replicate draws images once for all pairs: the interval is of these models on other images, and says nothing of
@@ -81,8 +79,8 @@ def mean_drop(
     def drop(weights: Floats) -> Floats:
         return np.mean([_mean(first(weights) - second(weights)) for first, second in functions], axis=0)
 
-    drops = np.concatenate([drop(weights) for weights in _draws(count, replicates, seed)])
-    return _interval(float(drop(np.ones((1, count)))[0]), drops, level)
+    drops = np.concatenate([drop(weights) for weights in _draws(count, REPLICATES, 0)])
+    return _interval(float(drop(np.ones((1, count)))[0]), drops, LEVEL)
 
 
 def per_class(counts: Counts) -> Callable[[Floats], Floats]:

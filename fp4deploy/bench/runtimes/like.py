@@ -76,6 +76,8 @@ class Like:
                 f"{source}: neither --like nor the first output, {_text(shape)}, says how many classes there are. "
                 f"Write their names into a YAML file, class_names: [a, b], and give it as --like. {ADVICE}"
             )
+        if shape[1] < 2:
+            raise InputError(f"{source}: its first output, {_text(shape)}, is no map of two or more classes.")
         return numbered(shape[1])
 
     def _size(self, inputs: Sequence[Port], source: Path) -> tuple[int, int]:

@@ -44,7 +44,7 @@ DTYPES: dict[str, tuple[torch.dtype, np.dtype[Any]]] = {
     "int64": (torch.int64, np.dtype(np.int64)),
     "bool": (torch.bool, np.dtype(np.bool_)),
 }
-HINT = "Bench it on that GPU; here, bench the ONNX file it was built from."
+HINT = "It runs on that GPU; here, take the ONNX file it was built from."
 
 
 class TensorRtRuntime:

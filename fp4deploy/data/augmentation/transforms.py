@@ -26,6 +26,7 @@ Labels are the mask [H, W], or with instances the mask and their numbers, [2, H,
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Protocol
 
@@ -257,3 +258,28 @@ def _on(device: torch.device, mean: Rgb, std: Rgb) -> tuple[Tensor, Tensor]:
 def _to_tensors(image: Pixels, labels: Labels) -> tuple[Tensor, Tensor]:
     """Tensors with memory of their own: samples may be shared and read-only."""
     return torch.from_numpy(np.array(image, order="C")), torch.from_numpy(np.array(labels, order="C"))
+
+
+class LabelEvalTransform(EvalTransform):
+    """As `EvalTransform`, with the class of the image as its label."""
+
+    def compact(self, sample: Sample, epoch: int = 0, index: int = 0) -> tuple[Tensor, Tensor]:
+        """(Image uint8 [H, W, 3], class int64 [])."""
+        return super().compact(_plain(sample), epoch, index)[0], _label(sample)
+
+
+class LabelTrainTransform(TrainTransform):
+    """As `TrainTransform`, with the class of the image as its label."""
+
+    def compact(self, sample: Sample, epoch: int = 0, index: int = 0) -> tuple[Tensor, Tensor]:
+        """(Image uint8 [H, W, 3], class int64 [])."""
+        return super().compact(_plain(sample), epoch, index)[0], _label(sample)
+
+
+def _plain(sample: Sample) -> Sample:
+    """The sample with a mask that is cheap to cut: it is not looked at."""
+    return replace(sample, mask=np.zeros(sample.image.shape[:2], np.uint8))
+
+
+def _label(sample: Sample) -> Tensor:
+    return torch.tensor(int(sample.mask[0, 0]))

@@ -66,6 +66,11 @@ class BoxDataset(CocoDataset):
         boxes: Boxes = np.array(rows, dtype=np.float32).reshape(-1, 5)
         return Sample(image, np.zeros(image.shape[:2], np.uint8), record.file_name, boxes=boxes)
 
+    def drawn(self, index: int) -> set[int]:
+        """Classes of the boxes of an image that are a pixel wide and high, 255 for crowds."""
+        found = self._boxes.get(self._images[index].id, [])
+        return {IGNORE if each.crowd else self.class_of(each) for each, box in found if min(box[2:]) >= 1}
+
     def ground_truth(self) -> dict[str, Any]:
         """The split as the content of a COCO file, for scoring boxes."""
         names = {category: self.class_names[number] for number, category in self.category_ids.items()}

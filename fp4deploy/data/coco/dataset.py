@@ -164,6 +164,12 @@ class CocoDataset:
         mask, instances = self._draw(record)
         return Sample(image, mask, record.file_name, instances if self._instances else None)
 
+    def drawn(self, index: int) -> set[int]:
+        """Classes that the labels of an image show, 255 for crowds; of the image only its size is read."""
+        record = self._images[index]
+        self._compare_size(record)
+        return set(np.unique(self._draw(record)[0]).tolist())
+
     def _decoded(self, index: int) -> tuple[ImageRecord, Pixels]:
         record = self._images[index]
         path = self._folder / record.file_name

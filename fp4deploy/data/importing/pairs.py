@@ -127,7 +127,8 @@ def _unpaired(images: Path, masks: Path, suffix: str, lonely: list[str], unused:
             f"{text} Did you mean {Path(lonely[0]).name}{best}.png? Masks whose names end in {best} are paired by: "
             f"--mask-suffix {best}"
         )
-    return f"{text} Remove them, or give the suffix of the masks' names: --mask-suffix _L"
+    suffixes = "" if suffix else ", or give the suffix of the masks' names: --mask-suffix _L"
+    return f"{text} Add what is missing, or remove them{suffixes}."
 
 
 def _some(names: list[str]) -> str:

@@ -23,10 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4deploy.data.coco.annotations import Annotation, Defect
-from fp4deploy.data.coco.boxes import BoxDataset
+from fp4deploy.data.coco.boxes import BoxDataset, checked_box
 from fp4deploy.data.coco.dataset import CocoDataset
 from fp4deploy.data.masks import MaskDataset
-from fp4deploy.data.sample import IGNORE, TRAIN, VAL, SegmentationDataset, data_error
+from fp4deploy.data.sample import IGNORE, MAX_CLASSES, TRAIN, VAL, SegmentationDataset, data_error, spread
+from fp4deploy.errors import counted
 
 MAX_READ = 100  # masks that a training reads before it begins, evenly spaced
 MIXED = 8  # values between two others; fewer may be classes
@@ -66,7 +67,8 @@ def value_defect(values: Histogram, classes: int, named: bool) -> tuple[str, str
     first, second = sorted(int(value) for value in np.argsort(values, kind="stable")[-2:])
     between = [value for value in present if value not in (first, second)]
     two = int(values[first] + values[second])
-    if len(between) > MIXED and second - first >= SPREAD and two > TWO_VALUES * total and not _by_name(named, classes):
+    soft = second - first >= SPREAD and two > TWO_VALUES * total and not _by_name(named, classes)
+    if len(between) > MIXED and (soft or (not named and classes >= MAX_CLASSES)):
         return "grey-masks", (
             f"hold {len(present)} values, and {100 * two / total:.0f} % of the pixels are {first} or {second}: grey "
             "levels between two classes, of masks that were blurred, resized or stored as JPEG. Write 0 and 1, by a "
@@ -106,6 +108,17 @@ def annotation_defect(annotations: Sequence[Annotation]) -> tuple[str, str] | No
     )
 
 
+def box_defect(annotations: Sequence[Annotation]) -> tuple[str, str] | None:
+    """(kind, message) where every box lies within a pixel."""
+    boxes = [box for each in annotations if (box := checked_box(each.box)) is not None]
+    if not boxes or any(max(x + width, y + height) > 1 for x, y, width, height in boxes):
+        return None
+    return "normalised-boxes", (
+        f"has {len(boxes)} boxes, all within one pixel: shares of the image, as YOLO has them. Write pixels: multiply "
+        "x and width by the image's width, y and height by its height."
+    )
+
+
 def mask_defects(values: dict[str, Histogram], classes: int, named: bool) -> list[Defect]:
     """Defects of the masks, by split."""
     found = {split: value_defect(counts, classes, named) for split, counts in values.items()}
@@ -127,6 +140,7 @@ def require_labels(dataset: SegmentationDataset, root: Path) -> list[str]:
     if isinstance(dataset, CocoDataset):
         if wrong := annotation_defect(dataset.annotations):
             raise data_error(root, f"{dataset.path} {wrong[1]}")
+        _require_drawn(dataset, root)
         used = {dataset.class_of(annotation) for annotation in dataset.annotations if not annotation.crowd}
         first = 1 if dataset.background or isinstance(dataset, BoxDataset) else 0
         return [name for number, name in enumerate(dataset.class_names) if number >= first and number not in used]
@@ -147,6 +161,18 @@ def require_labels(dataset: SegmentationDataset, root: Path) -> list[str]:
             "learn two classes or more.",
         )
     return absent
+
+
+def _require_drawn(dataset: CocoDataset, root: Path) -> None:
+    objects = {each.image_id for each in dataset.annotations if not each.crowd}
+    places = [place for place, image in enumerate(dataset.images) if image.id in objects]
+    sample = [places[at] for at in spread(len(places), MAX_READ)]
+    if not any(dataset.drawn(place) - {0, IGNORE} for place in sample):
+        raise data_error(
+            root,
+            f"{dataset.path}: of {counted(len(sample), 'image')} with objects none shows one: their coordinates lie "
+            "outside of the images, or within one pixel. They are pixels, not shares of the image.",
+        )
 
 
 def _listed(values: Sequence[int] | NDArray[np.int64]) -> str:

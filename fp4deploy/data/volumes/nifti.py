@@ -24,6 +24,7 @@ from fp4deploy.system.files import atomic_write
 
 SUFFIXES = (".nii.gz", ".nii")
 MAX_VOXELS = 1 << 31
+MASKS = "fp4deploy"  # intent_name of what `write_labels` writes
 Voxels = NDArray[np.float32]
 Spacing = tuple[float, float, float]  # millimetres along depth, height and width
 _DAMAGED = (OSError, EOFError, ValueError, zlib.error, OverflowError, MemoryError)
@@ -117,11 +118,20 @@ def write_labels(path: Path, labels: Pixels, grid: Grid) -> None:
     header = grid.header.copy()
     header.set_data_dtype(values.dtype)
     header["cal_min"], header["cal_max"] = 0, 0  # what a viewer showed of the image
+    header.set_intent("label", name=MASKS)
     image = (type(grid.header).__module__.endswith("nifti2") and nibabel.Nifti2Image) or nibabel.Nifti1Image
     made = image(values, grid.affine, header)
     with atomic_write(path) as temporary:
         content = made.to_bytes()
         temporary.write_bytes(_compressed(content) if path.name.endswith(".gz") else content)
+
+
+def is_mask(path: Path) -> bool:
+    """Whether `write_labels` wrote a file."""
+    try:
+        return bool(_opened(path)[0].header.get_intent()[2] == MASKS)
+    except VolumeError:
+        return False
 
 
 def _compressed(content: bytes) -> bytes:

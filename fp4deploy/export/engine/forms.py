@@ -77,13 +77,16 @@ def smallest(prepare: Callable[[str], PreparedEngine], progress: Progress | None
 
 
 def smaller_in_fp16(plan: Path, ledger: Ledger, is_smallest: bool = False) -> str:
-    """Why a quantised plan is larger than the FP16 plan of the same network in its folder; "" where none is smaller.
+    """Why a quantised plan is larger than the FP16 plan of the same network in its folder; "" where it is not.
+
+    Where the folder has none: whether most of the plan is code, which FP16 has less of.
 
     is_smallest: no other form of the network has a smaller plan.
     """
     if ledger.precision == "fp16" or ledger.card is None:
         return ""
     offer = "No form is smaller." if is_smallest else "The form of the smallest plan: --conv smallest."
+    compared = False
     alike = [ledger.backend, ledger.arch, ledger.batch, ledger.sizes, _network(ledger)]
     for path in sorted(plan.parent.glob("*.ledger.json")):
         try:
@@ -91,13 +94,21 @@ def smaller_in_fp16(plan: Path, ledger: Ledger, is_smallest: bool = False) -> st
         except InputError:
             continue
         same = [other.backend, other.arch, other.batch, other.sizes, _network(other)] == alike
-        if other.precision == "fp16" and same and other.plan_bytes < ledger.plan_bytes:
+        if other.precision != "fp16" or not same:
+            continue
+        compared = True
+        if other.plan_bytes < ledger.plan_bytes:
             return (
                 f"{plan.name} is larger than the FP16 plan {other.plan}, {_megabytes(ledger.plan_bytes)} against "
                 f"{_megabytes(other.plan_bytes)}: of it {_parts(ledger)}; of FP16's {_parts(other)}. "
                 f"{offer}"
             )
-    return ""
+    if compared or 2 * ledger.totals().constant_bytes > ledger.plan_bytes:
+        return ""
+    return (
+        f"Of {plan.name} {_parts(ledger)}: the plan of FP16, with fewer, may be smaller. Build it into this folder "
+        "to see."
+    )
 
 
 def _network(ledger: Ledger) -> list[object]:

@@ -159,6 +159,9 @@ class Ledger:
     options: tuple[str, ...] = ()
     about: dict[str, Any] | None = None
 
+    def __repr__(self) -> str:
+        return f"Ledger({self.plan}: {self.summary()})"
+
     @property
     def precision(self) -> str:
         """Precision of the model in the plan: "nvfp4" where any weights are FP4, else "fp8", "int8" or "fp16"."""

@@ -82,6 +82,13 @@ class Comparison:
     ranges: Mapping[str, float] = field(default_factory=dict, kw_only=True)
     rest: Rest = field(default=FP16, kw_only=True)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.sentence()})"
+
+    def sentence(self) -> str:
+        """The agreement as a sentence: what was compared, and on how much of it both agree."""
+        return described(self.outputs, OutputAgreement.sentence)
+
     @property
     def pixels(self) -> int:
         """What was compared, in the units of the outputs: pixels, tokens, values."""

@@ -55,7 +55,7 @@ NOTHING_WRITTEN = "Nothing was written; to write the file all the same, export w
 ALLOWED_ELEMENTS = 0.001  # of a layer's quantised input, with reference inputs
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Agreement(Comparison):
     """How far ONNX Runtime and torch agree.
 
@@ -72,8 +72,7 @@ class Agreement(Comparison):
         return self.layerwise is not None and _explain(self.layerwise) is None
 
     def sentence(self) -> str:
-        """The agreement as a sentence: what was compared, and on how much of it both agree."""
-        text = described(self.outputs, OutputAgreement.sentence)
+        text = super().sentence()
         if self.layerwise is None:
             return text
         share = 100 * self.layerwise.share

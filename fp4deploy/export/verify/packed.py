@@ -40,7 +40,7 @@ LAYERS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PackedAgreement(Comparison):
     """How far the packed network and torch agree.
 
@@ -62,8 +62,7 @@ class PackedAgreement(Comparison):
         return [(node, error) for node, error in (self.nodes or {}).items() if not error <= ALLOWED_ELEMENTS]
 
     def sentence(self) -> str:
-        """The agreement as a sentence: what was compared, and on how much of it both agree."""
-        text = described(self.outputs, OutputAgreement.sentence)
+        text = super().sentence()
         if self.nodes is None:
             return text
         worst = float(np.max(list(self.nodes.values()), initial=0.0))

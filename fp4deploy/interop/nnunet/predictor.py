@@ -102,7 +102,6 @@ def predict_folder(
     out: Path,
     folds: tuple[str, ...] | None = None,
     processes: int = 3,
-    device: str | None = None,
     **options: Any,
 ) -> list[Path]:
     """Segment a folder of images as nnUNetv2_predict does, with packed networks; the files that were written.
@@ -117,7 +116,7 @@ def predict_folder(
     """
     ending = str(folder.dataset.get("file_ending", ".nii.gz"))
     cases = find_cases(Path(images), ending, folder.input_channels)
-    found = predictor(folder, folds, device, **options)
+    found = predictor(folder, folds, **options)
     Path(out).mkdir(parents=True, exist_ok=True)
     given = [[str(file) for file in files] for files in cases.values()]
     targets = [str(Path(out) / name) for name in cases]

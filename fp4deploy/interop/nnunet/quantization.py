@@ -110,16 +110,14 @@ def prepare_as(network: nn.Module, quantization: Quantization) -> nn.Module:
     return prepare(network, quantization.recipe, list(quantization.layers), fp8=list(quantization.fp8) or None)
 
 
-def load_network(
-    folder: ResultsFolder, fold: Fold | str, quantization: Quantization | None = None
-) -> tuple[nn.Module, Quantization | None]:
+def load_network(folder: ResultsFolder, fold: Fold | str) -> tuple[nn.Module, Quantization | None]:
     """The network of a fold with its weights, in evaluation mode, prepared as the plans say, and what they say.
 
     Raises:
         InputError: as of `read_fold`, `build_network` and `load_fold`.
     """
     fold = read_fold(folder.path, fold, folder.checkpoint) if isinstance(fold, str) else fold
-    quantization = quantization or quantization_of(folder.values, folder.path / PLANS)
+    quantization = quantization_of(folder.values, folder.path / PLANS)
     network = build_network(folder)
     if quantization is not None:
         prepare_as(network, quantization)

@@ -104,11 +104,9 @@ def named_folder(text: str | Path) -> tuple[Path, tuple[str, ...] | None]:
     return Path(rest), None
 
 
-def read_folder(path: Path | str, checkpoint: str | None = None) -> ResultsFolder:
-    """Read plans, data set and the configuration that the first checkpoint is of.
-
-    Args:
-        checkpoint: its file name; None: checkpoint_final.pth, or checkpoint_best.pth where no fold has that.
+def read_folder(path: Path | str) -> ResultsFolder:
+    """Read plans, data set and the configuration that the first checkpoint is of: checkpoint_final.pth, or
+    checkpoint_best.pth where no fold has that.
 
     Raises:
         InputError: no results folder, a missing or damaged file, or a cascade, which reads another network's result.
@@ -118,7 +116,7 @@ def read_folder(path: Path | str, checkpoint: str | None = None) -> ResultsFolde
     for name in (PLANS, DATASET):
         if not (path / name).is_file():
             raise InputError(f"{path} has no {name}, so it is no results folder of nnU-Net v2. {LAYOUT}")
-    folds, checkpoint = _folds(path, checkpoint)
+    folds, checkpoint = _folds(path)
     NNUNET.require("A results folder of nnU-Net")
     plans, dataset = read_json(path / PLANS), read_json(path / DATASET)
     for name, value in ((PLANS, plans), (DATASET, dataset)):
@@ -163,18 +161,18 @@ def read_fold(path: Path, fold: str, checkpoint: str = FINAL) -> Fold:
     return Fold(fold, names, configuration, trainer, mirroring, settings)
 
 
-def _folds(path: Path, checkpoint: str | None) -> tuple[tuple[str, ...], str]:
+def _folds(path: Path) -> tuple[tuple[str, ...], str]:
     there = sorted(each.name.removeprefix("fold_") for each in path.iterdir() if _FOLD.match(each.name))
     there.sort(key=lambda name: (name == "all", int(name) if name != "all" else 0))
-    for wanted in [checkpoint] if checkpoint else [FINAL, BEST]:
+    for wanted in (FINAL, BEST):
         folds = tuple(fold for fold in there if (path / f"fold_{fold}" / wanted).is_file())
         if folds:
             return folds, wanted
     if not there:
         raise InputError(f"{path} has no fold_0: nothing was trained into it. Train it with: nnUNetv2_train")
     raise InputError(
-        f"{path} has no fold_{there[0]}/{checkpoint or FINAL}: the training has not finished, or wrote under another "
-        "name. Finish it with: nnUNetv2_train ... --c; or name the file: --checkpoint checkpoint_latest.pth"
+        f"{path} has no fold_{there[0]}/{FINAL}: the training has not finished, or wrote under another name. "
+        "Finish it with: nnUNetv2_train ... --c"
     )
 
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 import torch
 
 from fp4deploy.formats import NVFP4_BLOCK
-from fp4deploy.plugins.runtime.availability import available
 from fp4deploy.plugins.runtime.fallback import Fallback
-from fp4deploy.plugins.runtime.launch import kernel
+from fp4deploy.plugins.runtime.launch import kernel, num_sms
 from fp4deploy.plugins.runtime.pdl import launch_secondary
 from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, THREADS
 
@@ -24,7 +23,7 @@ fallback = Fallback("LayerNorm layers of compiled networks", "torch's compiler")
 def supports(width: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernel runs on a device, and takes rows of so many channels."""
     fits = dtype in (torch.float16, torch.bfloat16) and width % NVFP4_BLOCK == 0 and width <= MAX_WIDTH
-    return fits and device.type == "cuda" and not fallback.refused(device) and available(device)
+    return fits and fallback.runs(device)
 
 
 def layer_norm(
@@ -59,8 +58,17 @@ def layer_norm(
     run = kernel("layer_norm.cu", "layer_norm", "PPPPPPPPiffq", macros, x.device)
     given = (x, other, weight, bias, amax, None if other is None else total, normed if plain else None, values)
     if rows:
-        launch_secondary(run, -(-rows * lanes // THREADS), THREADS, *given, width, eps, unit, rows)
+        threads = _threads(rows * lanes, num_sms(x.device))
+        launch_secondary(run, -(-rows * lanes // threads), threads, *given, width, eps, unit, rows)
     return total, normed, values
+
+
+def _threads(count: int, sms: int) -> int:
+    """Of a block, for so many in all: few rows are spread over the multiprocessors."""
+    threads = THREADS
+    while threads > LANES and count < threads * sms:
+        threads //= 2
+    return threads
 
 
 def _division(width: int) -> tuple[int, int]:

@@ -21,12 +21,10 @@ from functools import reduce
 import torch
 
 from fp4deploy import formats
-from fp4deploy.errors import UnavailableError
 from fp4deploy.formats import NVFP4_BLOCK, Nvfp4Tensor
 from fp4deploy.plugins.quantize.channels_last import BLOCKS, VECTOR, channels_fit
 from fp4deploy.plugins.quantize.norm_float32 import maximum_of_pixels, norm_relu
 from fp4deploy.plugins.quantize.statistics import Moments, chunk_moments, combine
-from fp4deploy.plugins.runtime.availability import available
 from fp4deploy.plugins.runtime.fallback import Fallback
 from fp4deploy.plugins.runtime.launch import kernel
 from fp4deploy.plugins.runtime.pdl import launch_secondary
@@ -73,14 +71,11 @@ def norm_relu_pack(
     if x.device.type == "cpu" and x.dtype == torch.float32:
         written = norm_relu(x, bias, weight, beta, groups, eps, [form.pooled for form in forms])
         return [_form(y, form.amax) for y, form in zip(written, forms, strict=True)]
-    if not _runs(x) or weight.numel() > groups * THREADS:
-        return apply_reference(x, affine(x, bias, weight, beta, groups, eps), forms)
-    try:
-        ab = combine(moments or chunk_moments(x), x.shape, bias, weight, beta, groups, eps)
-        return apply_kernels(x, ab, forms)
-    except UnavailableError as error:
-        fallback.refuse(x.device, error)
-        return apply_reference(x, affine(x, bias, weight, beta, groups, eps), forms)
+    if weight.numel() <= groups * THREADS and supports(x) and fallback.runs(x.device):
+        with fallback.guard(x.device):
+            ab = combine(moments or chunk_moments(x), x.shape, bias, weight, beta, groups, eps)
+            return apply_kernels(x, ab, forms)
+    return apply_reference(x, affine(x, bias, weight, beta, groups, eps), forms)
 
 
 @operator(
@@ -100,11 +95,9 @@ def coefficients(
 ) -> torch.Tensor:
     """`affine` by kernels where they run; moments: of x, as of `norm_relu_pack`."""
     x = x.contiguous()
-    if _runs(x) and weight.numel() <= groups * THREADS:
-        try:
+    if weight.numel() <= groups * THREADS and supports(x) and fallback.runs(x.device):
+        with fallback.guard(x.device):
             return combine(moments or chunk_moments(x), x.shape, bias, weight, beta, groups, eps)
-        except UnavailableError as error:
-            fallback.refuse(x.device, error)
     return affine(x, bias, weight, beta, groups, eps)
 
 
@@ -165,9 +158,9 @@ def _form(y: torch.Tensor, amax: torch.Tensor | None) -> FeatureMap:
     return y if amax is None else formats.quantize_nvfp4(y, amax=amax)
 
 
-def _runs(x: torch.Tensor) -> bool:
-    fits = x.dtype in (torch.float16, torch.bfloat16) and channels_fit(x.shape[-1]) and x.numel() > 0
-    return x.is_cuda and fits and not fallback.refused(x.device) and available(x.device)
+def supports(x: torch.Tensor) -> bool:
+    """Whether the kernels take a feature map [N, H, W, C]."""
+    return x.dtype in (torch.float16, torch.bfloat16) and channels_fit(x.shape[-1]) and x.numel() > 0
 
 
 def apply_kernels(x: torch.Tensor, ab: torch.Tensor, forms: Sequence[OutputForm]) -> list[FeatureMap]:

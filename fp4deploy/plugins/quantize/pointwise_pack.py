@@ -21,10 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from fp4deploy import formats
-from fp4deploy.errors import UnavailableError
-from fp4deploy.plugins.quantize.channels_last import channels_fit
-from fp4deploy.plugins.quantize.norm_pack import FeatureMap, OutputForm, chunks, empty, pointers
-from fp4deploy.plugins.runtime.availability import available
+from fp4deploy.plugins.quantize.norm_pack import FeatureMap, OutputForm, chunks, empty, pointers, supports
 from fp4deploy.plugins.runtime.fallback import Fallback
 from fp4deploy.plugins.runtime.launch import kernel
 from fp4deploy.plugins.runtime.pdl import launch_secondary
@@ -61,19 +58,10 @@ def pointwise_pack(x: torch.Tensor, work: Pointwise, forms: Sequence[OutputForm]
         forms: packed ones give `Nvfp4Tensor` [N, H, W, C], plain ones tensors; pooled ones [N, H/2, W/2, C], for which
             H and W must be even.
     """
-    if not is_available(x):
-        return apply_reference(x, work, forms)
-    try:
-        return apply_kernels(x, work, forms)
-    except UnavailableError as error:
-        fallback.refuse(x.device, error)
-        return apply_reference(x, work, forms)
-
-
-def is_available(x: torch.Tensor) -> bool:
-    """The kernel takes this feature map, on its device."""
-    fits = x.dtype in (torch.float16, torch.bfloat16) and channels_fit(x.shape[-1]) and x.numel() > 0
-    return x.is_cuda and fits and not fallback.refused(x.device) and available(x.device)
+    if supports(x) and fallback.runs(x.device):
+        with fallback.guard(x.device):
+            return apply_kernels(x, work, forms)
+    return apply_reference(x, work, forms)
 
 
 def apply_reference(x: torch.Tensor, work: Pointwise, forms: Sequence[OutputForm]) -> list[FeatureMap]:

@@ -13,10 +13,8 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from fp4deploy.errors import UnavailableError
 from fp4deploy.formats import NVFP4_BLOCK, Nvfp4Tensor
 from fp4deploy.plugins.quantize.channels_last import VECTOR
-from fp4deploy.plugins.runtime.availability import available
 from fp4deploy.plugins.runtime.fallback import Fallback
 from fp4deploy.plugins.runtime.launch import kernel
 from fp4deploy.plugins.runtime.pdl import launch_secondary
@@ -35,11 +33,10 @@ def max_pool(
     """`torch.nn.functional.max_pool2d` of [N, C, H, W]."""
     y: torch.Tensor
     fits = x.dtype in (torch.float16, torch.bfloat16) and x.ndim == 4 and x.shape[1] % VECTOR == 0
-    if fits and _runs(x) and x.numel() < LARGEST and x.is_contiguous(memory_format=torch.channels_last):
-        try:
+    fits = fits and 0 < x.numel() < LARGEST and x.is_contiguous(memory_format=torch.channels_last)
+    if fits and fallback.runs(x.device):
+        with fallback.guard(x.device):
             return max_pool_kernel(x, kernel_size, stride, padding, dilation, ceil_mode)
-        except UnavailableError as error:
-            fallback.refuse(x.device, error)
     y = F.max_pool2d(x, kernel_size, stride, padding, dilation, ceil_mode)
     return y
 
@@ -68,11 +65,9 @@ def resize_nearest(
 ) -> Nvfp4Tensor:
     """`torch.nn.functional.interpolate` of a packed feature map [N, H, W, C], nearest or nearest-exact."""
     threads = len(x.codes) * math.prod(_resized(x, size, scale)) * x.scales.shape[-1]
-    if _runs(x.codes) and x.shape[-1] % NVFP4_BLOCK == 0 and threads < LARGEST:
-        try:
+    if fallback.runs(x.codes.device) and x.shape[-1] % NVFP4_BLOCK == 0 and 0 < threads < LARGEST:
+        with fallback.guard(x.codes.device):
             return resize_kernel(x, size, scale, exact)
-        except UnavailableError as error:
-            fallback.refuse(x.codes.device, error)
     mode = "nearest-exact" if exact else "nearest"
     parts = [part.permute(0, 3, 1, 2) for part in (x.codes, x.scales.view(torch.uint8))]
     given = None if size is None else list(size)
@@ -121,7 +116,3 @@ def _step(size: int, wanted: int) -> float:
 def _like(x: Nvfp4Tensor, codes: torch.Tensor, scales: torch.Tensor) -> Nvfp4Tensor:
     shape = torch.Size((*codes.shape[:-1], x.shape[-1]))
     return replace(x, codes=codes, scales=scales.view(torch.float8_e4m3fn), shape=shape)
-
-
-def _runs(x: torch.Tensor) -> bool:
-    return x.is_cuda and x.numel() > 0 and not fallback.refused(x.device) and available(x.device)

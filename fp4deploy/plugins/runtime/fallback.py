@@ -7,13 +7,15 @@ A kernel that does not compile for a GPU is not tried again there. One that was 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 from weakref import WeakSet
 
 import torch
 
 from fp4deploy.errors import UnavailableError
-from fp4deploy.plugins.runtime.availability import device_index
+from fp4deploy.plugins.runtime.availability import available, device_index
 from fp4deploy.plugins.runtime.nvcc import LaunchError
 
 
@@ -33,6 +35,18 @@ class Fallback:
         """Whether the kernel was refused there for good."""
         return device_index(device) in self._refused
 
+    def runs(self, device: torch.device) -> bool:
+        """Whether CUDA kernels run on a device, and this one was not refused there."""
+        return device.type == "cuda" and not self.refused(device) and available(device)
+
+    @contextmanager
+    def guard(self, device: torch.device) -> Iterator[None]:
+        """Go on behind a block that returns the kernel's result, where the kernel is refused or missed."""
+        try:
+            yield
+        except UnavailableError as error:
+            self.refuse(device, error)
+
     def missed(self, device: torch.device) -> int:
         """How often the kernel was not loaded or launched there, without being refused."""
         return self._missed.get(device_index(device), 0)
@@ -49,7 +63,7 @@ class Fallback:
             self._refused.add(index)
             text = f"{self.what} fall back to {self.instead} on {device}: {error}"
         if first:
-            warnings.warn(text, stacklevel=3)
+            warnings.warn(text, stacklevel=4)
 
 
 class Count(NamedTuple):

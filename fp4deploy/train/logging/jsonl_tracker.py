@@ -1,14 +1,15 @@
-"""Telemetry as a file of JSON lines."""
+"""Telemetry as a file of JSON lines, and metrics.jsonl: each line is flushed at once, so that a crash loses nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fp4deploy.system.files import append_line
-from fp4deploy.system.schema import whole_lines
-from fp4deploy.train.logging.metrics_log import keep_lines
+from fp4deploy.errors import InputError
+from fp4deploy.system.files import append_line, write_whole
+from fp4deploy.system.schema import MAX_LINES_BYTES, parse_json, read_bytes, whole_lines
 from fp4deploy.train.logging.tracker import EPOCH, SAMPLE, Entry
 
 FILE = "telemetry.jsonl"
@@ -67,3 +68,38 @@ def _belongs(line: dict[str, Any] | None, step: int, epoch: int) -> bool:
     if line is None:
         return False
     return bool(line["epoch"] <= epoch if line["kind"] == EPOCH else line["step"] <= step)
+
+
+def keep_epochs(path: Path, last: int) -> None:
+    """Drop the lines of epochs that will be trained again, and lines that cannot be read.
+
+    Raises:
+        InputError: the disk is full; the file keeps its lines.
+    """
+    if not path.is_file():
+        return
+    keep_lines(path, lambda line: _epoch(line) <= last)
+
+
+def keep_lines(path: Path, wanted: Callable[[Any], bool]) -> None:
+    """Keep the lines of a JSON Lines file whose values are `wanted`, each with its newline.
+
+    Raises:
+        InputError: the file cannot be read, or the disk is full; the file keeps its lines.
+    """
+    whole = read_bytes(path, MAX_LINES_BYTES)
+    kept = b"".join(line + b"\n" for line in whole.splitlines() if _is_wanted(line, wanted))
+    if kept != whole:
+        write_whole(path, kept)
+
+
+def _is_wanted(line: bytes, wanted: Callable[[Any], bool]) -> bool:
+    try:
+        return wanted(parse_json(line.decode("utf-8"), "the line", nan="none"))
+    except (InputError, UnicodeDecodeError):
+        return False
+
+
+def _epoch(line: Any) -> float:
+    number = line.get("epoch") if isinstance(line, dict) else None
+    return number if type(number) is int else math.inf

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -28,3 +29,14 @@ class Loss(Protocol):
     def warnings(self) -> list[str]:
         """What was noticed in training, each once."""
         return []
+
+
+class LabelLoss(Loss):
+    """Cross-entropy of one class an image, in FP32: logits [N, classes], int64 [N]; `smoothing` goes to all classes."""
+
+    def __init__(self, smoothing: float = 0.0) -> None:
+        self.smoothing = smoothing
+
+    def of(self, outputs: Tensor, *targets: Any, **named: Any) -> Tensor:
+        """The mean over the images."""
+        return F.cross_entropy(outputs.float(), targets[0], label_smoothing=self.smoothing)

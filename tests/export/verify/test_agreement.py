@@ -180,10 +180,16 @@ def with_fault(model: nn.Module, fault: Fault) -> nn.Module:
     return found
 
 
+@cache
+def graph_of(kind: str, fault: str = "") -> onnx.ModelProto:
+    model, wrong = prepared(kind), FAULTS.get(fault, scaled)
+    return fd.export_graph(with_fault(model, wrong) if fault else model, batch(kind, 5))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_right_file_passes_and_says_what_was_compared(kind: str, tmp_path: Path) -> None:
     model, x = prepared(kind), [batch(kind, 5), batch(kind, 6)]
-    found = fd.verify(model, fd.export_graph(model, x[0]), x)
+    found = fd.verify(model, graph_of(kind), x)
     packed = pack(model, tmp_path / "m.fp4", example_inputs=x[0]).verification
     assert packed is not None
     for sentence in (found.sentence(), packed.sentence()):
@@ -205,8 +211,7 @@ def test_a_right_file_passes_and_says_what_was_compared(kind: str, tmp_path: Pat
 def test_a_fault_is_seen_end_to_end_and_layer_by_layer(kind: str, fault: str) -> None:
     """In the first of two batches alone where the fault is of one sample."""
     model = prepared(kind)
-    wrong = fd.export_graph(with_fault(model, FAULTS[fault]), batch(kind, 5))
-    found = fd.verify(model, wrong, [batch(kind, 5), batch(kind, 6, marked=False)])
+    found = fd.verify(model, graph_of(kind, fault), [batch(kind, 5), batch(kind, 6, marked=False)])
     assert not found.passed, found.sentence()
     assert found.layerwise is not None
     assert not all(each.passed for each in found.layerwise.outputs)
@@ -237,10 +242,10 @@ def test_a_map_that_is_said_to_be_of_classes_is_compared_by_them(kind: str, faul
     model, x = prepared(kind), batch(kind, 5)
     axis = 2 if kind == "Tokens" else 1
     for said in ("classes", f"classes:{axis}"):
-        good = fd.verify(model, fd.export_graph(with_fault(model, scaled), x), x, outputs=said)
+        good = fd.verify(model, graph_of(kind, "scaled"), x, outputs=said)
         assert good.passed, "whatever the values are"
         assert good.sentence().startswith(f"argmax over axis {axis} equal to torch on 100.000 %")
-        assert not fd.verify(model, fd.export_graph(with_fault(model, FAULTS[fault]), x), x, outputs=said).passed
+        assert not fd.verify(model, graph_of(kind, fault), x, outputs=said).passed
 
 
 def test_values_have_the_bound_that_is_said() -> None:

@@ -76,7 +76,7 @@ def test_a_failure_is_torch_from_then_on(monkeypatch: pytest.MonkeyPatch) -> Non
         raise UnavailableError("no compiler")
 
     monkeypatch.setattr(depthwise, "fallback", Fallback("Depthwise convolutions", "torch"))
-    monkeypatch.setattr(depthwise, "is_available", lambda device: not depthwise.fallback.refused(device))
+    monkeypatch.setattr(depthwise.fallback, "runs", lambda device: not depthwise.fallback.refused(device))
     monkeypatch.setattr(depthwise, "conv2d", fails)
     x, filters = torch.randn(1, 9, 9, 6).half(), weight(6, 5, 5)
     places = ((1, 1), (2, 2), (1, 1))

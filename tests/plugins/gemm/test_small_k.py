@@ -7,9 +7,7 @@ import itertools
 import pytest
 import torch
 
-from fp4deploy.errors import UnavailableError
 from fp4deploy.plugins.gemm.convolution import small_k
-from fp4deploy.plugins.runtime.fallback import Fallback
 
 SHARED = 227 * 1024, 163 * 1024, 99 * 1024  # shared memory of a multiprocessor of SM90, SM80, SM86
 
@@ -96,14 +94,3 @@ def test_reference(stride: int) -> None:
     )
     assert y.is_contiguous()
     torch.testing.assert_close(y.float(), wanted.relu().permute(0, 2, 3, 1), rtol=1e-3, atol=1e-5)
-
-
-def test_a_refused_device_is_named_once_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = torch.device("cuda", 0)
-    monkeypatch.setattr(small_k, "fallback", Fallback("FP16 convolutions of small K", "torch"))
-    monkeypatch.setattr(small_k, "available", lambda _: True)
-    assert small_k.is_available(device)
-    assert not small_k.is_available(torch.device("cpu"))
-    with pytest.warns(UserWarning, match="fall back to torch on cuda:0: nvcc says no"):
-        small_k.fallback.refuse(device, UnavailableError("nvcc says no"))
-    assert not small_k.is_available(device)

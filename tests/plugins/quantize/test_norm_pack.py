@@ -93,12 +93,12 @@ def test_coefficients_of_given_moments_do_not_read_the_feature_map(
         combined.append((taken, shape, groups))
         return x
 
-    monkeypatch.setattr(norm_pack, "_runs", lambda _: True)
+    monkeypatch.setattr(norm_pack.fallback, "runs", lambda _: True)
     monkeypatch.setattr(norm_pack, "combine", combine)
     monkeypatch.setattr(norm_pack, "chunk_moments", lambda _: own)
     assert coefficients(x, None, weight, beta, 16, EPS, moments if given else None) is x
     assert combined == [(moments if given else own, x.shape, 16)]
-    monkeypatch.setattr(norm_pack, "_runs", lambda _: False)
+    monkeypatch.setattr(norm_pack.fallback, "runs", lambda _: False)
     assert torch.equal(coefficients(x, None, weight, beta, 16, EPS, moments), affine(x, None, weight, beta, 16, EPS))
 
 

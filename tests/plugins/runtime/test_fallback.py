@@ -12,6 +12,7 @@ import torch
 
 from fp4deploy.errors import UnavailableError
 from fp4deploy.plugins import KernelError, kernel
+from fp4deploy.plugins.runtime import fallback as module
 from fp4deploy.plugins.runtime.fallback import Fallback, in_torch
 from fp4deploy.plugins.runtime.nvcc import LaunchError
 from tests.plugins.cuda_stand_in import Pycuda
@@ -20,15 +21,20 @@ GPU = torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize("error", [KernelError("nvcc says no"), UnavailableError("no GPU")])
-def test_refused_for_good(error: UnavailableError) -> None:
+def test_refused_for_good(error: UnavailableError, monkeypatch: pytest.MonkeyPatch) -> None:
     fallback = Fallback("Norms", "torch")
-    with pytest.warns(UserWarning, match="Norms fall back to torch on cuda:0: "):
-        fallback.refuse(GPU, error)
+    monkeypatch.setattr(module, "available", lambda _: True)
+    assert fallback.runs(GPU)
+    assert not fallback.runs(torch.device("cpu"))
+    with pytest.warns(UserWarning, match="Norms fall back to torch on cuda:0: ") as caught, fallback.guard(GPU):
+        raise error
+    assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fallback.refuse(GPU, error)
     assert fallback.refused(GPU)
-    assert not fallback.refused(torch.device("cuda", 1))
+    assert not fallback.runs(GPU)
+    assert fallback.runs(torch.device("cuda", 1))
     assert fallback.missed(GPU) == 0
 
 

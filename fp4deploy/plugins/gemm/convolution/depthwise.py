@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 
 from fp4deploy.graph.sizes import output_size
-from fp4deploy.plugins.runtime.availability import available
 from fp4deploy.plugins.runtime.fallback import Fallback
 from fp4deploy.plugins.runtime.launch import kernel, num_sms
 from fp4deploy.plugins.runtime.pdl import launch_secondary
@@ -61,11 +60,6 @@ def is_aligned(x: torch.Tensor, weight: torch.Tensor, padding: Pair) -> bool:
     """Whether a feature map [N, H, W, C] has the weight's dtype, and its pixels are within the kernel's counters."""
     n, h, w, _ = x.shape
     return x.dtype == weight.dtype and n * (h + 2 * padding[0]) * (w + 2 * padding[1]) < COUNTED
-
-
-def is_available(device: torch.device) -> bool:
-    """Whether the kernel runs on a device, and was not refused there."""
-    return device.type == "cuda" and not fallback.refused(device) and available(device)
 
 
 def conv2d(

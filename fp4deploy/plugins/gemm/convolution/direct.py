@@ -22,7 +22,6 @@ import torch
 from fp4deploy.formats import E2M1_MAX, Nvfp4Tensor
 from fp4deploy.plugins.gemm.convolution.decoded_weight import DecodedWeight
 from fp4deploy.plugins.quantize.statistics import Moments
-from fp4deploy.plugins.runtime.availability import available
 from fp4deploy.plugins.runtime.fallback import Fallback
 from fp4deploy.plugins.runtime.launch import kernel, num_sms
 from fp4deploy.plugins.runtime.pdl import launch_secondary
@@ -102,7 +101,7 @@ def fills_gpu(chosen: Variant, pixels: tuple[int, int, int], device: torch.devic
 
 def is_available(device: torch.device) -> bool:
     """Whether it was not refused on a device, and CUDA kernels run there."""
-    return device.type != "cuda" or (not fallback.refused(device) and available(device))
+    return device.type != "cuda" or fallback.runs(device)
 
 
 def variant(channels: tuple[int, ...], outputs: int, taps: Pair, transposed: bool) -> Variant:

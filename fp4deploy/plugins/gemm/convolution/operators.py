@@ -14,7 +14,6 @@ from types import ModuleType
 
 import torch
 
-from fp4deploy.errors import UnavailableError
 from fp4deploy.graph.sizes import output_size, transposed_size
 from fp4deploy.plugins.gemm.convolution import depthwise, small_k
 from fp4deploy.plugins.runtime.torch_library import operator
@@ -106,13 +105,11 @@ def _by_own_kernel(
     if module is None:
         return None
     filters = weight.permute(0, 2, 3, 1)
-    try:
+    with module.fallback.guard(x.device):
         if module is depthwise and depthwise.is_aligned(x, weight, padding):
             return depthwise.conv2d(x, weight, bias, stride, padding, dilation, relu)
         if module is small_k and small_k.is_aligned(x, filters, stride, padding):
             return small_k.conv2d(x, filters, bias, stride, padding, relu)[0]
-    except UnavailableError as error:
-        module.fallback.refuse(x.device, error)
     return None
 
 
@@ -130,7 +127,7 @@ def own_kernel(
     outputs, channels, kh, kw = weight.shape
     by, around, apart = ((each[0], each[1]) for each in (stride, padding, dilation))
     if depthwise.supports(weight, by, around, apart, groups):
-        return depthwise if depthwise.is_available(device) else None
+        return depthwise if depthwise.fallback.runs(device) else None
     narrow = weight.dtype in (torch.float16, torch.bfloat16)
     fits = narrow and small_k.supports(channels, outputs, (kh, kw), by, around, apart, groups)
-    return small_k if fits and small_k.is_available(device) else None
+    return small_k if fits and small_k.fallback.runs(device) else None

@@ -22,7 +22,6 @@ import torch.nn.functional as F
 
 from fp4deploy.graph.sizes import output_size
 from fp4deploy.plugins.quantize.statistics import Moments
-from fp4deploy.plugins.runtime.availability import available
 from fp4deploy.plugins.runtime.fallback import Fallback
 from fp4deploy.plugins.runtime.launch import kernel, num_sms
 from fp4deploy.plugins.runtime.pdl import launch_secondary
@@ -148,11 +147,6 @@ def is_aligned(x: torch.Tensor, weight: torch.Tensor, stride: Pair = (1, 1), pad
     reached = sum((size - 1) * step for size, step in zip(x.shape[1:], x.stride()[1:], strict=True))
     largest = max(reached, h * w * c, n * oh * ow, (h + 2 * padding[0]) * (w + 2 * padding[1]))
     return largest < COUNTED
-
-
-def is_available(device: torch.device) -> bool:
-    """Whether the kernel runs on a device, and was not refused there."""
-    return device.type == "cuda" and not fallback.refused(device) and available(device)
 
 
 def conv2d(

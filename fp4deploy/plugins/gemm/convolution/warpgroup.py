@@ -23,7 +23,6 @@ from fp4deploy.architecture import Architecture
 from fp4deploy.formats import E2M1_MAX, Nvfp4Tensor
 from fp4deploy.plugins.gemm.convolution.decoded_weight import PAD, DecodedWeight
 from fp4deploy.plugins.quantize.statistics import Moments
-from fp4deploy.plugins.runtime.availability import available
 from fp4deploy.plugins.runtime.context import library
 from fp4deploy.plugins.runtime.fallback import Fallback
 from fp4deploy.plugins.runtime.launch import kernel, num_sms
@@ -157,9 +156,7 @@ def supports(
 
 def is_available(device: torch.device) -> bool:
     """Whether a device has wgmma and a driver that encodes tensor maps, and did not refuse the kernel."""
-    if device.type != "cuda" or fallback.refused(device):
-        return False
-    return available(device) and _is_sm90(device.index)
+    return fallback.runs(device) and _is_sm90(device.index)
 
 
 @lru_cache

@@ -9,7 +9,7 @@
 // x, other, sum, plain, values: DTYPE [rows, channels], 16-byte aligned; other (and sum with it) and plain may be null.
 // weight, bias: float32 [channels], null for 1 and 0. unit: what one unit of E2M1 times its block scale is written as; 0
 // for the contract's d8 A / 6E.
-// Launch: block 256, a grid of rows / (256 / LANES).
+// Launch: block 32, 64, 128 or 256, a grid of rows / (block / LANES).
 #include "channels.cuh"
 
 using channels::VECTOR;
@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(256) layer_norm(
     const DTYPE* x, const DTYPE* other, const float* weight, const float* bias, const float* amax, DTYPE* sum,
     DTYPE* plain, DTYPE* values, int width, float eps, float unit, long long rows) {
     begin_after_primary();
-    const long long row = (long long)blockIdx.x * (256 / LANES) + threadIdx.x / LANES;
+    const long long row = (long long)blockIdx.x * (blockDim.x / LANES) + threadIdx.x / LANES;
     const int lane = threadIdx.x % LANES;
     const bool inside = row < rows;  // threads without a row take part in the shuffles
     const long long start = row * width;
