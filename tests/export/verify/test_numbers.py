@@ -86,6 +86,23 @@ def test_what_is_computed_of_parameters_is_rounded_where_the_file_has_it_in_fp16
     }
 
 
+class Angles(nn.Module):
+    """Of time steps, which diffusers computes in FP32 whatever the network is in; and others in the network's type."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        frequency = torch.exp(-9.21034 * torch.arange(4, dtype=torch.float32) / 4)
+        own = torch.arange(4, dtype=x.dtype) * 0.1
+        return torch.cat([torch.sin(500 * x[:, :1].float() * frequency).to(x.dtype), x[:, :4] * own], 1)
+
+
+def test_numbers_are_rounded_where_the_code_does_not_ask_for_fp32() -> None:
+    x = torch.ones(2, 16)
+    with torch.inference_mode(), rest_numbers(Angles(), FP16):
+        found = Angles()(x)[0]
+    exact = torch.sin(500 * torch.exp(-9.21034 * torch.arange(4.0) / 4))
+    assert torch.equal(found, torch.cat([exact, torch.arange(4) * FP16.rounded(0.1)]))
+
+
 def test_a_layer_that_raises_leaves_no_trace() -> None:
     model, images = prepared()
     runnable = deployed(model)
