@@ -39,13 +39,15 @@ ARITHMETIC = {
     *(getattr(torch.Tensor, name) for name in (*_METHODS, *_IN_PLACE) if hasattr(torch.Tensor, name)),
 }
 DTYPE, FLOAT = torch.Tensor.dtype.__get__, torch.Tensor.float  # type: ignore[attr-defined]
+FACTORIES = (torch.arange, torch.linspace)
 CASTS = (torch.Tensor.to, torch.Tensor.type, torch.Tensor.type_as, torch.Tensor.half, torch.Tensor.bfloat16)
 
 
 class _RestNumbers(TorchFunctionMode):
     """Sums, differences, products and quotients of a tensor and a number, outside of quantised layers (`inside`).
 
-    computed: the tensors that are computed from `parameters`, which has buffers, too, and from nothing else. wide:
+    computed: the tensors that are computed from `parameters`, which has buffers, too, or positions, and from nothing
+    else. wide:
     those that are FP32 in the file since the code says so.
     """
 
@@ -67,7 +69,9 @@ class _RestNumbers(TorchFunctionMode):
             return func(*args, **kwargs)
         read = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         sources = read[:1] if func is torch.Tensor.type_as else read
-        computed = bool(sources) and all(each in self.parameters or each in self.computed for each in sources)
+        computed = func in FACTORIES or (
+            bool(sources) and all(each in self.parameters or each in self.computed for each in sources)
+        )
         wide = any(each in self.wide for each in read)
         if not computed and not wide and func in ARITHMETIC and any(_is_floating(each) for each in args):
             args = tuple(self.rest.rounded(each) if isinstance(each, float) else each for each in args)
@@ -77,14 +81,15 @@ class _RestNumbers(TorchFunctionMode):
         if func in (FLOAT, *CASTS) and result is args[0]:  # of this type already: another tensor, which may be wide
             result = torch.ops.aten.alias.default(result)
         asked = func is torch.arange and kwargs.get("dtype") is torch.float32 and not self.of_a_tensor
-        found = [each for each in tree_leaves(result) if _is_floating(each)]
-        self.computed.update(dict.fromkeys(found if computed else (), True))
+        given = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+        found = [each for each in given if _is_floating(each)]
+        self.computed.update(dict.fromkeys(given if computed else (), True))
         self.wide.update(dict.fromkeys(found if (wide and func not in CASTS) or func is FLOAT or asked else (), True))
         self.of_a_tensor = False
         return result
 
     def _rounded(self, x: torch.Tensor) -> torch.Tensor:
-        narrow = x in self.computed and x not in self.wide and self.rest.holds_tensor(x)
+        narrow = x in self.computed and x not in self.wide and _is_floating(x) and self.rest.holds_tensor(x)
         return x.to(self.rest.dtype).to(x.dtype) if narrow else x
 
     def enter(self, *_: object) -> None:
