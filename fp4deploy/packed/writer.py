@@ -108,7 +108,7 @@ class Writer:
         self.scales = self._scales(file, layers)
         shapes = shapes_of(file.graph)
         self.weights = {node.layer: self._weight(file, node, shapes, device) for node in layers}
-        self.positions = positions_of(file.graph, device)
+        self.positions, self.device = positions_of(file.graph, device), device
         last = {name: number for number, node in enumerate(file.graph.nodes) for name in node.inputs}
         last |= {each.activation: len(file.graph.nodes) for each in file.graph.outputs}
         self.last_read = [  # by each node: what is freed then
@@ -157,7 +157,7 @@ class Writer:
             if self.wide:
                 dtype = torch.float32 if self._is_wide(node) else dtype
                 read = [x.to(dtype) if x.is_floating_point() else x for x in read]
-            context = Context(tensors.__getitem__, sizes, self.positions, dtype)
+            context = Context(tensors.__getitem__, sizes, self.positions, dtype, self.device)
             early = [form for form in node.outputs if only_moves(node, form, read)]
             for form in early:
                 moved = [self._form(x, form, tensors) for x in read]
