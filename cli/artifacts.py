@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -75,6 +76,21 @@ def next_commands(checkpoint: Path, baseline: Path, data: Path | None, model: st
         f"Measure it on all images with: fp4deploy bench --engine {path} --baseline {typed(baseline)}{measured}{more}; "
         f"export it with: fp4deploy export {path}{named}{more}"
     )
+
+
+def named_next(files: Sequence[Path]) -> str:
+    """Arguments by which `build` and `bench` take new files: none in the latest run, else their run, or each file."""
+    from fp4deploy.runs import latest_run, run_of
+
+    found = {None if (run := run_of(file)) is None else run.path.resolve() for file in files}
+    try:
+        latest = latest_run().path.resolve()
+    except InputError:
+        latest = None
+    if found == {latest} and latest is not None:
+        return ""
+    runs = [path for path in found if path is not None]
+    return "".join(f" {typed(path)}" for path in (runs if len(found) == len(runs) == 1 else files))
 
 
 def packed_networks(names: list[Path] | None) -> list[Path]:

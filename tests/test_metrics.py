@@ -12,7 +12,7 @@ import torch
 
 from fp4deploy.bench.evidence import VoxelCounts
 from fp4deploy.bench.gate.bootstrap import paired_drop
-from fp4deploy.metrics import IGNORE, Scores, SegmentationScore, VolumeScores, hausdorff95
+from fp4deploy.metrics import IGNORE, LabelScore, Scores, SegmentationScore, VolumeScores, hausdorff95
 from fp4deploy.tasks.volumes import VolumeEvaluation
 
 NAMES = ("a", "b", "c")
@@ -144,3 +144,13 @@ def test_a_volume_costs_its_share_of_the_mean() -> None:
     drop = paired_drop(*pair)
     assert drop.images.tolist() == pytest.approx([0.0, 0.25])
     assert drop.images.sum() == pytest.approx(drop.metric.drop)
+
+
+def test_images_of_one_class_each_by_hand() -> None:
+    score = LabelScore("abc")
+    score.update(torch.tensor([0, 0, 1]), torch.tensor([0, 1, 1]))
+    score.update(torch.tensor([0, 0]), torch.tensor([1, 0]))
+    found = score.compute()
+    assert found.per_class == {"a": 1.0, "b": pytest.approx(1 / 3), "c": None}
+    assert found.top1 == found.score == pytest.approx(3 / 5)
+    assert math.isnan(LabelScore("ab").compute().top1)

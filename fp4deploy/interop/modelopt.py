@@ -14,7 +14,7 @@ applies a scale. Here they run along the input channels, so the codes of a convo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,12 @@ from fp4deploy.requirements import MODELOPT
 RECIPE = "nvfp4_qat"
 OPERANDS = ("input", "weight")
 SMOOTHED = ".input_quantizer._pre_quant_scale"
+KNOWN = ("_amax", "_pre_quant_scale")  # tensors of a quantiser, beside others that end in amax
+MORE = {
+    "_rotate": "it rotates its operands first",
+    "_bias": "it adds an offset first",
+    "_unsigned": "codes without a sign",
+}
 SAME = 1e-3  # relative difference of two amaxes that says nothing
 
 
@@ -40,7 +46,7 @@ SAME = 1e-3  # relative difference of two amaxes that says nothing
 class Quantizer:
     """One of ModelOpt's quantisers. bits: (exponent, mantissa), or a number of integer bits. axis: of its scales, None
     for one scale. block: (axis, size) of its blocks. scale_bits: format of the block scales. amax: None where it has
-    none. scaled: it multiplies its input first (SmoothQuant, AWQ).
+    none. scaled: it multiplies its input first (SmoothQuant, AWQ). more: what else it does, as clauses.
     """
 
     bits: Any
@@ -49,6 +55,7 @@ class Quantizer:
     scale_bits: Any = None
     amax: Tensor | None = None
     scaled: bool = False
+    more: tuple[str, ...] = ()
 
     @property
     def format(self) -> str:
@@ -63,11 +70,15 @@ class Quantizer:
 
 @dataclass(frozen=True)
 class Quantized:
-    """A model of ModelOpt: tensors by name, without its quantisers', and quantisers by layer and operand."""
+    """A model of ModelOpt: tensors by name, without its quantisers', and quantisers by layer and operand.
+
+    left: names of other quantisers that are on, by module: of its output, of the operands of its attention.
+    """
 
     tensors: dict[str, Tensor]
     quantizers: dict[str, dict[str, Quantizer]]
     version: str = ""
+    left: dict[str, list[str]] = field(default_factory=dict)
 
 
 @dataclass
@@ -129,12 +140,23 @@ def _quantizer(state: Mapping[str, Any]) -> Quantizer | None:
     scale_bits = sizes.get("scale_bits")
     if len(blocks) > 1:
         scale_bits = None  # blocks over several axes are of no format here
-    return Quantizer(bits, state.get("_axis"), blocks[0] if blocks else None, tuple(scale_bits) if scale_bits else None)
+    settings = {name: state.get(name) for name in MORE}
+    on = [name for name, each in settings.items() if (each.get("enable", True) if isinstance(each, Mapping) else each)]
+    block, scales = blocks[0] if blocks else None, tuple(scale_bits) if scale_bits else None
+    return Quantizer(bits, state.get("_axis"), block, scales, more=tuple(MORE[name] for name in on))
 
 
 def _joined(tensors: dict[str, Tensor], found: Mapping[str, Quantizer | None], version: str) -> Quantized:
     """Quantisers by layer, each with its amax; tensors without those of quantisers."""
     layers: dict[str, dict[str, Quantizer]] = {}
+    left: dict[str, list[str]] = {}
+    for name in tensors:
+        of, _, own = name.rpartition(".")
+        if "_quantizer" in of and own not in KNOWN and not own.endswith("amax"):
+            raise InputError(
+                f"{name} is not known here, and may be a part of the weight, as of SVDQuant and of compressed weights. "
+                "Quantise the model without it, and save it before it is compressed."
+            )
     for name, quantizer in found.items():
         layer, _, own = name.rpartition(".")
         operand = own.removesuffix("_quantizer")
@@ -143,6 +165,8 @@ def _joined(tensors: dict[str, Tensor], found: Mapping[str, Quantizer | None], v
             scaled = f"{name}._pre_quant_scale" in tensors
             fields = vars(quantizer) | {"amax": None if amax is None else amax.detach().float(), "scaled": scaled}
             layers.setdefault(layer, {})[operand] = Quantizer(**fields)
+        elif quantizer is not None:
+            left.setdefault(layer, []).append(own)
     plain = {name: value for name, value in tensors.items() if "_quantizer." not in name}
     for (
         name,
@@ -151,7 +175,18 @@ def _joined(tensors: dict[str, Tensor], found: Mapping[str, Quantizer | None], v
         layer = name.removesuffix(SMOOTHED)
         if layer != name and f"{layer}.weight" in plain:
             plain[f"{layer}.weight"] = _unsmoothed(layer, plain[f"{layer}.weight"], scale)
-    return Quantized(plain, layers, version)
+    _require_numbers(plain, layers)
+    return Quantized(plain, layers, version, left)
+
+
+def _require_numbers(plain: Mapping[str, Tensor], layers: Iterable[str]) -> None:
+    stored = {layer: plain[f"{layer}.weight"].dtype for layer in layers if f"{layer}.weight" in plain}
+    for layer, dtype in stored.items():
+        if dtype.itemsize < 2 or not dtype.is_floating_point:
+            raise InputError(
+                f"{layer} holds the codes of its weight, {str(dtype).removeprefix('torch.')}, and not its numbers. "
+                "Save the model before it is compressed."
+            )
 
 
 def _unsmoothed(layer: str, weight: Tensor, scale: Tensor) -> Tensor:
@@ -182,6 +217,10 @@ def from_modelopt(network: nn.Module, quantized: Quantized) -> list[Transfer]:
         raise InputError(f"The weights are of another network: {' '.join(lines[1:3]).strip()[:300]}") from error
     found = [_transfer(name, layer, quantized.quantizers[name]) for name, layer in network.named_modules()
              if name in quantized.quantizers]  # fmt: skip
+    left = dict(quantized.left)
+    for each in found:
+        each.lost += [f"{name}: left out" for name in left.pop(each.layer, ())]
+    found += [Transfer(layer, "FP16", [f"{name}: left out" for name in own]) for layer, own in left.items()]
     names = [each.layer for each in found if each.precision != "FP16"]
     if not names:
         reasons = "; ".join(f"{each.layer}: {each.lost[0]}" for each in found[:3])
@@ -228,6 +267,8 @@ def _refusal(layer: nn.Module, weight: Quantizer | None, x: Quantizer | None) ->
         return f"operands in {weight.format} and {x.format}"
     if x.format not in ("NVFP4", "FP8"):
         return f"its format, {x.format}"
+    if weight.more or x.more:
+        return (*weight.more, *x.more)[0]
     if weight.scaled or x.scaled:
         return "the scale that multiplies its input first"
     if x.amax is None:

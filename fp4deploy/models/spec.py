@@ -20,6 +20,7 @@ checkpoint or a settings file says; likewise a folder of nnU-Net is read. `model
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -108,9 +109,12 @@ def parse_spec(text: str, arguments: Mapping[str, Any] | None = None, output: st
 
 def _scale(text: str) -> float:
     try:
-        return float(text)
+        scale = float(text)
     except ValueError:
-        raise InputError(f"'{text}' is not a scale. Give a number: unet:0.25, unet:0.5, unet:1.0.") from None
+        scale = math.nan
+    if not math.isfinite(scale):
+        raise InputError(f"'{text}' is not a scale. Give a number: unet:0.25, unet:0.5, unet:1.0.")
+    return scale
 
 
 _named: list[ModelSpec] = []

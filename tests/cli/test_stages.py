@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import pytest
 import torch
 import yaml
 
+from fp4deploy.bench.kept import kept
 from fp4deploy.bench.runtimes.open import open_runtime
 from fp4deploy.errors import Interrupted
 from fp4deploy.export import to_onnx
@@ -83,6 +85,7 @@ def test_export_takes_a_run_or_a_checkpoint(at_home: Invoke, tmp_path: Path) -> 
     whole = at_home("export", run, "--out", tmp_path / "whole", "--images", 2)
     assert whole.exit_code == 0, whole.stderr
     assert {path.name for path in (tmp_path / "whole").iterdir()} == {"unet.nvfp4.onnx", "unet.fp16.onnx"}
+    assert re.search(r"fp4deploy build \S+unet\.\S+\.onnx \S+unet\.\S+\.onnx$", whole.stderr.strip())
     one = at_home("export", run / "nvfp4" / "best.safetensors", "--out", tmp_path / "one.onnx", "--images", 2)
     assert one.exit_code == 0, one.stderr
     assert (tmp_path / "one.onnx").read_bytes() == (tmp_path / "whole" / "unet.nvfp4.onnx").read_bytes()
@@ -105,6 +108,7 @@ def test_packed_export_inspect_and_bench(at_home: Invoke, tmp_path: Path) -> Non
     assert result.exit_code == 0, result.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"unet.nvfp4.fp4", "unet.fp16.fp4"}
     assert "in FP16" in result.stdout
+    assert re.search(r"fp4deploy bench( \S+\.fp4){2} --data DIR; list", result.stderr)
     shown = json.loads(at_home("inspect", tmp_path / "unet.nvfp4.fp4", "--json").stdout)
     assert shown["weight_bytes"] < 0.3 * shown["weight_bytes_fp16"]
     assert shown["activation_bytes"] < shown["activation_bytes_fp16"]
@@ -124,6 +128,17 @@ def test_packed_export_inspect_and_bench(at_home: Invoke, tmp_path: Path) -> Non
     both = at_home("export", run, "--format", "packed", "--portable")
     assert both.exit_code == 2
     assert "--portable" in both.stderr
+
+
+def test_a_checkpoint_is_measured_with_another_rest(invoke: Invoke, untrained: Run, shapes: Path) -> None:
+    path, more = untrained.checkpoint("fp16"), ("--data", shapes, "--iterations", 1, "--rest", "bf16")
+    before = kept(untrained)
+    result = invoke("bench", path, *more, "--json", "-")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["artifacts"][0]["precision"].startswith("BF16")
+    assert kept(untrained) == before, "it is no measurement of the file as it is"
+    refused = invoke("bench", untrained.exported("fp16"), *more)
+    assert (refused.exit_code, "--rest is of checkpoints" in refused.stderr) == (2, True)
 
 
 def test_a_damaged_packed_file(at_home: Invoke, untrained: Run, tmp_path: Path) -> None:

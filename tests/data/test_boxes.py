@@ -14,6 +14,8 @@ from PIL import Image
 
 from fp4deploy.data import check_dataset, open_boxes, train_loader
 from fp4deploy.data.augmentation.letterbox import BoxTrainTransform, LetterboxTransform, letterbox, visible
+from fp4deploy.data.coco.annotations import ImageRecord
+from fp4deploy.data.coco.boxes import clip
 from fp4deploy.data.sample import IGNORE, Sample
 from fp4deploy.errors import InputError
 
@@ -109,7 +111,8 @@ def test_letterbox_keeps_the_aspect_ratio_and_comes_back(size: tuple[int, int], 
     assert placed.rows == target[0] or placed.columns == target[1]
     assert placed.across == pytest.approx(placed.down, rel=0.6 / min(placed.rows, placed.columns))
     boxes = np.array([[1.0, 2.0, 4.5, 5.0]], np.float32)
-    np.testing.assert_allclose(placed.to_image(placed.to_input(boxes)), boxes, rtol=1e-5)
+    for each in (placed, replace(placed, left=5, top=-3)):  # as training places images, too
+        np.testing.assert_allclose(each.to_image(each.to_input(boxes)), boxes, rtol=1e-5, atol=1e-5)
 
 
 def marked(height: int, width: int, box: tuple[int, int, int, int]) -> Sample:
@@ -225,3 +228,19 @@ def test_a_loader_reads_the_images_of_its_mosaics(tmp_path: Path, workers: int) 
         others = tuple(map(data.load, augment.others(epoch, index, len(data))))
         assert len(others) == 3
         assert (images[position] == augment.compact(replace(data.load(index), others=others), epoch, index)[0]).all()
+
+
+@pytest.mark.parametrize(
+    ("box", "expected"),
+    [
+        ([10, 5, 20, 10], [10, 5, 20, 10]),
+        ([-4, -6, 20, 20], [0, 0, 16, 14]),
+        ([80, 25, 40, 40], [80, 25, 20, 15]),
+        ([0, 0, 200, 200], [0, 0, 100, 40]),
+        ([100, 5, 10, 10], None),
+        ([5, 40, 10, 10], None),
+        ([-10, 5, 10, 10], None),
+    ],
+)
+def test_a_box_is_cut_at_the_sides_of_its_image(box: list[float], expected: list[float] | None) -> None:
+    assert clip([float(value) for value in box], ImageRecord(1, "a.png", height=40, width=100)) == expected

@@ -22,6 +22,7 @@ from fp4deploy.data import (
     train_loader,
 )
 from fp4deploy.data.augmentation.transforms import recolour
+from fp4deploy.data.loader import EpochSampler
 from fp4deploy.errors import InputError
 
 
@@ -100,6 +101,29 @@ def test_jitter_changes_colours_only_and_stays_in_range():
     assert images.min() > -1e-5
     assert images.max() < 1 + 1e-5
     assert images.std(dim=0).max() > 0.02
+
+
+def test_every_epoch_has_an_order_of_its_own_and_each_has_every_sample():
+    def order(seed, epoch):
+        sampler = EpochSampler(20, seed)
+        sampler.set_epoch(epoch)
+        keys = list(sampler)
+        assert {each for each, _ in keys} == {epoch}
+        return [index for _, index in keys]
+
+    found = [order(seed, epoch) for seed in (0, 1) for epoch in range(3)]
+    assert len({tuple(each) for each in found}) == len(found)
+    assert all(sorted(each) == list(range(20)) for each in found)
+    assert order(1, 2) == found[-1]
+    assert order(None, 7) == list(range(20))
+
+
+def test_a_smaller_last_batch_is_left_out_unless_it_is_the_only_one(dataset):
+    transform = TrainTransform(32, 32)
+    assert [len(images) for images, _ in train_loader(dataset, transform, len(dataset) - 1)] == [len(dataset) - 1]
+    assert [len(images) for images, _ in train_loader(dataset, transform, len(dataset) + 1)] == [len(dataset)]
+    sizes = [len(images) for images, _ in eval_loader(dataset, EvalTransform(32, 32), len(dataset) - 1)]
+    assert sizes == [len(dataset) - 1, 1]
 
 
 def batches(dataset, workers, epoch, seed=5):

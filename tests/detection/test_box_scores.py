@@ -44,6 +44,19 @@ def test_golden_ap(evaluator: Evaluator, kind: Any, ap: float) -> None:
     assert average_precision(truth, results, 100, kind, evaluator).ap == pytest.approx(ap, abs=5e-7)
 
 
+def test_sizes_of_boxes_are_their_areas() -> None:
+    """A wrong box of 20 x 100 pixels is of medium size: it costs the small objects nothing."""
+    image = {"id": 1, "file_name": "a.png", "height": 200, "width": 200}
+    real = {"id": 1, "image_id": 1, "category_id": 1, "iscrowd": 0, "bbox": [5.0, 5.0, 10.0, 10.0], "area": 100.0}
+    truth = {"images": [image], "annotations": [real], "categories": [{"id": 1, "name": "a"}]}
+    wrong = [[100.0, 80.0, 20.0, 100.0], [80.0, 150.0, 100.0, 20.0]]
+    results = [{"image_id": 1, "category_id": 1, "bbox": box, "score": 0.9} for box in wrong]
+    results.append({"image_id": 1, "category_id": 1, "bbox": real["bbox"], "score": 0.5})
+    found = average_precision(truth, results, kind="bbox")
+    assert (found.ap_small, found.ap) == (pytest.approx(1), pytest.approx(1 / 3))
+    assert np.isnan(found.ap_medium)
+
+
 def noisy(truth: dict[str, Any], seed: int) -> list[dict[str, Any]]:
     random = np.random.default_rng(seed)
     results = []

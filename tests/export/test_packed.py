@@ -18,6 +18,7 @@ from fp4deploy.data.palette import colours
 from fp4deploy.errors import GateError, InputError
 from fp4deploy.export.onnx.graph import export_graph
 from fp4deploy.export.to_packed import pack, pack_model
+from fp4deploy.export.verify import packed as module
 from fp4deploy.export.verify.packed import compare_nodes, require_packed, verify_packed
 from fp4deploy.formats import global_amax
 from fp4deploy.models import ModelCard, build_unet, save_checkpoint
@@ -208,6 +209,17 @@ def test_the_gate_names_the_node_that_is_wrong(fault: str, layer: str) -> None:
     found = verify_packed(model, broken_networks()[fault], images(2).split(1))
     with pytest.raises(GateError, match=f"the first node to differ is {layer}, by"):
         require_packed(found, "best.safetensors")
+
+
+@pytest.mark.parametrize("errors", [(0.5, 0.0), (float("nan"), 0.0), (0.0, 0.5)])
+def test_a_node_is_judged_by_its_worst_batch(errors: tuple[float, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = unet()
+    of_batch = iter(errors)
+    given = [model(images(1))]
+    monkeypatch.setattr(module, "run_nodes", lambda *_, **__: ({"head": next(of_batch)}, given))
+    found = verify_packed(model, broken_networks()["amax"], images(2).split(1), flat=False)
+    assert [name for name, _ in found.wrong_nodes] == ["head"]
+    assert not found.passed
 
 
 def test_nothing_to_compare_is_no_agreement() -> None:

@@ -129,6 +129,18 @@ def test_the_class_is_that_of_most_of_the_probability_inside() -> None:
     assert 0.4 < found.scores[0] < 0.8
 
 
+def test_a_centre_lies_in_the_middle_of_its_place() -> None:
+    """Maps of a quarter of the size; two neighbouring places divide the pixels that vote for themselves."""
+    head = InstanceHead("centres", 2, nms=1)
+    outputs = torch.zeros(head.channels, 4, 8)
+    outputs[0], outputs[1, :, 1:7] = 4.0, 9.0
+    outputs[head.classes, 1, 2], outputs[head.classes, 1, 3] = 0.9, 0.8
+    found = decode(outputs, head, (16, 32))
+    assert len(found) == 2
+    assert found.ids[5].tolist()[8:16] == [1] * 4 + [2] * 4
+    assert found.ids[4:8, 8:16].tolist() == found.ids[7:3:-1, 8:16].tolist(), "as far above as below"
+
+
 def test_stuff_gives_no_objects() -> None:
     labels = blobs((4, 4, 14, 14), (20, 20, 30, 30))
     labels[0, 0, 20:30, 20:30] = 2

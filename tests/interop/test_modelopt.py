@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -182,12 +184,82 @@ def test_a_smoothed_layer_gets_its_own_weight_back(tmp_path: Path, bits: object,
         read_modelopt(tmp_path / "m.pt")
 
 
+Edit = Callable[[dict[str, Any], dict[str, Any]], object]
+
+
+def edited(path: Path, edit: Edit) -> Quantized:
+    """What is read of a file of two FP8 layers after `edit` of its tensors and of the states of its quantisers."""
+    network, names = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), ("0", "1")
+    tensors: dict[str, Any] = {name: value.clone() for name, value in network.state_dict().items()}
+    quantizers = [f"{name}.{own}_quantizer" for name in names for own in ("input", "weight")]
+    states: dict[str, Any] = {name: {"_num_bits": (4, 3), "_axis": None, "_disabled": False} for name in quantizers}
+    tensors |= {f"{name}._amax": torch.tensor(2.0) for name in quantizers}
+    edit(tensors, states)
+    history = [("quantize", {"config": {}, "metadata": {"quantizer_state": states}})]
+    torch.save({"modelopt_state": {"modelopt_state_dict": history}, "model_state_dict": tensors}, path / "m.pt")
+    return read_modelopt(path / "m.pt")
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (
+            lambda t, s: t.update({"1.weight_quantizer.svdquant_lora_a": torch.ones(4, 32)}),
+            "svdquant_lora_a is not known",
+        ),
+        (lambda t, s: t.update({"1.weight_quantizer._scale": torch.ones(32)}), "_scale is not known here"),
+        (
+            lambda t, s: t.update({"1.weight": t["1.weight"].to(torch.float8_e4m3fn)}),
+            "1 holds the codes of its weight, fl",
+        ),
+        (
+            lambda t, s: t.update({"1.weight": torch.ones(32, 16, dtype=torch.uint8)}),
+            "1 holds the codes of its weight, ui",
+        ),
+    ],
+    ids=["svdquant", "scale", "fp8", "packed"],
+)
+def test_what_may_be_a_part_of_the_weight_is_refused(tmp_path: Path, edit: Edit, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        edited(tmp_path, edit)
+
+
+@pytest.mark.parametrize(
+    ("edit", "expected"),
+    [
+        (lambda t, s: s["1.input_quantizer"].update(_rotate=True), ("FP16", "it rotates its operands first")),
+        (
+            lambda t, s: s["1.weight_quantizer"].update(_rotate={"enable": True}),
+            ("FP16", "it rotates its operands first"),
+        ),
+        (lambda t, s: s["1.input_quantizer"].update(_bias={-1: None}), ("FP16", "it adds an offset first")),
+        (lambda t, s: s["1.input_quantizer"].update(_unsigned=True), ("FP16", "codes without a sign")),
+        (lambda t, s: s.update({"1.output_quantizer": s["0.input_quantizer"]}), ("FP8", "output_quantizer: left out")),
+        (lambda t, s: s["1.input_quantizer"].update(_rotate={"enable": False}), ("FP8", "")),
+    ],
+)
+def test_what_a_quantiser_does_besides_is_named(tmp_path: Path, edit: Edit, expected: tuple[str, str]) -> None:
+    quantized = edited(tmp_path, edit)
+    first, second = from_modelopt(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), quantized)
+    assert (first.precision, len(first.lost)) == ("FP8", 1)
+    lost = [each for each in second.lost if "one scale for the weight" not in each]
+    assert (second.precision, "; ".join(lost)) == expected
+
+
 @pytest.mark.parametrize("amax", [float("inf"), float("nan"), 0.0, -1.0])
 def test_an_amax_that_is_none_leaves_a_layer_in_fp16(amax: float) -> None:
     weight = Quantizer((2, 1), block=(-1, 16), scale_bits=(4, 3))
     x = replace(weight, amax=torch.tensor(amax))
     assert _refusal(nn.Linear(16, 16), weight, x) == "the amax of its input is not positive and finite"
     assert _refusal(nn.Linear(16, 16), weight, replace(x, amax=torch.tensor(1.0))) == ""
+
+
+def test_operands_of_two_formats_leave_a_layer_in_fp16() -> None:
+    four, eight = Quantizer((2, 1), block=(-1, 16), scale_bits=(4, 3)), Quantizer((4, 3), amax=torch.tensor(1.0))
+    whole = Quantizer(8, amax=torch.tensor(1.0))
+    assert _refusal(nn.Linear(16, 16), four, eight) == "operands in NVFP4 and FP8"
+    assert _refusal(nn.Linear(16, 16), eight, replace(four, amax=torch.tensor(1.0))) == "operands in FP8 and NVFP4"
+    assert _refusal(nn.Linear(16, 16), whole, eight) == "operands in INT8 and FP8"
 
 
 def test_blocks_over_two_axes_are_of_no_format() -> None:

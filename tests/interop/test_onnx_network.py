@@ -147,6 +147,40 @@ def test_layers_of_uneven_padding_and_folded_factors() -> None:
     assert sum(isinstance(layer, torch.nn.Conv2d) for layer in network.modules()) == 3
 
 
+@pytest.mark.parametrize(
+    ("op", "vectors", "attributes"),
+    [
+        ("BatchNormalization", 4, {"epsilon": 0.5}), ("BatchNormalization", 4, {}),
+        ("InstanceNormalization", 2, {"epsilon": 0.5}), ("InstanceNormalization", 2, {}),
+        ("GroupNormalization", 2, {"epsilon": 0.5, "num_groups": 4}), ("GroupNormalization", 2, {"num_groups": 2}),
+    ],
+)  # fmt: skip
+def test_norms_have_their_epsilon(op: str, vectors: int, attributes: dict[str, Any]) -> None:
+    """The values are small, so that another epsilon gives other numbers."""
+    net = Onnx(opset=21 if op == "GroupNormalization" else 17)
+    small = net.node("Mul", net.conv("conv", "image", 3, 8), net.constant("factor", 1e-2))
+    given = [
+        net.constant(str(at), np.linspace(1e-5, 1e-4, 8) if at > 1 else np.linspace(0.5, 1.5, 8))
+        for at in range(vectors)
+    ]
+    model = net.model(net.node(op, small, *given, **attributes))
+    assert compare_with_file(network_of(model, "the file"), model, [IMAGE], "the file") < 1e-5
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {"strides": [2, 1], "output_padding": [1, 0], "dilations": [1, 2]}, {"group": 4, "pads": [1, 1, 1, 1]},
+        {"strides": [3, 2], "pads": [1, 0, 1, 0], "group": 2},
+    ],
+)  # fmt: skip
+def test_transposed_convolutions_have_their_attributes(attributes: dict[str, Any]) -> None:
+    net = Onnx()
+    weight = net.normal("w", 8, 12 // attributes.get("group", 1), 3, 3)
+    up = net.node("ConvTranspose", net.conv("conv", "image", 3, 8), weight, net.normal("b", 12), **attributes)
+    equal_to_onnx_runtime(net.model(up))
+
+
 def broken(change: str) -> onnx.ModelProto:
     net = Onnx()
     x = net.conv("conv", "image", 3, 8)

@@ -124,6 +124,18 @@ def test_a_pair_is_moved_and_says_what_becomes_of_the_numbers(
     ]
 
 
+@pytest.mark.parametrize(
+    ("zero", "dtype", "most"), [(100, np.int8, 228), (-100, np.int8, 227), (200, np.uint8, 200), (20, np.uint8, 235)]
+)
+def test_codes_without_a_zero_point_reach_as_far_on_either_side(zero: int, dtype: Any, most: int) -> None:
+    net = Quantized(SIZE)
+    fixed, _ = with_placed_quantizers(net.model(net.layer(net.pair("image", 0.03, zero, dtype))))
+    tensors = {each.name: onnx.numpy_helper.to_array(each) for each in fixed.graph.initializer}
+    quantizer = next(node for node in fixed.graph.node if node.op_type == "QuantizeLinear")
+    assert float(tensors[quantizer.input[1]]) == pytest.approx(0.03 * most / 127)
+    assert tensors[quantizer.input[2]] == 0
+
+
 def test_a_value_without_a_range_is_left_as_it_is() -> None:
     net = Quantized(SIZE, opset=21)
     model = net.model(net.layer(net.node("Relu", net.layer(net.pair("image")))))

@@ -99,7 +99,10 @@ def test_parts_of_a_spec(text: str, source: str, name: str) -> None:
     assert found.known == (source not in ("file", "module"))
 
 
-@pytest.mark.parametrize("text", ["", "resnet", "smp:", "smpp:Unet", "unet:wide", "net.py", "net.py:", "a b:c", "x:1"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "resnet", "smp:", "smpp:Unet", "unet:wide", "net.py", "net.py:", "a b:c", "x:1", "unet:nan", "unet:inf"],
+)
 def test_what_is_no_spec(text: str) -> None:
     with pytest.raises(InputError, match=r"Examples: unet:1\.0|is not a scale"):
         parse_spec(text)

@@ -241,11 +241,12 @@ def run(names: list[str], jobs: int, faults: dict[str, Seeded] = FAULTS) -> list
     survivors = []
     for number, outcome in run_trials([fault.trial() for _, fault in planted], jobs, SECONDS):
         name, fault = planted[number]
-        if outcome.failed:
+        killed = outcome.failed and outcome.status is not None  # what is only slow has noticed nothing
+        if killed:
             noticed[name] = re.findall(r"^(?:FAILED|ERROR) (\S+)", outcome.output, re.MULTILINE) or fault.tests.split()
         else:
             survivors.append(name)
-        verdict = f"killed by {noticed[name][0]}" if outcome.failed else "SURVIVED"
+        verdict = f"killed by {noticed[name][0]}" if killed else "SURVIVED"
         print(f"{outcome.seconds:5.0f} s  {name}: {verdict}", flush=True)
     every = [Trial(tuple(tests)) for tests in noticed.values()]  # which pass without it
     for number, outcome in run_trials(every, jobs, SECONDS):

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from fp4deploy.errors import InputError
 from fp4deploy.packed import shapes
 from fp4deploy.packed.check import check_graph, check_values
-from fp4deploy.packed.graph import Activation, Aten, Conv2d, Form, Graph, Input, Output, TensorInfo
+from fp4deploy.packed.graph import Activation, Arithmetic, Aten, Conv2d, Form, Graph, Input, Output, TensorInfo
 from tests.packed.small_networks import CLASSES, packed
 
 Change = Callable[[dict[str, Any]], object]
@@ -242,6 +242,29 @@ def of_one(node: Any, *more: Any, out: str = "y") -> Graph:
     image = Input(name="image", shape=[1, 3, 8, 8], free=[0, 2, 3], outputs=[Form(name="x")])
     outputs = [Output(name="", activation=out)]
     return Graph(inputs=[image], nodes=[node, *more], outputs=outputs, tensors={})
+
+
+def test_the_batch_is_free_in_every_input_or_in_none() -> None:
+    def two(free: list[int], size: int) -> Graph:
+        other = Input(name="other", shape=[size, 3, 8, 8], free=free, outputs=[Form(name="z")])
+        graph = of_one(Arithmetic(op="add", inputs=["x", "z"], outputs=[Form(name="y")]))
+        return graph.model_copy(update={"inputs": [*graph.inputs, other]})
+
+    assert check_graph(two([0, 2, 3], 1))["y"] == (1, 3, 8, 8)
+    with pytest.raises(InputError, match="batch of 'other' is free where that of another input is not"):
+        check_graph(two([2, 3], 1))
+
+
+@pytest.mark.parametrize(
+    ("names", "fits"), [(("a", "b"), True), (("a", "a"), False), (("", "b"), False), (("",), True)]
+)
+def test_several_outputs_have_names_of_their_own(names: tuple[str, ...], fits: bool) -> None:
+    graph = of_one(aten()).model_copy(update={"outputs": [Output(name=name, activation="y") for name in names]})
+    if fits:
+        check_graph(graph)
+        return
+    with pytest.raises(InputError, match="Outputs of the graph share a name"):
+        check_graph(graph)
 
 
 def test_an_operator_of_the_list_is_taken() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import sys
 import types
 from pathlib import Path
+from typing import Any
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -32,7 +34,7 @@ from fp4deploy.predict.prediction import Prediction
 from fp4deploy.predict.predictor import Predictor, class_map, load
 from fp4deploy.predict.sources import find_sources
 from fp4deploy.predict.video import RATE, opened, predict_video, stated_rate
-from fp4deploy.predict.write import predict_files
+from fp4deploy.predict.write import describe, likeliest_classes, mean_shares, objects_of_classes, predict_files
 from fp4deploy.runs import Run
 from tests.predict.pointwise import Pointwise, card, classes_of, photo
 
@@ -228,6 +230,48 @@ def test_an_image_that_is_too_large_does_not_stop_the_others(tmp_path: Path, mon
     assert "b.png: An image of 64x64 pixels is too large" in failures[0]
 
 
+@pytest.mark.parametrize(("overlap", "expected", "tiles"), [(None, 8, 9), (0, 0, 4), (8, 8, 9), (16, 16, 9)])
+def test_tiles_overlap_by_what_is_asked_for(overlap: int | None, expected: int, tiles: int) -> None:
+    seen: list[int] = []
+    predictor = Predictor(Pointwise(card()), tile=True, overlap=overlap)
+    infer = predictor._infer
+    predictor._infer = lambda images: (seen.append(len(images)), infer(images))[1]  # type: ignore[method-assign]
+    predictor.predict(photo(64, 96))
+    assert (predictor.overlap, sum(seen)) == (expected, tiles)
+    assert describe(predictor, Path("model"))["tile"] == {"overlap": expected}
+
+
+def test_summaries_are_over_all_images() -> None:
+    def share(name: str, value: float) -> dict[str, Any]:
+        return {"name": name, "share": value}
+
+    entries = [{"classes": [share("a", 0.75), share("b", 0.25)]}, {"classes": [share("a", 1.0)]}, {"error": "broken"}]
+    assert mean_shares(entries) == [("a", 2, 0.875), ("b", 1, 0.125)]
+    counted = [{"classes": [{"name": "a", "objects": 2}]}, {"classes": [{"name": "a", "objects": 1}]}, {"error": ""}]
+    assert objects_of_classes(counted) == [("a", 2, 3)]
+    scored = [{"classes": [{"name": "a", "score": 0.5}, {"name": "b", "score": 0.4}]}, {"classes": []}]
+    assert likeliest_classes(scored) == [("a", 1, 0.5)]
+
+
+def test_objects_name_the_image_that_they_are_in(tmp_path: Path) -> None:
+    chosen = dataclasses.replace(card(), task="instance", head=InstanceHead("set", 0, masks=2))
+    runtime = Pointwise(chosen)
+    for number, level in enumerate((0, 200)):  # the second image alone has an object
+        Image.fromarray(np.full((32, 48, 3), level, np.uint8)).save(tmp_path / f"{number}.png")
+
+    def infer(images: Array) -> Array:
+        outputs = np.full((len(images), chosen.channels, 32, 48), -9.0, np.float32)
+        outputs[images.mean((1, 2, 3)) > 0, 0, 4:12, 4:12] = 9.0
+        return outputs
+
+    runtime.infer = infer  # type: ignore[method-assign]
+    predict_files(Predictor(runtime), Path("model"), find_sources([str(tmp_path)]), tmp_path / "out", batch=2)
+    found = json.loads((tmp_path / "out" / "instances.json").read_text())
+    of = {each["id"]: Path(each["file_name"]).name for each in found["images"]}
+    assert [of[each["image_id"]] for each in found["annotations"]] == ["1.png"]
+    assert found["annotations"][0]["bbox"] == [4, 4, 8, 8]
+
+
 @pytest.mark.parametrize("theirs", ["predictions.json", "instances.json"])
 def test_files_of_others_are_not_replaced(tmp_path: Path, theirs: str) -> None:
     chosen = dataclasses.replace(card(), task="instance", head=InstanceHead("centres", 4))
@@ -364,8 +408,8 @@ def test_containers_are_opened(content: bytes, tmp_path: Path, monkeypatch: pyte
     capture.assert_called_once_with(str(path))
 
 
-def test_a_video_of_a_detector_counts_boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    frames = [photo(20, 30, seed)[..., ::-1] for seed in range(3)]
+def fake_video(monkeypatch: pytest.MonkeyPatch, frames: list[Any]) -> MagicMock:
+    """OpenCV that reads these frames, BGR, and the writer that it gives."""
     cv2 = types.ModuleType("cv2")
     reading, writing = MagicMock(), MagicMock()
     reading.read.side_effect = [*((True, frame) for frame in frames), (False, None)]
@@ -378,6 +422,31 @@ def test_a_video_of_a_detector_counts_boxes(tmp_path: Path, monkeypatch: pytest.
     vars(cv2).update(VideoCapture=lambda path: reading, VideoWriter=writer, CAP_PROP_FPS=5)
     writer.fourcc = lambda *_: 0  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "cv2", cv2)
+    return writing
+
+
+def test_a_video_has_the_mean_share_of_each_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    frames = [np.full((32, 48, 3), 0, np.uint8) for _ in range(3)]
+    predictor = Predictor(Pointwise(card()))
+    numbers = iter((1, 2, 2))  # the class of each frame
+
+    def infer(images: list[Any]) -> Array:
+        outputs = np.zeros((len(images), 4, 32, 48), np.float32)
+        for each in outputs:
+            each[next(numbers)] = 1
+        return outputs
+
+    fake_video(monkeypatch, frames)
+    monkeypatch.setattr(predictor, "_infer", infer)
+    found = predict_video(predictor, "clip.mp4", tmp_path / "clip.overlay.mp4", batch=2)
+    assert [(each["id"], each["share"]) for each in found["classes"]] == [
+        (2, pytest.approx(2 / 3)),
+        (1, pytest.approx(1 / 3)),
+    ]
+
+
+def test_a_video_of_a_detector_counts_boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writing = fake_video(monkeypatch, [photo(20, 30, seed)[..., ::-1] for seed in range(3)])
     head = DetectionHead("fcos", classes=3)
     predictor = Predictor(Pointwise(dataclasses.replace(card(), task="detection", head=head)))
     boxes = Detections(np.array([[1, 1, 9, 9]] * 3, np.float32), np.array([2, 2, 1]), np.ones(3, np.float32))

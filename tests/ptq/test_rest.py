@@ -51,6 +51,15 @@ def test_what_was_chosen_is_in_the_card(source: Path) -> None:
     assert read_card(out) == expected
 
 
+@pytest.mark.parametrize("percentile", [50.0, 99.0, 100.0])
+def test_a_percentile_is_the_one_that_was_asked_for(percentile: float) -> None:
+    x = torch.randn(64, 32)
+    for chosen in ({"method": "percentile"}, {"method": "amax", "activations": "percentile"}):
+        model: Any = torch.nn.Sequential(torch.nn.Linear(32, 32)).eval()
+        module.quantize(model, x, include=["0"], percentile=percentile, correction="none", **chosen)
+        assert float(model[0].input_amax) == pytest.approx(float(x.abs().flatten().quantile(percentile / 100)))
+
+
 def test_autocast_of_a_gpu_alone() -> None:
     assert not BF16.autocast("cpu")._enabled
     assert not FP32.autocast("cuda")._enabled

@@ -157,7 +157,9 @@ def test_numbers_belong_to_the_file_that_was_measured(pair: tuple[Run, Run]) -> 
         "created": "2026-01-01T00:00:00+00:00",
     }
     (run.path / "report.json").write_text(json.dumps(report))
-    (run.path / "export" / "unet.fp4").write_bytes(b"another")
+    content = (run.path / "export" / "unet.fp4").read_bytes()
+    (run.path / "export" / "unet.fp4").write_bytes(content[::-1])  # as long as it was
+    assert content != content[::-1]
     (run.path / "engines").mkdir()
     (run.path / "engines" / "unet.plan").write_bytes(b"engine")
     found = {entry.path: entry for entry in read_run(run).artifacts}

@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import io
 import json
+import re
 import sys
 import types
 from pathlib import Path
@@ -27,7 +28,7 @@ from fp4deploy.export.ledger.ledger import Ledger
 from fp4deploy.models import InstanceHead
 from fp4deploy.predict.predictor import load
 from fp4deploy.runs import Run
-from fp4deploy.serving.repository import Served, _network, _postprocess, write_repository
+from fp4deploy.serving.repository import Served, _network, _postprocess, _preprocess, write_repository
 from tests.predict.pointwise import card, photo
 
 
@@ -288,6 +289,21 @@ def test_an_engine_of_another_ledger_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is not the plan that a.ledger.json was written for"):
         write_repository(tmp_path / "a.plan", tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_every_model_of_a_repository_has_the_sizes_of_the_card(half: bool) -> None:
+    served = Served(Path("net.onnx"), card(height=32, width=48), 4, half, 6, b"")
+    files = {"net": _network("net", served), "pre": _preprocess("net", served), "post": _postprocess("net", served)}
+    text = {name: each["config.pbtxt"].decode() for name, each in files.items()}
+    assert all("max_batch_size: 6\n" in each for each in text.values())
+    kind, image, logits = f"data_type: {served.kind}", "dims: [ 3, 32, 48 ]", "dims: [ 4, 32, 48 ]"
+    assert [(each.count(f"{kind} {image}"), each.count(f"{kind} {logits}")) for each in text.values()] == [
+        (1, 1), (1, 0), (0, 1),
+    ]  # fmt: skip
+    given = dict(re.findall(r'key: "(\w+)" value { string_value: "(.*)" }', text["pre"]))
+    expected = {"height": 32, "width": 48, "mean": [0.0] * 3, "std": [1.0] * 3, "half": half}
+    assert {name: json.loads(value) for name, value in given.items()} == expected
 
 
 def test_an_rtx_engine_is_refused(plan: Path, tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from fp4deploy.errors import GateError, InputError
-from fp4deploy.runs import Run, latest_run, open_run
+from fp4deploy.runs import Run, latest_run, open_run, run_of
 
 from ... import completion
+from ...artifacts import named_next
 from ...console import done, note, shown, typed
 from ...settings import ExportedRestOption, NamedModelOption, expect, parse_axes
 from . import nnunet
@@ -123,10 +124,12 @@ def export(
         done(line, checkpoint=str(checkpoint), path=str(target), size_bytes=target.stat().st_size)
     if failed:
         raise type(min((error for _, error in failed), key=lambda error: error.exit_code))(_causes(failed))
+    files = [target for _, target in targets]
     if form == "packed":
-        note(f"Measure it with: fp4deploy bench; list its layers with: fp4deploy inspect {typed(targets[-1][1])}")
+        measured = f"{named_next(files)}{'' if run_of(files[-1]) else ' --data DIR'}"
+        note(f"Measure it with: fp4deploy bench{measured}; list its layers with: fp4deploy inspect {typed(files[-1])}")
     else:
-        note("Build an engine with: fp4deploy build")
+        note(f"Build an engine with: fp4deploy build{named_next(files)}")
 
 
 def _causes(failed: list[tuple[Path, GateError | InputError]]) -> str:
@@ -240,7 +243,6 @@ def _in_folder(run: Run, model: str, out: Path | None, suffix: str) -> Path:
 
 def _target(checkpoint: Path, out: Path | None, suffix: str) -> Path:
     from fp4deploy.bench.locate import model_of
-    from fp4deploy.runs import run_of
 
     run = run_of(checkpoint)
     model = model_of(checkpoint, run)
@@ -253,6 +255,5 @@ def _target(checkpoint: Path, out: Path | None, suffix: str) -> Path:
 
 def _data(checkpoint: Path) -> Path | None:
     from fp4deploy.bench.locate import data_of
-    from fp4deploy.runs import run_of
 
     return data_of(checkpoint) if run_of(checkpoint) is not None else None

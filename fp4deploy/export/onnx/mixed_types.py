@@ -25,7 +25,7 @@ OF_ONE_TYPE = (
     torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.__rmatmul__, torch.einsum,
     torch.mm, torch.Tensor.mm, torch.bmm, torch.Tensor.bmm, torch.addmm, torch.baddbmm, F.scaled_dot_product_attention,
     F.layer_norm, F.group_norm, F.batch_norm, F.instance_norm, F.prelu,  # norms of both are torch's alone, not ONNX's
-    F.grid_sample,
+    F.grid_sample, torch.cat, torch.concat, torch.concatenate, torch.stack,
 )  # fmt: skip
 
 

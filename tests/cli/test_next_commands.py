@@ -1,0 +1,25 @@
+"""What a command prints to go on with names what it has written, and can be run as it stands."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from fp4deploy.cli.artifacts import named_next
+
+
+def test_new_files_are_named_unless_they_are_of_the_latest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    alone = [Path("a.onnx"), Path("b c.onnx")]
+    assert named_next(alone) == " a.onnx 'b c.onnx'"
+    for at, name in enumerate(("runs/old", "runs/new", "elsewhere")):
+        (tmp_path / name / "export").mkdir(parents=True)
+        (tmp_path / name / "config.yaml").touch()
+        os.utime(tmp_path / name / "config.yaml", ns=(at, at))
+    of = {name: Path(name, "export", "unet.onnx") for name in ("runs/old", "runs/new", "elsewhere")}
+    assert named_next([of["runs/new"], of["runs/new"]]) == ""
+    assert named_next([of["runs/old"]]) == " runs/old"
+    assert named_next([of["elsewhere"]]) == " elsewhere"
+    assert named_next([of["runs/new"], *alone[:1]]) == f" {of['runs/new']} a.onnx"
+    assert named_next([of["runs/new"], of["runs/old"]]) == f" {of['runs/new']} {of['runs/old']}"
