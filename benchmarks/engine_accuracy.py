@@ -66,13 +66,17 @@ from fp4deploy.train import load_config
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 TRAINED = "trained"  # the checkpoint itself, in autocast
 FILE = "accuracy.json"
-ROUNDED = {onnx.TensorProto.FLOAT16: torch.float16, onnx.TensorProto.FLOAT8E4M3FN: torch.float8_e4m3fn}
+ROUNDED = {
+    onnx.TensorProto.FLOAT16: torch.float16,
+    onnx.TensorProto.BFLOAT16: torch.bfloat16,
+    onnx.TensorProto.FLOAT8E4M3FN: torch.float8_e4m3fn,
+}
 E4M3_MAX = 448.0
 OF_A_RUN = ("status", "epochs", "best_epoch", "best", "last", "skipped_steps")  # best and last: of the validation split
 
 
 class Rounding(OnnxNetwork):
-    """An emulated engine in torch: casts to FP16 and FP8 round, where a file that is read for training ignores them."""
+    """An emulated engine in torch: casts to 16 and 8 bits round, which a file that is read for training ignores."""
 
     def _compute(self, call: Call, path: str, image: torch.Tensor) -> Any:
         x, kind = call.inputs[0], ROUNDED.get(call.get("to", 0)) if call.op == "Cast" else None

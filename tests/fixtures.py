@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from filelock import FileLock
 from torch import nn
+from torch._subclasses import fake_impls
 from torch.export import decomp_utils, exported_program
 
 from fp4deploy.data import IMAGE_MEAN, IMAGE_STD, generate_shapes, open_dataset
@@ -90,6 +92,39 @@ def _composite_operators_are_listed_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (exported_program, decomp_utils):
             patch.setattr(module, "_collect_all_valid_cia_ops", listed)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _rules_that_keep_composite_operators_are_made_once() -> Iterator[None]:
+    """torch makes twenty kernels for each of some hundred operators, for each graph that it decomposes."""
+    override, keep = exported_program._override_composite_implicit_decomp, exported_program._special_op_to_preserve_cia
+    fake, kept = fake_impls.op_implementations_dict, dict[Any, tuple[dict[Any, Any], Any]]()
+
+    @contextmanager
+    def overridden(rules: dict[Any, Any]) -> Iterator[None]:
+        new = [each for each, rule in rules.items() if rule is keep and each not in kept]
+        if new:
+            with override(dict.fromkeys(new, keep)):
+                kept.update({each: (dict(each.py_kernels), fake.get(each)) for each in new})
+        same = {each: dict(each.py_kernels) for each, rule in rules.items() if rule is keep}
+        with override({each: rule for each, rule in rules.items() if each not in same}):
+            try:
+                for each in same:
+                    kernels, rule = kept[each]
+                    each.py_kernels.update(kernels)
+                    each._dispatch_cache.clear()
+                    fake.setdefault(each, rule)
+                yield
+            finally:
+                for each, kernels in same.items():
+                    each.py_kernels.clear()
+                    each.py_kernels.update(kernels)
+                    each._dispatch_cache.clear()
+                    fake_impls._deregister_op_impl(each)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exported_program, "_override_composite_implicit_decomp", overridden)
         yield
 
 

@@ -41,9 +41,9 @@ def engine_control(name: str) -> str:
     return spread(result(name)["variants"]["control"]["test"])
 
 
-def manet() -> str:
-    """A network whose activations leave FP16's range, in both precisions of the rest, by seed."""
-    found, rows = result("camvid_manet_h200"), []
+def rests(name: str) -> str:
+    """A network in several precisions of the rest, by seed."""
+    found, rows = result(name), []
     seeds = sorted({seed for row in found["rows"] for seed in row["score"]})
     for row in sorted(found["rows"], key=lambda row: row.get("mean", 0)):
         about = found["variants"][row["variant"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -41,8 +42,11 @@ def as_of() -> str:
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """A table; the first `left` columns are aligned to the left, the others to the right."""
-    lines = [head, ["---" if index < left else "---:" for index in range(len(head))], *rows]
+    """A table; columns with numbers are aligned to the right, but for the first `left`, and text to the left."""
+    body = [list(row) for row in rows]
+    numbers = [any(re.match(r"[*<+−-]*\d", row[at]) for row in body) for at in range(len(head))]
+    rule = ["---:" if at >= left and number else "---" for at, number in enumerate(numbers)]
+    lines = [head, rule, *body]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 

@@ -46,6 +46,7 @@ def bench_artifact(
     timeout: float | None = None,
     provider: str = "cpu",
     form: str = "eager",
+    rest: str | None = None,
     limit: int | None = None,
     like: Like | None = None,
 ) -> ArtifactEntry:
@@ -53,7 +54,7 @@ def bench_artifact(
 
     max_detections, results: of models that find objects, as of `evaluate_task`.
     limit: measure accuracy on so many images of the split, evenly spaced.
-    timeout, provider: of an ONNX file, form: of a checkpoint, as of `open_runtime`.
+    timeout, provider: of an ONNX file, form, rest: of a checkpoint, as of `open_runtime`.
     like: the card of an ONNX file that has none.
     batch: images of a timed run; 1 is what the file takes at least, where it takes one number alone.
 
@@ -67,7 +68,7 @@ def bench_artifact(
     """
     path = Path(path)
     try:
-        runtime: OpenRuntime = open_for_images(path, timeout, provider, form, like)
+        runtime: OpenRuntime = open_for_images(path, timeout, provider, form, like, rest)
         reason = None
     except UnavailableError as error:
         runtime, reason = _emulated(path, data, split, timeout, error)

@@ -30,16 +30,17 @@ from torch.utils._pytree import tree_map
 
 from fp4deploy.errors import InputError
 from fp4deploy.graph.copies import copied
-from fp4deploy.graph.finite import Finite
+from fp4deploy.graph.finite import finite
 from fp4deploy.graph.fixed_axes import Specializing, fixed_axis
 from fp4deploy.graph.growth import BoundedSizes, undecided, unsettled
 from fp4deploy.graph.ir import COMPUTED, Graph, Node, Value
-from fp4deploy.graph.open_axes import Divided
+from fp4deploy.graph.open_axes import divided
 from fp4deploy.graph.operators import ALIAS, NO_OUTPUT, Call, Step, is_known, parts_of, steps_of
 from fp4deploy.graph.own_linear import call_linear
+from fp4deploy.graph.replacement import Rewriting
 from fp4deploy.graph.rewrites import decomposed, inline_regions, made_functional
 from fp4deploy.graph.sizes import Size, SizeError, axes_of, size_of
-from fp4deploy.graph.unpooling import Unpooling
+from fp4deploy.graph.unpooling import unpooling
 from fp4deploy.tracing import make_no_folder
 
 PRODUCTS = ("linear", *(f"{kind}{axes}d" for kind in ("conv", "conv_transpose") for axes in (1, 2, 3)))
@@ -185,8 +186,8 @@ def _export(
     make_no_folder()
     try:
         with (
-            quiet(), torch.no_grad(), bound if dynamic_size else nullcontext(), specializing, Divided(pools=False),
-            Unpooling(), Finite(),
+            quiet(), torch.no_grad(), bound if dynamic_size else nullcontext(), specializing,
+            Rewriting(divided(pools=False), unpooling(), finite()),
         ):  # fmt: skip
             try:
                 program = exported()

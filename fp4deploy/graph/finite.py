@@ -3,45 +3,47 @@
     if x.dtype == torch.float16 and not torch.isfinite(x).all():          the encoders of BART, M2M100, Conditional DETR
         x = torch.clamp(x, min=-clamp_value, max=clamp_value)
 
-Such a network is no one graph, which a decision by values never is. While it is traced with `Finite`, all values are:
+Such a network is no one graph, which a decision by values never is. While it is traced with `finite`, all values are:
 what a file would compute beyond the range of its numbers is refused before it is written (`qat.ranges`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+
+from fp4deploy.graph.replacement import Function, Table
 
 _CHECKS = {torch.isfinite: True, torch.isinf: False, torch.isnan: False}
 _CHECKS |= {getattr(torch.Tensor, func.__name__): answer for func, answer in _CHECKS.items()}
 _OVER_ALL = (torch.all, torch.any, torch.Tensor.all, torch.Tensor.any, torch.logical_not, torch.Tensor.logical_not)
 
 
-class Finite(TorchFunctionMode):
-    """While it is entered, the truth of `isfinite(x).all()`, `isinf(x).any()` and their like is that of finite values.
+def finite() -> Table:
+    """By this table `Rewriting` takes `isfinite(x).all()`, `isinf(x).any()` and their like for those of finite values.
 
-    >>> with Finite():
+    >>> with Rewriting(finite()):
     ...     bool(torch.isinf(torch.tensor([1.0, float("inf")])).any())
     False
     """
+    answers: dict[int, tuple[bool, torch.Tensor]] = {}  # kept, so that an id is of this tensor alone
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.answers: dict[int, tuple[bool, torch.Tensor]] = {}  # kept, so that an id is of this tensor alone
+    def truth(call: Function, x: torch.Tensor) -> Any:
+        return answers[id(x)][0] if id(x) in answers else call(x)
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Call, or answer."""
-        answer = self.answers.get(id(args[0])) if args else None
-        if answer and func is torch.Tensor.__bool__:
-            return answer[0]
-        result = func(*args, **(kwargs or {}))
-        if func in _CHECKS:
-            self.answers[id(result)] = _CHECKS[func], result
-        elif answer and func in _OVER_ALL:
-            self.answers[id(result)] = answer[0] != ("logical_not" in func.__name__), result
+    def check(answer: bool, call: Function, *args: Any, **kwargs: Any) -> Any:
+        result = call(*args, **kwargs)
+        answers[id(result)] = answer, result
         return result
+
+    def over_all(negated: bool, call: Function, *args: Any, **kwargs: Any) -> Any:
+        result, answer = call(*args, **kwargs), answers.get(id(args[0])) if args else None
+        if answer:
+            answers[id(result)] = answer[0] != negated, result
+        return result
+
+    checks = {function: partial(check, answer) for function, answer in _CHECKS.items()}
+    rest = {function: partial(over_all, "logical_not" in function.__name__) for function in _OVER_ALL}
+    return {torch.Tensor.__bool__: truth, **checks, **rest}

@@ -7,7 +7,7 @@
 torch.export decides how long each part of `tensor_split` is by the example's size, and torch's ONNX exporter computes
 the windows of an adaptive pooling from it: at any other size the graph is of another network, which nothing says.
 
-`Divided` writes the slices in place of the calls while a module is traced. A window of an adaptive pooling is its rows
+`divided` writes the slices in place of the calls while a module is traced. A window of an adaptive pooling is its rows
 times its columns, so that one axis after the other is reduced. Axes of fixed size stay as they are called, but for
 maxima, which torch's ONNX exporter does not know. `chunk` gives fewer parts at a size of at most (parts - 1)^2.
 """
@@ -15,11 +15,13 @@ maxima, which torch's ONNX exporter does not know. `chunk` gives fewer parts at 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
+
+from fp4deploy.graph.replacement import Function, Table
 
 _AVERAGES = {getattr(F, f"adaptive_avg_pool{axes}d"): axes for axes in (1, 2, 3)}
 _MAXIMA = {getattr(F, f"adaptive_max_pool{axes}d"): axes for axes in (1, 2, 3)}
@@ -28,40 +30,29 @@ _CHUNKS = (torch.chunk, torch.Tensor.chunk)
 Size = Any  # int or torch.SymInt
 
 
-class Divided(TorchFunctionMode):
-    """While it is entered, axes of open size are divided by slices.
+def divided(pools: bool = True) -> Table:
+    """By this table `Rewriting` divides axes of open size by slices.
 
     Args:
         pools: adaptive poolings, too, for a graph that has no node of them; `interpolate(mode="area")` is one.
 
     >>> x = torch.rand(1, 2, 7, 8)
-    >>> with Divided():
+    >>> with Rewriting(divided()):
     ...     y = F.adaptive_max_pool2d(x, 3)
     >>> torch.equal(y, F.adaptive_max_pool2d(x, 3))
     True
     """
+    found: dict[Any, Function] = {**dict.fromkeys(_SPLITS, _split), **dict.fromkeys(_CHUNKS, _chunks)}
+    if pools:
+        found |= {function: partial(_pooled, torch.mean, axes) for function, axes in _AVERAGES.items()}
+        found |= {function: partial(_pooled, torch.amax, axes) for function, axes in _MAXIMA.items()}
+        found[F.interpolate] = _area
+    return {function: partial(_or_call, parts) for function, parts in found.items()}
 
-    def __init__(self, pools: bool = True) -> None:
-        super().__init__()
-        self.pools = pools
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Call, or compute what the call does."""
-        kwargs = kwargs or {}
-        parts = None
-        if func in _SPLITS:
-            parts = _split(*args, **kwargs)
-        elif func in _CHUNKS:
-            parts = _chunks(*args, **kwargs)
-        elif self.pools and func in _AVERAGES:
-            parts = _pooled(torch.mean, _AVERAGES[func], *args, **kwargs)
-        elif self.pools and func in _MAXIMA:
-            parts = _pooled(torch.amax, _MAXIMA[func], *args, **kwargs)
-        elif self.pools and func is F.interpolate:
-            parts = _area(*args, **kwargs)
-        return func(*args, **kwargs) if parts is None else parts
+def _or_call(parts: Function, call: Function, *args: Any, **kwargs: Any) -> Any:
+    found = parts(*args, **kwargs)
+    return call(*args, **kwargs) if found is None else found
 
 
 def _pooled(

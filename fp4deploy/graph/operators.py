@@ -19,7 +19,8 @@
 | `pixel_shuffle`, `pixel_unshuffle` | the same | factor |
 | `unfold`, `fold` | im2col, col2im of a batch | kernel_size, stride, padding, dilation; output_size |
 | `reshape` | view, reshape, flatten, unflatten, squeeze, unsqueeze | shape |
-| `expand` | expand, broadcast_to; copy; full, zeros_like, new_ones, ...; arange of the batch | shape |
+| `expand` | expand, broadcast_to; copy; full, zeros_like, new_ones, ... | shape |
+| `arange` | the same, of whole numbers | start, end, step |
 | `permute` | permute, transpose, movedim, t, mT; also the last node of Tensor.unfold | dims |
 | `slice` | slice, split, chunk, narrow, select (and a reshape) | dim, start, end, step |
 | `roll`, `flip`, `repeat` | the same | shifts, dims; dims; repeats |
@@ -232,18 +233,16 @@ def _filled(call: Call) -> list[Step] | None:
     return [Step("expand", {"shape": call.shape}, {}, constants={"input": torch.tensor([float(number)])})]
 
 
+_BOUNDS = ("start", "end", "step")
+
+
 def _arange(call: Call) -> list[Step] | None:
-    """The places of a batch: sums of ones. Those of pixels or tokens grow beyond what FP16 holds."""
-    start, step, (size,) = call.arguments.get("start", 0), call.arguments.get("step", 1), call.shape
-    batch = not isinstance(size, int) and len(size) == 1 and str(size[0]).endswith(".0")
-    if not batch or call.dtype.is_floating_point or not isinstance(start, int) or not isinstance(step, int):
+    """Positions along an axis of open size: whole numbers, as long as no operator computes with them."""
+    given = {"start": 0, "step": 1} | {name: each for name, each in call.arguments.items() if name in _BOUNDS}
+    if any(not isinstance(each, int | tuple) for each in given.values()):
         return None
-    return [
-        Step("expand", {"shape": call.shape}, {}, constants={"input": torch.ones(1)}),
-        Step("cumsum", {"dim": 0}, {}, after=True),
-        Step("mul", {"number": step}, {}, after=True),
-        Step("add", {"number": start - step}, {}, after=True),
-    ]
+    steps = [Step("arange", given, {})]
+    return [*steps, Step("cast", {"dtype": call.dtype}, {}, after=True)] if call.dtype.is_floating_point else steps
 
 
 def _slice_scatter(call: Call) -> list[Step] | None:

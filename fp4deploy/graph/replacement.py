@@ -1,19 +1,23 @@
-"""Functions of torch replaced for one thread.
+"""Functions of torch replaced for one thread: those that its exporters call, and those that a module calls.
 
 torch's exporters take no argument for some of what they call. `unittest.mock.patch` would change it for the whole
 process: other threads would call the replacement meanwhile, and two threads that replace one function would put each
 other's back. Here a function that any thread replaces becomes a switch, which calls the thread's own replacement or
-the original.
+the original. What a module calls goes through a mode of torch (`Rewriting`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+from torch.overrides import TorchFunctionMode
+
 Function = Callable[..., Any]
+Table = Mapping[Any, Function]  # function -> handler(call, arguments of the function), which may `call` it
 _switches: dict[tuple[Any, str], _Switch] = {}
 _lock = threading.Lock()
 
@@ -73,3 +77,32 @@ def replaced(owner: Any, name: str, make: Callable[[Function], Function]) -> Ite
             switch.threads -= 1
             if not switch.threads:
                 setattr(owner, name, _switches.pop(key).descriptor)
+
+
+class Rewriting(TorchFunctionMode):
+    """While it is entered, a handler computes each call of a function that it is the handler of.
+
+    One mode for all tables: each mode that is entered is called for whatever a module does, reading a shape too.
+
+    >>> import torch
+    >>> with Rewriting({torch.sin: lambda call, x: 2 * call(x)}):
+    ...     torch.sin(torch.tensor(0.5)) == 2 * torch.tensor(0.5).sin()
+    tensor(True)
+    """
+
+    def __init__(self, *tables: Table) -> None:
+        """tables: of handlers of one function the last one is called first, and may call the others."""
+        super().__init__()
+        self.handlers: dict[Function, list[Function]] = {}
+        for table in tables:
+            for function, handler in table.items():
+                self.handlers.setdefault(function, []).append(handler)
+
+    def __torch_function__(
+        self, func: Function, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call, or compute what the call does."""
+        call = func
+        for handler in self.handlers.get(func, ()):
+            call = partial(handler, call)
+        return call(*args, **(kwargs or {}))

@@ -10,7 +10,7 @@ do not overlap, an element of `z` is that of `y'` if `x` had its maximum there, 
 
 The first of several equal ones, as in torch: after ReLU whole windows are 0.
 
-`Unpooling` writes this in place of the calls while a module is traced. Windows that overlap or are padded, and indices
+`unpooling` writes this in place of the calls while a module is traced. Windows that overlap or are padded, and indices
 that are used for a map of another width, stay calls of max_unpool.
 """
 
@@ -18,11 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
+
+from fp4deploy.graph.replacement import Table
 
 _NAMES = {axes: (f"max_pool{axes}d_with_indices", f"max_unpool{axes}d") for axes in (1, 2, 3)}
 _POOLS = {getattr(F, pool): axes for axes, (pool, _) in _NAMES.items()}
@@ -39,85 +41,75 @@ class _Pooled:
     size: tuple[Any, ...]
 
 
-class Unpooling(TorchFunctionMode):
-    """While it is entered, max_unpool1d, 2d and 3d of non-overlapping windows are computed without indices.
+def unpooling() -> Table:
+    """By this table `Rewriting` computes max_unpool1d, 2d and 3d of non-overlapping windows without indices.
 
     >>> x = torch.rand(1, 1, 4, 4)
     >>> y, indices = F.max_pool2d(x, 2, return_indices=True)
-    >>> with Unpooling():
+    >>> with Rewriting(unpooling()):
     ...     y, same = F.max_pool2d(x, 2, return_indices=True)
     ...     z = F.max_unpool2d(y, same, 2)
     >>> torch.equal(z, F.max_unpool2d(y, indices, 2))
     True
     """
+    known: dict[int, _Pooled] = {}
+    pools = {function: partial(_pool, known, axes) for function, axes in _POOLS.items()}
+    return pools | {function: partial(_unpool, known, axes) for function, axes in _UNPOOLS.items()}
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.pooled: dict[int, _Pooled] = {}
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Call, or compute what the call does."""
-        kwargs = kwargs or {}
-        if func in _POOLS:
-            return self._pool(func, _POOLS[func], *args, **kwargs)
-        if func in _UNPOOLS:
-            return self._unpool(func, _UNPOOLS[func], *args, **kwargs)
-        return func(*args, **kwargs)
+def _pool(
+    known: dict[int, _Pooled],
+    axes: int,
+    call: Callable[..., Any],
+    input: torch.Tensor,
+    kernel_size: int | Sequence[int],
+    stride: int | Sequence[int] | None = None,
+    padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = True,
+) -> Any:
+    values, indices = call(input, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
+    kernel = _each(kernel_size, axes)
+    plain = _each(padding, axes) == (0,) * axes and _each(dilation, axes) == (1,) * axes
+    if ceil_mode or not plain or _strides(stride, kernel) != kernel:
+        return values, indices
+    known[id(indices)] = _Pooled(indices, _first(input, kernel), kernel, tuple(input.shape[-axes:]))
+    plain_pool: Callable[..., torch.Tensor] = getattr(F, f"max_pool{axes}d")
+    return plain_pool(input, kernel), indices
 
-    def _pool(
-        self,
-        func: Callable[..., Any],
-        axes: int,
-        input: torch.Tensor,
-        kernel_size: int | Sequence[int],
-        stride: int | Sequence[int] | None = None,
-        padding: int | Sequence[int] = 0,
-        dilation: int | Sequence[int] = 1,
-        ceil_mode: bool = False,
-        return_indices: bool = True,
-    ) -> Any:
-        values, indices = func(input, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
-        kernel = _each(kernel_size, axes)
-        plain = _each(padding, axes) == (0,) * axes and _each(dilation, axes) == (1,) * axes
-        if ceil_mode or not plain or _strides(stride, kernel) != kernel:
-            return values, indices
-        self.pooled[id(indices)] = _Pooled(indices, _first(input, kernel), kernel, tuple(input.shape[-axes:]))
-        plain_pool: Callable[..., torch.Tensor] = getattr(F, f"max_pool{axes}d")
-        return plain_pool(input, kernel), indices
 
-    def _unpool(
-        self,
-        func: Callable[..., Any],
-        axes: int,
-        input: torch.Tensor,
-        indices: torch.Tensor,
-        kernel_size: int | Sequence[int],
-        stride: int | Sequence[int] | None = None,
-        padding: int | Sequence[int] = 0,
-        output_size: Sequence[Any] | None = None,
-    ) -> Any:
-        pooled, kernel = self.pooled.get(id(indices)), _each(kernel_size, axes)
-        if pooled is None or _each(padding, axes) != (0,) * axes or _strides(stride, kernel) != kernel:
-            return func(input, indices, kernel_size, stride, padding, output_size)
-        places = input.shape[-axes:]
-        size = [extent * step for extent, step in zip(places, kernel, strict=True)]
-        if output_size is not None:
-            size = list(output_size[-axes:])
-        # Indices count through a map of the pooled one's width.
-        if kernel != pooled.kernel or any(mine != other for mine, other in zip(size[1:], pooled.size[1:], strict=True)):
-            return func(input, indices, kernel_size, stride, padding, output_size)
-        spread = input
-        for axis in range(-1, -2 * axes, -2):
-            spread = spread.unsqueeze(axis)
-        spread = torch.where(pooled.first, spread, torch.zeros_like(spread))
-        for axis in range(axes):  # [..., H/k, k, W/k, k] -> [..., H, W]
-            spread = spread.flatten(input.ndim - axes + axis, input.ndim - axes + axis + 1)
-        missing = [whole - extent * step for whole, extent, step in zip(size, places, kernel, strict=True)]
-        if all(isinstance(each, int) and each == 0 for each in missing):
-            return spread
-        return F.pad(spread, [each for extra in reversed(missing) for each in (0, extra)])
+def _unpool(
+    known: dict[int, _Pooled],
+    axes: int,
+    call: Callable[..., Any],
+    input: torch.Tensor,
+    indices: torch.Tensor,
+    kernel_size: int | Sequence[int],
+    stride: int | Sequence[int] | None = None,
+    padding: int | Sequence[int] = 0,
+    output_size: Sequence[Any] | None = None,
+) -> Any:
+    pooled, kernel = known.get(id(indices)), _each(kernel_size, axes)
+    if pooled is None or _each(padding, axes) != (0,) * axes or _strides(stride, kernel) != kernel:
+        return call(input, indices, kernel_size, stride, padding, output_size)
+    places = input.shape[-axes:]
+    size = [extent * step for extent, step in zip(places, kernel, strict=True)]
+    if output_size is not None:
+        size = list(output_size[-axes:])
+    # Indices count through a map of the pooled one's width.
+    if kernel != pooled.kernel or any(mine != other for mine, other in zip(size[1:], pooled.size[1:], strict=True)):
+        return call(input, indices, kernel_size, stride, padding, output_size)
+    spread = input
+    for axis in range(-1, -2 * axes, -2):
+        spread = spread.unsqueeze(axis)
+    spread = torch.where(pooled.first, spread, torch.zeros_like(spread))
+    for axis in range(axes):  # [..., H/k, k, W/k, k] -> [..., H, W]
+        spread = spread.flatten(input.ndim - axes + axis, input.ndim - axes + axis + 1)
+    missing = [whole - extent * step for whole, extent, step in zip(size, places, kernel, strict=True)]
+    if all(isinstance(each, int) and each == 0 for each in missing):
+        return spread
+    return F.pad(spread, [each for extra in reversed(missing) for each in (0, extra)])
 
 
 def _first(x: torch.Tensor, kernel: tuple[int, ...]) -> torch.Tensor:

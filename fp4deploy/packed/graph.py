@@ -447,7 +447,7 @@ class Attention(Step):
     scale: Annotated[float, Field(gt=0, le=1024)] | None = None
 
 
-Argument = bool | int | float | str | list[bool | int | float | list[int | str]] | None
+Argument = bool | int | float | str | list[bool | int | float | str | list[int | str]] | None
 
 
 class Aten(Step):
@@ -455,12 +455,13 @@ class Aten(Step):
 
     function: its name and overload. roles: the argument of its schema that each input is ("indices.0" of a list).
     arguments: the others; a list with a name in it is an expression of the inputs' axes. result: which of several.
+    `arange` reads nothing, and gives whole numbers.
     """
 
     op: Literal["aten"] = "aten"
     function: Annotated[str, Field(pattern=r"^[a-z0-9_]{1,60}\.[A-Za-z0-9_]{1,40}$")]
-    inputs: Annotated[list[Name], Field(min_length=1, max_length=16)]
-    roles: Annotated[list[Name], Field(min_length=1, max_length=16)]
+    inputs: Annotated[list[Name], Field(max_length=16)]
+    roles: Annotated[list[Name], Field(max_length=16)]
     arguments: dict[Name, Argument] = {}
     result: Annotated[int, Field(ge=0, le=7)] = 0
 
@@ -516,17 +517,22 @@ class Graph(Strict):
 
 def format_of(node: Node) -> int:
     """The oldest format `packed/N` that has a node of this kind, from 3 on."""
-    if isinstance(node, Experts):
+    if isinstance(node, Experts) or (isinstance(node, Aten) and function_of(node) in ("arange", "scatter")):
         return 9
     if isinstance(node, Norm | GroupNormReLU) and node.eps <= MIN_EPSILON:
         return 8
-    if isinstance(node, Aten) and node.function.partition(".")[0] in ("embedding", "index", "index_select"):
+    if isinstance(node, Aten) and function_of(node) in ("embedding", "index", "index_select"):
         return 8
     if isinstance(node, Conv2d) and len(node.inputs) == 2 and axes_of(node) != 2:
         return 8
     if any(abs(number) > FP16.largest for number in numbers_of(node)):
         return 6
     return 5 if isinstance(node, Aten) else 3 if in_packed_3(node) else 4
+
+
+def function_of(node: Aten) -> str:
+    """The name of an operator without its overload."""
+    return node.function.partition(".")[0]
 
 
 def numbers_of(node: Node) -> list[float]:

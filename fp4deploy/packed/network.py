@@ -266,7 +266,7 @@ class PackedNetwork:
         return torch.float32 if any(form.name in self.wide for form in node.outputs) else self.dtype
 
     def _context(self, sizes: dict[str, int], dtype: torch.dtype) -> Context:
-        return Context(self._vectors.__getitem__, sizes, self._positions, dtype)
+        return Context(self._vectors.__getitem__, sizes, self._positions, dtype, self.device)
 
     @property
     def weights_bytes(self) -> int:

@@ -77,6 +77,7 @@ class Context:
     sizes: dict[str, int]
     positions: Mapping[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
+    device: torch.device | str = "cpu"  # of what a node makes of nothing
 
     def size(self, size: Size) -> int:
         """The value of a size."""
@@ -110,10 +111,10 @@ def read_tensors(
 # Operators of ATen that a file may name: functions of their arguments alone, whose result has a size that follows from
 # sizes. One more is one name here, in every way of running a network.
 ATEN = (
-    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cosh", "cumprod", "embedding", "erfc", "exp2", "fmod",
-    "frac", "gather", "grid_sampler_2d", "grid_sampler_3d", "hypot", "index", "index_select", "lgamma", "log10", "log2",
-    "logaddexp", "prod", "remainder", "scatter", "sinh", "sort", "tan", "topk", "tril", "triu", "trunc", "_fft_c2c",
-    "_fft_c2r", "_fft_r2c",
+    "acos", "acosh", "arange", "asin", "asinh", "atan", "atan2", "atanh", "cosh", "cumprod", "embedding", "erfc",
+    "exp2", "fmod", "frac", "gather", "grid_sampler_2d", "grid_sampler_3d", "hypot", "index", "index_select", "lgamma",
+    "log10", "log2", "logaddexp", "prod", "remainder", "scatter", "sinh", "sort", "tan", "topk", "tril", "triu",
+    "trunc", "_fft_c2c", "_fft_c2r", "_fft_r2c",
 )  # fmt: skip
 COMPLEX = ("_fft_c2c", "_fft_r2c")  # of these the results
 INDICES = ("index", "indices")  # arguments that are positions
@@ -391,6 +392,8 @@ def _attention(node: Attention, inputs: list[torch.Tensor], _: Context) -> torch
 def _aten(node: Aten, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
     function = aten_function(node.function)
     given: dict[str, Any] = {name: _argument(value, context) for name, value in node.arguments.items()}
+    if node.function.startswith("arange"):
+        return torch.arange(**given, dtype=torch.int64, device=context.device)
     for role, x in zip(node.roles, inputs, strict=True):
         name, _, place = role.partition(".")
         if place:

@@ -70,7 +70,7 @@ def shapes_of(graph: Graph, inputs: Mapping[str, Shape] | None = None) -> Shapes
         sizes |= {f"{each.name}.{axis}": size for axis, size in enumerate(shape)}
         read = (shape[0], ENCODED_CHANNELS, *shape[2:]) if graph.digits else shape
         _add(found, each, read, sizes)
-    context = Context(lambda name: _empty(stored_shape(graph, name)), sizes)
+    context = Context(lambda name: _empty(stored_shape(graph, name)), sizes, device="meta")
     for number, node in enumerate(graph.nodes):
         try:
             _add(found, node, _result(graph, node, [found[name] for name in node.inputs], context), sizes)

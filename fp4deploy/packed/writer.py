@@ -77,7 +77,7 @@ FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}  # of feature maps
 LAYOUT = (Flip, Permute, Repeat, Reshape, Roll, Select, Slice, Take)  # nodes that write no feature map
 # Elements from which kernels of this package take the statistics of a norm. Measured fact: one H200, torch 2.11,
 # 2026-11-29: of [1, 64, 64, 256] 12.6 us against 8.2 of the compiler's, of [1, 352, 480, 32] 19.1 against 20.3, of
-# [16, 352, 480, 32] 146 against 166; of sixteen sizes two, with an InstanceNorm of 2^24 and 2^26, are on the other side.
+# [16, 352, 480, 32] 146 against 166; of sixteen sizes two, InstanceNorms of 2^24 and 2^26, are on the other side.
 LARGE_MAP = 1 << 22
 ACTIVATION = -12  # exponent of the unit of activations: what is left for weights keeps their product in FP16's range
 
@@ -108,7 +108,7 @@ class Writer:
         self.scales = self._scales(file, layers)
         shapes = shapes_of(file.graph)
         self.weights = {node.layer: self._weight(file, node, shapes, device) for node in layers}
-        self.positions = positions_of(file.graph, device)
+        self.positions, self.device = positions_of(file.graph, device), device
         last = {name: number for number, node in enumerate(file.graph.nodes) for name in node.inputs}
         last |= {each.activation: len(file.graph.nodes) for each in file.graph.outputs}
         self.last_read = [  # by each node: what is freed then
@@ -157,7 +157,7 @@ class Writer:
             if self.wide:
                 dtype = torch.float32 if self._is_wide(node) else dtype
                 read = [x.to(dtype) if x.is_floating_point() else x for x in read]
-            context = Context(tensors.__getitem__, sizes, self.positions, dtype)
+            context = Context(tensors.__getitem__, sizes, self.positions, dtype, self.device)
             early = [form for form in node.outputs if only_moves(node, form, read)]
             for form in early:
                 moved = [self._form(x, form, tensors) for x in read]

@@ -111,6 +111,7 @@ def quantize(
         prepare(model, chosen.recipe, include, exclude, fp8, example, int8)
         result = Result(method, chosen.recipe, correction, count)
         say(f"Activations: {activations or chosen.activations} over {result.images} images.")
+        report("activations", 0, None)
         with autocast(batches[0]):
             calibrate_activations(model, batches, activations or chosen.activations, percentile)
         _quantize_weights(model, reference, batches, chosen, iterations, seed, result, say, report)

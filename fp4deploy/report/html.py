@@ -135,16 +135,15 @@ def _network(report: ReportData) -> str:
 
 
 def _tiles(report: ReportData) -> list[Tile]:
-    baseline = tables.baseline_of(report.artifacts)
-    reference = baseline.accuracy if baseline else None
+    compared = _compared(report)
+    reference = report.models[compared].accuracy if compared in report.models else None
     metric = TASKS[report.task].metric
     found = []
     for name, model in report.models.items():
         note = "on the validation images"
-        if name == "nvfp4" and baseline and reference is not None and model.accuracy is not None:
-            against = MODEL_TITLES.get(str(baseline.model), str(baseline.model))
-            longer = report.fine_tuned and baseline.model == "fp16" and model.epochs
-            note = f"{tables.change_in_words(metric, model.accuracy, reference)} against {against}"
+        if name == "nvfp4" and reference is not None and model.accuracy is not None:
+            longer = report.fine_tuned and compared == "fp16" and model.epochs
+            note = f"{tables.change_in_words(metric, model.accuracy, reference)} against {MODEL_TITLES[compared]}"
             note += f", which was trained {counted(model.epochs, 'epoch')} less" if longer else ""
         found.append(Tile(f"{metric}, {MODEL_TITLES.get(name, name)}", tables.percent(model.accuracy), note))
     if ".onnx" in report.sizes:
@@ -159,10 +158,15 @@ def _tiles(report: ReportData) -> list[Tile]:
     return found
 
 
+def _compared(report: ReportData) -> str:
+    """The model that NVFP4 is compared with: FP16 trained as long, where there is one."""
+    return "fp16_control" if "fp16_control" in report.models else "fp16"
+
+
 def _classes(report: ReportData) -> list[dict[str, Any]]:
     """Scores of each class: of every model, of NVFP4, and of what it is compared with."""
     names = next((list(model.per_class) for model in report.models.values() if model.per_class), [])
-    reference = "fp16_control" if "fp16_control" in report.models else "fp16"
+    reference = _compared(report)
     found = []
     for name in names:
         scores = {key: model.per_class.get(name) for key, model in report.models.items()}

@@ -24,10 +24,8 @@ from fp4deploy.report.markdown import render_markdown
 from fp4deploy.report.run_folder import read_run
 from fp4deploy.runs import Run
 from fp4deploy.system.files import replace_folder, require_own_folder
+from fp4deploy.tasks import TASKS
 from fp4deploy.train import load_config
-
-TASKS = {"semantic": "image-segmentation", "instance": "image-segmentation", "detection": "object-detection",
-         "classification": "image-classification"}  # fmt: skip
 
 
 class Hub(Protocol):
@@ -82,7 +80,7 @@ def push(folder: Path, name: str, hub: Hub, private: bool = True) -> None:
 
 
 def _card(task: str, name: str, report: str) -> str:
-    metadata = {"library_name": "fp4deploy", "pipeline_tag": TASKS[task], "tags": ["fp4deploy", "nvfp4", "onnx"]}
+    metadata = {"library_name": "fp4deploy", "pipeline_tag": TASKS[task].hub, "tags": ["fp4deploy", "nvfp4", "onnx"]}
     text = f"""---
 {yaml.safe_dump(metadata, sort_keys=False)}---
 

@@ -20,7 +20,7 @@ PIXELS = "it is of pixels, and this task has one class an image; leave it as it 
 class ClassificationTask(ImageTask):
     """`Task` of image classification."""
 
-    name, key, metric, per_class = "classification", "top1", "top-1", "recall"
+    name, key, metric, per_class, hub = "classification", "top1", "top-1", "recall", "image-classification"
     at_input_size, whole_images, apart = False, True, "The classes of tiles are not that of an image."
     evaluated, augmented = LabelEvalTransform, LabelTrainTransform
     unused: Mapping[str, str] = dict.fromkeys(("augment.mosaic", "train.class_balance", "train.class_weights"), PIXELS)

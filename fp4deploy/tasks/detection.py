@@ -26,7 +26,7 @@ OVER_PIXELS = "it is of losses over pixels; task=detection has detection.alpha a
 class DetectionTask(ImageTask):
     """`Task` of object detection."""
 
-    name, key, metric, per_class = "detection", "ap", "AP", "AP"
+    name, key, metric, per_class, hub = "detection", "ap", "AP", "AP", "object-detection"
     counts_objects, at_input_size, boxes = True, False, True
     evaluated, augmented, apart = LetterboxTransform, BoxTrainTransform, "Boxes are not joined across tiles."
     unused: Mapping[str, str] = {

@@ -29,7 +29,7 @@ SOFTMAX = (
 class InstanceTask(ImageTask):
     """`Task` of instance segmentation."""
 
-    name, key, metric, per_class = "instance", "ap", "AP", "AP"
+    name, key, metric, per_class, hub = "instance", "ap", "AP", "AP", "image-segmentation"
     counts_objects, at_input_size, evaluated = True, False, NumberedEvalTransform
     unused: Mapping[str, str] = {"augment.mosaic": MOSAIC, "distill.weight": SOFTMAX}
 

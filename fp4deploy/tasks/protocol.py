@@ -6,7 +6,7 @@
 | export | `head.agreeing` of the model card (`models.heads`): when two outputs mean the same |
 | bench, search, sweep | `for_card`, `transform`, `evaluation`, `counts_objects` |
 | predict, serving | `counts_objects`; `untiled`: why an image cannot be cut |
-| report | `key`, `metric`, `per_class`: names of the scores; `at_input_size` |
+| report | `key`, `metric`, `per_class`, `hub`: names of the scores and of the task; `at_input_size` |
 | data check | `boxes`: labels that are enough |
 | all that look at pixels | `whole_images`: there are none in outputs and labels |
 
@@ -90,9 +90,10 @@ class Task(Protocol):
     """One task.
 
     name: in settings and model cards. key: of its score in files. metric, per_class: titles of its score and of a
-    class's. counts_objects: its output is a list of objects, scored by COCO's AP. at_input_size: scores are of pixels
-    at the size of the network's input. boxes: annotations need no masks. whole_images: labels are of images and outputs
-    [N, classes], without pixels. unused: settings that it has no use for, as "section.name", and why.
+    class's. hub: what the Hugging Face hub calls it. counts_objects: its output is a list of objects, scored by COCO's
+    AP. at_input_size: scores are of pixels at the size of the network's input. boxes: annotations need no masks.
+    whole_images: labels are of images and outputs [N, classes], without pixels. unused: settings that it has no use
+    for, as "section.name", and why.
     """
 
     @property
@@ -103,6 +104,8 @@ class Task(Protocol):
     def metric(self) -> str: ...
     @property
     def per_class(self) -> str: ...
+    @property
+    def hub(self) -> str: ...
     @property
     def counts_objects(self) -> bool: ...
     @property

@@ -29,7 +29,7 @@ MOSAIC = "it joins images with boxes, and this task has masks; leave it 0, or tr
 class SemanticTask(ImageTask):
     """`Task` of semantic segmentation."""
 
-    name, key, metric, per_class = "semantic", "miou", "mIoU", "IoU"
+    name, key, metric, per_class, hub = "semantic", "miou", "mIoU", "IoU", "image-segmentation"
     unused: Mapping[str, str] = {"augment.mosaic": MOSAIC}
 
     def transform(self, size: Size, mean: Rgb = IMAGE_MEAN, std: Rgb = IMAGE_STD, whole: bool = False) -> Transform:

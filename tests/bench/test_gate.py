@@ -142,6 +142,7 @@ def test_few_images_are_mentioned() -> None:
     assert fewer.text() == (
         f"{sentence} {FEW_IMAGES - 1} images (only {FEW_IMAGES - 1} images: the interval itself is uncertain)."
     )
+    assert "over 1 image (only 1 image:" in dataclasses.replace(found, split_images=1).text()
 
 
 def test_what_is_unknown_is_no_number() -> None:

@@ -18,6 +18,7 @@ import pytest
 import torch
 import yaml
 
+from fp4deploy.bench.kept import kept
 from fp4deploy.bench.runtimes.open import open_runtime
 from fp4deploy.errors import Interrupted
 from fp4deploy.export import to_onnx
@@ -127,6 +128,17 @@ def test_packed_export_inspect_and_bench(at_home: Invoke, tmp_path: Path) -> Non
     both = at_home("export", run, "--format", "packed", "--portable")
     assert both.exit_code == 2
     assert "--portable" in both.stderr
+
+
+def test_a_checkpoint_is_measured_with_another_rest(invoke: Invoke, untrained: Run, shapes: Path) -> None:
+    path, more = untrained.checkpoint("fp16"), ("--data", shapes, "--iterations", 1, "--rest", "bf16")
+    before = kept(untrained)
+    result = invoke("bench", path, *more, "--json", "-")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["artifacts"][0]["precision"].startswith("BF16")
+    assert kept(untrained) == before, "it is no measurement of the file as it is"
+    refused = invoke("bench", untrained.exported("fp16"), *more)
+    assert (refused.exit_code, "--rest is of checkpoints" in refused.stderr) == (2, True)
 
 
 def test_a_damaged_packed_file(at_home: Invoke, untrained: Run, tmp_path: Path) -> None:

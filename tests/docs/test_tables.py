@@ -44,6 +44,11 @@ def test_a_table_is_whole(macros: ModuleType, page: str, words: str) -> None:
     assert len(columns) == 1, columns
 
 
+def test_columns_of_text_are_aligned_to_the_left(macros: ModuleType) -> None:
+    _, rule, *_ = macros.table("whole_picture").splitlines()
+    assert rule == "| --- | --- | ---: | ---: | ---: | ---: | --- |", "a score and a command are no numbers"
+
+
 def test_every_table_is_shown(macros: ModuleType) -> None:
     assert {words.split()[0] for _, words in calls()} == macros.TABLES.keys() | macros.TEXTS.keys()
 

@@ -159,18 +159,16 @@ def test_what_no_node_computes_is_named(function: Function, operator: str, tmp_p
     assert not (tmp_path / "own.fp4").exists()
 
 
-def test_positions_of_pixels_fix_the_size(tmp_path: Path) -> None:
-    """They are computed for the size of the example; any other is refused."""
-
+def test_positions_of_pixels_follow_the_size(tmp_path: Path) -> None:
     def ramp(_: Around, x: torch.Tensor) -> torch.Tensor:
-        return x * torch.arange(x.shape[3])
+        return x * torch.arange(x.shape[3]) + torch.arange(0, 2 * x.shape[2], 2, dtype=torch.float32)[:, None]
 
-    with pytest.warns(UserWarning, match=r"arange.*has no packed form\. The packed .* example's size alone"):
-        fd.pack(Around(ramp), tmp_path / "own.fp4", example_inputs=torch.zeros(1, 3, 8, 8))
-    network = PackedNetwork(read_packed(tmp_path / "own.fp4"))
-    network(torch.zeros(3, 3, 8, 8))
-    with pytest.raises(InputError, match=r"\[N, 3, 8, 8\]"):
-        network(torch.zeros(1, 3, 8, 12))
+    torch.manual_seed(0)
+    model = Around(ramp).eval()
+    fd.pack(model, tmp_path / "own.fp4", example_inputs=torch.rand(1, 3, 8, 8))
+    network, x = PackedNetwork(read_packed(tmp_path / "own.fp4")), torch.rand(3, 3, 10, 12)
+    with torch.no_grad():
+        assert torch.allclose(network(x), deployed(model)(x), rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
 
 
 def warped(_: Around, x: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,8 @@ from fp4deploy.errors import InputError
 from fp4deploy.graph import capture
 from fp4deploy.packed import PackedNetwork, read_packed
 from fp4deploy.packed.graph import Aten
+from fp4deploy.packed.program import trace
+from fp4deploy.packed.writer import Writer
 from fp4deploy.qat import deployed
 
 
@@ -80,8 +82,9 @@ def test_the_packed_file_is_of_the_format_that_has_whole_inputs(prepared: Any, t
     model, inputs = prepared
     fd.pack(model, tmp_path / "net.fp4", example_inputs=inputs, verify=False)
     graph = read_packed(tmp_path / "net.fp4").graph
-    assert graph.format() == 8
-    assert {node.function for node in graph.nodes if isinstance(node, Aten)} == {"embedding.default", "index.Tensor"}
+    assert graph.format() == 9
+    functions = {node.function for node in graph.nodes if isinstance(node, Aten)}
+    assert functions == {"embedding.default", "index.Tensor", "arange.start_step"}
     image = graph.model_copy(update={"inputs": [each.model_copy(update={"dtype": "float32"}) for each in graph.inputs]})
     assert '"dtype"' not in image.model_copy(update={"tensors": {}}).to_json()
 
@@ -178,11 +181,49 @@ def test_a_packed_network_has_free_axes_by_request_or_the_true_reason(tmp_path: 
     longer = {name: x.repeat(2, 3)[:3] for name, x in inputs.items()}
     with torch.no_grad():
         assert torch.allclose(torch.from_numpy(runtime(longer)), deployed(model)(**longer), atol=5e-3)
-    with pytest.raises(InputError, match=r"aten.arange, .*has no packed form"):
-        fd.pack(Tokens().eval(), tmp_path / "no.fp4", example_inputs=inputs, dynamic=dynamic)
     with pytest.raises(InputError, match=r"size of an axis \(axis 1 of x\) for a constant at linear in 'first'"):
         fd.pack(OfThree(), tmp_path / "no.fp4", example_inputs=torch.zeros(3, 32), dynamic={"x": {1: "C"}}, batch=3)
     assert [each.name for each in tmp_path.iterdir()] == ["open.fp4"]
+
+
+class Rotated(nn.Module):
+    """Queries and keys turned by angles of their positions, as in LLaMA, and a causal mask of counted positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.first, self.inner = nn.Embedding(96, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+        self.places, self.head = nn.Embedding(4096, 32), nn.Linear(32, 8)
+        self.register_buffer("frequency", 10.0 ** -torch.arange(0, 2, 0.25), persistent=False)
+
+    def forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        places = torch.arange(ids.shape[1]) + 3
+        x = self.inner(self.first(self.embed(ids) + self.places(places[None]))).unflatten(-1, (2, 16)).transpose(1, 2)
+        angles = (self.frequency[None, :, None] @ places[None, None].float()).mT
+        cos, sin = angles.cos().repeat(1, 1, 2), angles.sin().repeat(1, 1, 2)
+        turned = x * cos + torch.cat([-x[..., 8:], x[..., :8]], -1) * sin
+        seen = places[:, None] >= places
+        y = F.scaled_dot_product_attention(turned, turned, x, seen)
+        return {"logits": self.head(y.transpose(1, 2).flatten(2)), "cos": cos}
+
+
+def test_a_packed_network_takes_texts_of_any_length_with_positions_in_fp32(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    ids = torch.randint(96, (2, 6))
+    model = fd.prepare(Rotated().eval(), example_inputs={"ids": ids})
+    fd.calibrate(model, {"ids": ids})
+    file = fd.pack(model, tmp_path / "net.fp4", example_inputs={"ids": ids}, dynamic={"ids": {1: "L"}}).file
+    network, half = PackedNetwork(file), PackedNetwork(file, dtype=torch.float16)
+    ids = torch.randint(96, (1, 2100))  # beyond whole numbers of FP16
+    with torch.no_grad():
+        expected = deployed(model)(ids)
+    plain, narrow = network(ids), half(ids)
+    assert isinstance(plain, dict)
+    assert isinstance(narrow, dict)
+    assert (plain["logits"] - expected["logits"]).norm() < 1e-2 * expected["logits"].norm()
+    assert (narrow["logits"] - expected["logits"]).norm() < 3e-2 * expected["logits"].norm()  # a code here and there
+    assert (narrow["cos"] - expected["cos"]).abs().max() < 2e-3
+    module, tensors, _ = trace(Writer(file, torch.device("cpu"), torch.float32), [ids[:, :9]])
+    torch.testing.assert_close(module(*tensors, ids[:, :9])[0], plain["logits"][:, :9], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("suffix", [".onnx", ".fp4"])

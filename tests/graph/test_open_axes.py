@@ -15,7 +15,8 @@ from fp4deploy.export.onnx.decomposed import to_portable
 from fp4deploy.export.onnx.session import portable_session
 from fp4deploy.export.to_packed import pack_model
 from fp4deploy.graph import capture, evaluate
-from fp4deploy.graph.open_axes import Divided
+from fp4deploy.graph.open_axes import divided
+from fp4deploy.graph.replacement import Rewriting
 from fp4deploy.packed import PackedNetwork, packed_file
 from tests.samples import sample
 
@@ -70,7 +71,7 @@ def test_parts_of_open_axes_follow_the_size(name: str) -> None:
 
 def test_areas_by_a_factor_stay_a_call() -> None:
     x = torch.randn(1, 2, 9, 12)
-    with Divided():
+    with Rewriting(divided()):
         found = F.interpolate(x, scale_factor=0.5, mode="area")
     assert torch.equal(found, F.interpolate(x, scale_factor=0.5, mode="area"))
 
@@ -79,7 +80,7 @@ def test_areas_by_a_factor_stay_a_call() -> None:
 def test_maxima_of_fixed_axes_are_torchs(axes: int) -> None:
     x = torch.randn(2, 3, *(7, 9, 5)[:axes])
     pool = getattr(F, f"adaptive_max_pool{axes}d")
-    with Divided():
+    with Rewriting(divided()):
         assert torch.equal(pool(x, 2), pool(x, [2] * axes))
         found, indices = pool(x, 2, return_indices=True)
     expected = pool(x, 2, return_indices=True)

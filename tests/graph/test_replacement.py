@@ -16,7 +16,7 @@ from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from fp4deploy.export.onnx.exporter import short_export
 from fp4deploy.graph.fixed_axes import watched
-from fp4deploy.graph.replacement import replaced
+from fp4deploy.graph.replacement import Rewriting, replaced
 
 
 def added(number: int) -> Callable[[Callable[[], int]], Callable[[], int]]:
@@ -82,3 +82,12 @@ def test_another_thread_exports_by_torch_as_it_is() -> None:
         torch.export.export(nn.Linear(4, 4), (x,))
         assert found == ["", ""]
     assert before == (torch.export.export, vars(ONNXRegistry)["from_torchlib"], _fx_passes.decompose_with_registry)
+
+
+def test_the_last_handler_of_a_function_is_called_first_and_none_sees_its_own_calls() -> None:
+    doubled = {torch.sin: lambda call, x: 2 * call(x)}
+    shifted = {torch.sin: lambda call, x: call(x + 1) + torch.sin(x)}
+    x = torch.tensor(0.5)
+    with Rewriting(doubled, shifted):
+        found = torch.sin(x), torch.cos(x)
+    assert found == (2 * (x + 1).sin() + x.sin(), x.cos())

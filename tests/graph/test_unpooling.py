@@ -12,7 +12,8 @@ from torch import nn
 import fp4deploy as fd
 from fp4deploy.errors import InputError
 from fp4deploy.export.to_packed import pack_model
-from fp4deploy.graph.unpooling import Unpooling
+from fp4deploy.graph.replacement import Rewriting
+from fp4deploy.graph.unpooling import unpooling
 from fp4deploy.qat import deployed
 from tests.export.packable_networks import ENet
 
@@ -36,7 +37,7 @@ def test_as_torch_with_equal_elements_in_a_window(size: tuple[int, ...], kernel:
         steps = _each(kernel, len(size))
         x = x[(..., *(slice(extent // step * step) for extent, step in zip(size, steps, strict=True)))]
     expected = unpooled(x, kernel, same_size)
-    with Unpooling():
+    with Rewriting(unpooling()):
         assert torch.equal(unpooled(x, kernel, same_size), expected)
 
 
@@ -48,7 +49,7 @@ def _each(kernel: Any, axes: int) -> tuple[int, ...]:
 def test_windows_that_overlap_or_are_padded_stay_torch_calls(options: dict[str, int]) -> None:
     x = torch.rand(1, 2, 8, 8, generator=torch.Generator().manual_seed(0))
     expected = unpooled(x, 2, True, **options)
-    with Unpooling():
+    with Rewriting(unpooling()):
         assert torch.equal(unpooled(x, 2, True, **options), expected)
 
 
@@ -56,7 +57,7 @@ def test_a_map_of_another_width_stays_a_torch_call() -> None:
     """Indices count through rows of 9, and the result has rows of 8."""
     x = torch.zeros(1, 2, 8, 9)
     expected = unpooled(x, 2, False)
-    with Unpooling():
+    with Rewriting(unpooling()):
         assert torch.equal(unpooled(x, 2, False), expected)
 
 
@@ -64,7 +65,7 @@ def test_what_is_pooled_may_change_afterwards() -> None:
     x = torch.randn(1, 2, 4, 4, generator=torch.Generator().manual_seed(0))
     y, indices = F.max_pool2d(x, 2, return_indices=True)
     expected = F.max_unpool2d(y, indices, 2)
-    with Unpooling():
+    with Rewriting(unpooling()):
         z = x.clone()
         y, indices = F.max_pool2d(z, 2, return_indices=True)
         z.zero_()

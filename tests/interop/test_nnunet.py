@@ -38,6 +38,9 @@ def make(folder: Path) -> None:
     said = CliRunner().invoke(app, command, prog_name="fp4deploy")
     assert said.exit_code == 0, said.stderr
     assert f"fp4deploy predict IMAGES --nnunet {folder / 'nvfp4'}" in said.stderr
+    shares = [float(share) for share in re.findall(r"unchanged against the FP32 fold on ([\d.]+) %", said.stdout)]
+    assert len(shares) == 2, "of each fold"
+    assert all(50 < share < 100 for share in shares), "and quantising changes some"
 
 
 @pytest.fixture(scope="session")

@@ -118,7 +118,7 @@ def test_a_program_sees_progress_unless_it_shows_its_own(
     quantize(network(), images, "gptq", progress=lambda text, done, of: None)
     assert not seen
     quantize(network(), images, "gptq")
-    assert {"inputs of the layers", "weights of the layers", "correction of the layers"} <= set(seen)
+    assert {"activations", "inputs of the layers", "weights of the layers", "correction of the layers"} <= set(seen)
 
 
 def test_a_block_without_tensors_in_its_output_is_refused(images: list[torch.Tensor]) -> None:

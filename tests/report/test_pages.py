@@ -87,3 +87,9 @@ def test_nothing_else_writes_pages() -> None:
         if re.search(r"<html|<body|to_html\(|Environment\(", path.read_text(encoding="utf-8"))
     }
     assert writers == {"report/figures/heatmap_page.py", "report/html.py"}
+
+
+def test_a_share_in_a_tile_stays_on_one_line() -> None:
+    tile = environment().get_template("parts.html.j2").module.tile  # type: ignore[attr-defined]
+    assert "<b>FP8\u00a093.1\u00a0%, FP4\u00a06.0\u00a0%</b>" in tile("shares", "FP8 93.1 %, FP4 6.0 %", "note")
+    assert "&lt;script&gt;" in tile("name", HOSTILE, "note")

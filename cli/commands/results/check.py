@@ -28,6 +28,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """The options by which a model is built."""
+
+    recipe: str
+    size: tuple[int, ...] | None
+    classes: int | None
+    task: str
+    digits: bool
+    sets: list[str]
+
+
+@dataclass(frozen=True)
 class Subject:
     """What is checked: its plan, what each layer becomes under a `--conv` mode of a library, its multiply-accumulates.
 
@@ -93,7 +105,7 @@ def check(
     from fp4deploy.export.lowering.lower import CONV_MODES, check_conv_mode
 
     check_conv_mode(conv, target)
-    subject = _subject(model, recipe, classes, task, digits, sets, parse_axes(size))
+    subject = _subject(model, Asked(recipe, parse_axes(size), classes, task, digits, sets or []))
     forecasts = {each: subject.forecasts(each, _library(each, target)) for each in CONV_MODES}
     engine = forecasts[conv]
     forms = {each: subject.shares(layer.compute for layer in found) for each, found in forecasts.items()}
@@ -115,21 +127,13 @@ def _library(conv: str, target: str) -> str:
     return "tensorrt" if conv == "plugin" else target
 
 
-def _subject(
-    model: str,
-    recipe: str,
-    classes: int | None,
-    task: str,
-    digits: bool,
-    sets: list[str] | None,
-    size: tuple[int, ...] | None,
-) -> Subject:
+def _subject(model: str, asked: Asked) -> Subject:
     path = Path(model)
     if nnunet.is_folder(path):
-        network, plans, patch, rest = nnunet.subject(path, recipe)
+        network, plans, patch, rest = nnunet.subject(path, asked.recipe)
         return _of_network(network, plans, patch, named=rest)
     if not path.is_file() and path.suffix not in (".onnx", ".safetensors"):
-        return _of_spec(model, recipe, classes, task, digits, sets, size)
+        return _of_spec(model, asked)
     if not path.is_file():
         raise InputError(
             f"There is no file {model}. check reads a model such as unet:0.25, a checkpoint or an .onnx file."
@@ -137,7 +141,7 @@ def _subject(
     if path.suffix == ".onnx":
         return _of_onnx(path)
     if path.suffix == ".safetensors":
-        return _of_checkpoint(path, recipe, size)
+        return _of_checkpoint(path, asked.recipe, asked.size)
     raise InputError(
         f"check does not read {path.suffix or 'such'} files. Valid: unet, unet:0.25, net.py:make (the network of a "
         "state dict), .safetensors, .onnx."
@@ -188,15 +192,7 @@ def _inputs(size: tuple[int, ...]) -> NetworkInput:
     return NetworkInput(size=size, spacing=(1.0,) * VOLUME if len(size) == VOLUME else None)
 
 
-def _of_spec(
-    model: str,
-    recipe: str,
-    classes: int | None,
-    task: str,
-    digits: bool,
-    sets: list[str] | None,
-    size: tuple[int, ...] | None,
-) -> Subject:
+def _of_spec(model: str, asked: Asked) -> Subject:
     from fp4deploy.models.build import build_model
     from fp4deploy.models.heads import ClassHead
     from fp4deploy.models.output import LogitsOutput
@@ -205,14 +201,14 @@ def _of_spec(
     from fp4deploy.tasks import TASKS
     from fp4deploy.train import load_config
 
-    chosen = load_config(None, sets or []).model
-    inputs = _inputs(size or (256, 256))
-    head = ClassHead("label", classes or 21) if TASKS[task].whole_images else None
+    chosen = load_config(None, asked.sets).model
+    inputs, classes = _inputs(asked.size or (256, 256)), asked.classes or 21
+    head = ClassHead("label", classes) if TASKS[asked.task].whole_images else None
     spec = parse_spec(model, chosen.args, chosen.output)
-    network = build_model(spec, classes or 21, digits=digits, head=head, inputs=inputs)
-    if classes is None and isinstance(network, LogitsOutput):
+    network = build_model(spec, classes, digits=asked.digits, head=head, inputs=inputs)
+    if asked.classes is None and isinstance(network, LogitsOutput):
         network.logits_channels = None
-    return _of_network(network, layer_plan(network, recipe), _example((inputs.channels, *inputs.size)))
+    return _of_network(network, layer_plan(network, asked.recipe), _example((inputs.channels, *inputs.size)))
 
 
 def _of_checkpoint(path: Path, recipe: str, size: tuple[int, ...] | None) -> Subject:

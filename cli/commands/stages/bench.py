@@ -14,7 +14,7 @@ from ... import completion
 from ...artifacts import find_artifacts, write_json
 from ...console import note, notes, results, shown
 from ...numbers import MAX_SECONDS, finite
-from ...settings import CompileOption, NamedModelOption, expect
+from ...settings import CompileOption, NamedModelOption, RestOption, expect
 
 if TYPE_CHECKING:
     from fp4deploy.bench.gate.baseline import Baseline
@@ -173,6 +173,7 @@ def bench(
     ] = None,
     compiled: CompileOption = True,
     model: NamedModelOption = None,
+    rest: RestOption = None,
 ) -> None:
     """Measure mIoU or AP and latency; a drop below the baseline exits 1, an engine neither run nor emulated here 3."""
     expect(model)
@@ -192,7 +193,7 @@ def bench(
     refused: dict[str, str] = {}
     if forms:
         paths, refused = _every_form(paths)
-    chosen = _with_settings(paths, provider, form)
+    chosen = _with_settings(paths, provider, form, rest)
     where = data or _data(paths)
     if split not in MEASURED:
         raise InputError(f"--split is '{split}'; what a model is measured on is {' or '.join(MEASURED)}.")
@@ -335,15 +336,18 @@ def _data(paths: list[Path]) -> Path:
 
 
 def _with_settings(
-    paths: list[Path], providers: list[str] | None, forms: list[str] | None
+    paths: list[Path], providers: list[str] | None, forms: list[str] | None, rest: str | None
 ) -> list[tuple[Path, dict[str, Any]]]:
     """Each artefact once, an .onnx once for each provider, a checkpoint once for each form of torch."""
     from fp4deploy.bench.runtimes.open import PROVIDERS
     from fp4deploy.bench.runtimes.pytorch import FORMS
 
+    if rest is not None and all(path.suffix != ".safetensors" for path in paths):
+        raise InputError("--rest is of checkpoints, and none is measured: other files have theirs from export --rest.")
+    other = {} if rest is None else {"rest": rest}
     by_suffix: dict[str, list[dict[str, Any]]] = {
         ".onnx": [{"provider": name} for name in _each(providers, PROVIDERS, "--provider")],
-        ".safetensors": [{"form": name} for name in _each(forms, FORMS, "--torch")],
+        ".safetensors": [{"form": name, **other} for name in _each(forms, FORMS, "--torch")],
     }
     return [(path, settings) for path in paths for settings in by_suffix.get(path.suffix, [{}])]
 
@@ -405,7 +409,7 @@ def _measure(
                     **settings,
                 )
             )
-        if limit is None:
+        if limit is None and "rest" not in settings:  # else it is no measurement of the file as it is
             _keep(path, found[-1], data)
         if folder is not None and found[-1].instances is not None:
             note(f"  Wrote the instances to {shown(folder)}.")

@@ -70,13 +70,15 @@ def quantize(named: Path, fold: list[str] | None, data: Path | None, out: Path |
         provenance.record("quantize", found.checkpoint, [folder.path / f"fold_{found.fold}" / folder.checkpoint])
         done(
             f"{shown(found.checkpoint)} and {found.packed.name} ({made.method}, correction {made.correction}, "
-            f"{made.images} patches, {made.seconds:.1f} s)",
+            f"{made.images} patches, {made.seconds:.1f} s), class unchanged against the FP32 fold on "
+            f"{100 * found.unchanged:.2f} % of the voxels of some of them",
             checkpoint=str(found.checkpoint),
             packed=str(found.packed),
             fold=found.fold,
             method=made.method,
             correction=made.correction,
             images=made.images,
+            unchanged=found.unchanged,
             seconds=round(made.seconds, 3),
         )
     note(f"Segment with the packed networks: fp4deploy predict IMAGES --nnunet {typed(out)}")

@@ -24,7 +24,7 @@ from fp4deploy.bench.evidence import PixelCounts, read_evidence
 from fp4deploy.bench.gate.baseline import Baseline
 from fp4deploy.bench.gate.bootstrap import FEW_IMAGES, LEVEL, Interval, paired_drop
 from fp4deploy.bench.records import ArtifactEntry
-from fp4deploy.errors import GateError, InputError
+from fp4deploy.errors import GateError, InputError, counted
 
 MAX_LISTED = 5
 ROUNDING = 1e-9  # points; 100 * (0.75 - 0.745) is more than 0.5
@@ -55,10 +55,11 @@ class Decision:
 
     def text(self) -> str:
         """One sentence with the interval, in points."""
-        few = f" (only {self.split_images} images: the interval itself is uncertain)"
+        images = counted(self.split_images, "image")
+        few = f" (only {images}: the interval itself is uncertain)"
         return (
             f"{Path(self.artefact).name}: {self.metric} {100 * self.value:.2f} %, drop {_points(self.drop)} points "
-            f"from {100 * self.baseline:.2f} %, {100 * LEVEL:.0f} % interval over {self.split_images} images"
+            f"from {100 * self.baseline:.2f} %, {100 * LEVEL:.0f} % interval over {images}"
             f"{few if self.split_images < FEW_IMAGES else ''}."
         )
 
@@ -202,7 +203,7 @@ def require_passed(decisions: Sequence[Decision]) -> None:
     raise GateError(
         f"{name} has {100 * worst.value:.2f} % {worst.metric}, {100 * worst.drop.drop:.2f} points below the "
         f"baseline's {100 * worst.baseline:.2f} %; the {100 * LEVEL:.0f} % interval of the drop over "
-        f"{worst.split_images} images is {100 * worst.drop.low:.2f} to {100 * worst.drop.high:.2f}, {cause}"
+        f"{counted(worst.split_images, 'image')} is {100 * worst.drop.low:.2f} to {100 * worst.drop.high:.2f}, {cause}"
     )
 
 

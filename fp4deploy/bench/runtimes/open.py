@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def open_runtime(
-    path: Path | str, timeout: float | None = None, provider: str = "cpu", form: str = "eager"
+    path: Path | str, timeout: float | None = None, provider: str = "cpu", form: str = "eager", rest: str | None = None
 ) -> OpenRuntime:
     """Load an artefact into the runtime its suffix asks for.
 
@@ -37,6 +37,7 @@ def open_runtime(
         other artefacts have no loops.
     provider: what runs an `.onnx` in ONNX Runtime, one of `PROVIDERS`.
     form: how torch runs a checkpoint, "eager", "graph", "compiled" or "max-autotune" (`runtimes.pytorch`).
+    rest: of a checkpoint, as of `load_model`.
 
     Raises:
         InputError: the file is missing, of another kind, or broken; an unknown provider or form.
@@ -69,13 +70,14 @@ def open_runtime(
     if opener is _plan:
         return _plan(path, timeout)
     if opener is _checkpoint:
-        return _checkpoint(path, form)
+        return _checkpoint(path, form, rest)
     return opener(path)
 
 
 def open_for_images(
-    path: Path, timeout: float | None = None, provider: str = "cpu", form: str = "eager", like: Like | None = None
-) -> OpenRuntime:
+    path: Path, timeout: float | None = None, provider: str = "cpu", form: str = "eager", like: Like | None = None,
+    rest: str | None = None,
+) -> OpenRuntime:  # fmt: skip
     """`open_runtime` of a network that takes images alone, as every command does.
 
     like: the card of an `.onnx` file that has none, in ONNX Runtime on the CPU.
@@ -85,7 +87,7 @@ def open_for_images(
     """
     path = Path(path)
     takes_like = like is not None and path.suffix.lower() == ".onnx" and provider == "cpu" and path.is_file()
-    runtime = _onnx(path, timeout, like) if takes_like else open_runtime(path, timeout, provider, form)
+    runtime = _onnx(path, timeout, like) if takes_like else open_runtime(path, timeout, provider, form, rest)
     require_one_input(runtime.inputs, path)
     return runtime
 
@@ -102,10 +104,10 @@ def _onnx_rtx(path: Path) -> OpenRuntime:
     return OrtRtxRuntime(path)
 
 
-def _checkpoint(path: Path, form: str = "eager") -> OpenRuntime:
+def _checkpoint(path: Path, form: str = "eager", rest: str | None = None) -> OpenRuntime:
     from fp4deploy.bench.runtimes.pytorch import TorchRuntime
 
-    return TorchRuntime(path, form=form)
+    return TorchRuntime(path, form=form, rest=rest)
 
 
 def _packed(path: Path) -> OpenRuntime:

@@ -46,14 +46,14 @@ class TorchRuntime:
         UnavailableError: a form other than "eager" without a GPU.
     """
 
-    def __init__(self, path: Path, device: str | None = None, form: str = "eager") -> None:
+    def __init__(self, path: Path, device: str | None = None, form: str = "eager", rest: str | None = None) -> None:
         if form not in FORMS:
             raise InputError(f"The form of torch '{form}' is unknown. Valid: {', '.join(FORMS)}.")
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.cuda = self._device.type == "cuda"
         if form != "eager" and not self.cuda:
             raise UnavailableError(f"torch runs a checkpoint as '{form}' on a GPU only. Without one: --torch eager")
-        model, self.card = load_model(path, device=str(self._device))
+        model, self.card = load_model(path, device=str(self._device), rest=rest)
         self._rest = rest_of(self.card)
         self._path, self.inputs = path, (image_port(self.card.inputs.channels, self.card.inputs.axes),)
         self._graph = form != "eager"

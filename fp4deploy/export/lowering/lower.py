@@ -10,7 +10,8 @@
 | fp8 | FP4 GEMM | FP4 GEMM | FP8 convolution, see `lowering.fp8` |
 | plugin | FP4 plugin | FP4 plugin | FP4 plugin; groups, or strides or paddings that differ by axis: as auto |
 
-(Where the rest is BF16 or FP32 there is no plugin, and no FP8 but that of the model: both are for FP16.)
+(Where the rest is BF16 or FP32 there is no plugin, and no FP8 but that of the model: both are for FP16. Operators that
+TensorRT-RTX refuses in BF16 stand between Casts to FP32; of transposed convolutions it then makes kernels in BF16.)
 
 (TensorRT-RTX 1.7.1 does not build a 1x1 convolution with FP4 weights, so even `qdq` makes it a GEMM. It takes no
 plugins: `plugin` is for TensorRT, see `lowering.plugin`. A weight of a single block, and that of a 1x1 convolution in
@@ -50,6 +51,7 @@ from fp4deploy.export.lowering.plan import count_macs, plan_layers
 from fp4deploy.export.lowering.plugin import ConvToPlugin
 from fp4deploy.export.lowering.plugin_match import read_source
 from fp4deploy.export.lowering.scales import RepeatGlobalScales
+from fp4deploy.export.onnx.bf16 import NARROW, WidenOperators
 from fp4deploy.export.onnx.canonical import IR_VERSION, LAYERS_KEY, OPSET, foreign_graph, metadata_object, parse_onnx
 from fp4deploy.export.onnx.layers import planned_layers
 from fp4deploy.export.onnx.meaning import check_meaning
@@ -59,6 +61,7 @@ from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.models.card import CARD_KEY
 
 CONV_MODES = ("auto", "qdq", "gemm", "fp8", "plugin")
+LACK_BF16 = ("ConvTranspose", "HardSwish", "Mish")  # of 65 kinds of layers that were built with TensorRT-RTX 1.7.1
 
 
 @dataclass(frozen=True)
@@ -182,10 +185,18 @@ def _lower(
     gemms = (ConvToGemm(lowered), TransposedToGemm(transposed))
     forms = (ConvToPlugin(plugins if write_plugins else set()), DecodeWeights(decoded), *gemms, ConvToFp8(eight))
     linear = (FlattenLinear(), CutLinear())
+    wide = WidenOperators(_lacks_bf16)
     names = NameFixPass(NamedByOutput())
-    Sequential(DropFunctions(), FoldResizes(), names, *forms, *linear, *share, RemoveUnusedNodesPass(), names)(model)
-    plan = plan_layers(model, requests, layers, lowered, macs, conv, plugins, eight, inputs, decoded)
+    Sequential(DropFunctions(), FoldResizes(), names, *forms, *linear, *share, wide, RemoveUnusedNodesPass(), names)(
+        model
+    )
+    plan = plan_layers(model, requests, layers, lowered, macs, conv, plugins, eight, inputs, decoded, wide.widened)
     return LoweredModel(ir.to_proto(model), plan, metadata_object(proto, CARD_KEY), is_fp4(model))
+
+
+def _lacks_bf16(node: ir.Node) -> bool:
+    values = (*node.inputs, *node.outputs)
+    return node.op_type in LACK_BF16 and any(value is not None and value.dtype == NARROW for value in values)
 
 
 def _is_plugin(layer: Fp4Layer) -> bool:

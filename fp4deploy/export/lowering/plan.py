@@ -49,6 +49,7 @@ def plan_layers(
     fp8: Mapping[str, str] | None = None,
     inputs: Mapping[str, str] | None = None,
     decoded: Mapping[str, str] | None = None,
+    widened: Collection[str] = (),
 ) -> tuple[PlannedLayer, ...]:
     """Plan of every layer of a lowered model, those that multiply first, in graph order.
 
@@ -61,6 +62,7 @@ def plan_layers(
         fp8: name -> reason of the FP4 layers that became FP8 convolutions.
         inputs: name -> operator whose result is quantised (`placement`), before lowering.
         decoded: name -> reason of the FP4 layers whose weights were decoded (`decode`).
+        widened: names of nodes between Casts to FP32, which the compiler removes: it multiplies in BF16.
     """
     computing: dict[str, list[ir.Node]] = {}
     for node in model.graph:
@@ -86,6 +88,8 @@ def plan_layers(
         if decoded is not None and name in decoded:
             high = high_precision(fp4_layers[name].dtype)
             form, compute, weights, reason = "plain", high, high, decoded[name]
+        if first is not None and first.name in widened:
+            compute, weights = ("BF16" if each == "FP32" else each for each in (compute, weights))
         parts = {_name(node) for node in nodes} - {name}
         if len(parts) > 1:
             reason = f"{reason}; in {len(parts)} parts, because its result is read in parts"

@@ -9,7 +9,7 @@ compilers remove.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import onnx
 import onnx_ir as ir
@@ -22,15 +22,34 @@ NARROW, WIDE = ir.DataType.BFLOAT16, ir.DataType.FLOAT
 NARROW_NAME = "tensor(bfloat16)"
 
 
-class WidenOperators(InPlacePass):
-    """Casts around operators of ONNX that do not take BF16; postcondition: `widened` has the names of their nodes."""
+def is_undefined(node: ir.Node) -> bool:
+    """Whether a node reads or writes BF16 where the operator's schema has no BF16."""
+    if node.domain not in ("", "ai.onnx"):
+        return False
+    schema = onnx.defs.get_schema(node.op_type, OPSET)
+    types = {each.type_param_str: each.allowed_type_strs for each in schema.type_constraints}
+    pairs = [(value, _formal(schema.inputs, place)) for place, value in enumerate(node.inputs)]
+    pairs += [(value, _formal(schema.outputs, place)) for place, value in enumerate(node.outputs)]
+    return any(
+        value is not None
+        and value.dtype == NARROW
+        and formal is not None
+        and NARROW_NAME not in types.get(formal, [formal])
+        for value, formal in pairs
+    )
 
-    def __init__(self) -> None:
+
+class WidenOperators(InPlacePass):
+    """Casts around operators that do not take BF16; postcondition: `widened` has the names of their nodes."""
+
+    def __init__(self, lacks_bf16: Callable[[ir.Node], bool] = is_undefined) -> None:
+        """lacks_bf16: of a node; by default, that ONNX does not define it."""
         super().__init__()
+        self.lacks_bf16 = lacks_bf16
         self.widened: list[str] = []
 
     def call(self, model: ir.Model) -> PassResult:
-        for node in [each for each in model.graph if _is_undefined(each)]:
+        for node in [each for each in model.graph if self.lacks_bf16(each)]:
             _widen(model.graph, node)
             self.widened.append(str(node.name))
         return PassResult(model, modified=bool(self.widened))
@@ -54,23 +73,6 @@ class WidenEnds(InPlacePass):
                 value.name, result.name = f"{name}.bf16", name
                 graph.outputs[place], modified = result, True
         return PassResult(model, modified)
-
-
-def _is_undefined(node: ir.Node) -> bool:
-    """Whether a node reads or writes BF16 where the operator's schema has no BF16."""
-    if node.domain not in ("", "ai.onnx"):
-        return False
-    schema = onnx.defs.get_schema(node.op_type, OPSET)
-    types = {each.type_param_str: each.allowed_type_strs for each in schema.type_constraints}
-    pairs = [(value, _formal(schema.inputs, place)) for place, value in enumerate(node.inputs)]
-    pairs += [(value, _formal(schema.outputs, place)) for place, value in enumerate(node.outputs)]
-    return any(
-        value is not None
-        and value.dtype == NARROW
-        and formal is not None
-        and NARROW_NAME not in types.get(formal, [formal])
-        for value, formal in pairs
-    )
 
 
 def _formal(parameters: Sequence[onnx.defs.OpSchema.FormalParameter], place: int) -> str | None:

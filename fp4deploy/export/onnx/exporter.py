@@ -23,14 +23,14 @@ from typing import Any
 import onnx_ir as ir
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch import fx, nn
+from torch.utils._pytree import tree_leaves
 
 from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.canonical import OPSET
 from fp4deploy.export.onnx.floor import TRANSLATIONS
-from fp4deploy.export.onnx.mixed_types import MixedTypes
-from fp4deploy.export.onnx.pooling import Divisors
+from fp4deploy.export.onnx.mixed_types import MIXED_TYPES
+from fp4deploy.export.onnx.pooling import DIVISORS
 from fp4deploy.export.onnx.qdq import MARKER_DOMAIN
 from fp4deploy.graph.capture import (
     argument_names,
@@ -41,14 +41,14 @@ from fp4deploy.graph.capture import (
     quiet,
     why_not_captured,
 )
-from fp4deploy.graph.finite import Finite
+from fp4deploy.graph.finite import finite
 from fp4deploy.graph.fixed_axes import Specializing, specializing, watched
 from fp4deploy.graph.folding import fold_parameters
 from fp4deploy.graph.growth import BoundedSizes, undecided, unsettled
-from fp4deploy.graph.open_axes import Divided
-from fp4deploy.graph.replacement import replaced
+from fp4deploy.graph.open_axes import divided
+from fp4deploy.graph.replacement import Rewriting, replaced
 from fp4deploy.graph.rewrites import decomposed, inline_regions, made_functional
-from fp4deploy.graph.unpooling import Unpooling
+from fp4deploy.graph.unpooling import unpooling
 from fp4deploy.graph.wide import keep_wide
 from fp4deploy.rest import FP16, Rest
 from fp4deploy.tracing import make_no_folder
@@ -56,6 +56,7 @@ from fp4deploy.tracing import make_no_folder
 ATTENTION_AXES = "only 4D query, key, and value are supported"  # says torch's exporter
 NO_VIEW = "Cannot view a tensor"
 INPUT, OUTPUT, BATCH = "image", "logits", "N"
+NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 LITTLE = 1e-6
 Examples = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]  # positional, by name
 OpenAxes = dict[str, dict[int, Any]]  # input -> open axis -> what torch.export calls it
@@ -87,19 +88,14 @@ def trace(model: nn.Module, examples: Examples, open_axes: OpenAxes, dynamic_siz
         assert program is not None
         return program
 
-    bound = BoundedSizes()
+    bound, attention = BoundedSizes(), F.scaled_dot_product_attention
     try:
         with (
             watched() as fixed,
             quiet(),
             short_export(rest),
             bound if dynamic_size else nullcontext(),
-            Divided(),
-            Unpooling(),
-            Finite(),
-            MixedTypes(),
-            Divisors(),
-            AttentionMasks(),
+            Rewriting(divided(), unpooling(), finite(), MIXED_TYPES, DIVISORS, {attention: _whole_masks}),
         ):
             try:
                 program = export()
@@ -107,7 +103,8 @@ def trace(model: nn.Module, examples: Examples, open_axes: OpenAxes, dynamic_siz
                 causes = " ".join(map(str, _chain(error)))
                 if ATTENTION_AXES not in causes and NO_VIEW not in causes:
                     raise
-                with AttentionOfFourAxes() if ATTENTION_AXES in causes else reshaped_views():
+                again = Rewriting({attention: _four_axes}) if ATTENTION_AXES in causes else reshaped_views()
+                with again:
                     program = export()
             with _not_folded(program.model):
                 program.optimize()
@@ -155,40 +152,31 @@ def _require_free(
                 raise InputError(fixes_an_axis(kind, name, watched_again()))
 
 
-class AttentionMasks(TorchFunctionMode):
+def _whole_masks(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Write a mask of one row for all queries, [..., 1, S], as [..., L, S]: ONNX Runtime's attention takes no other."""
-
-    def __torch_function__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        """Call, with the mask expanded where it is one of attention."""
-        kwargs = kwargs or {}
-        if function is not F.scaled_dot_product_attention:
-            return function(*args, **kwargs)
-        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        mask, queries = given.get("attn_mask"), given["query"].shape[-2]
-        if mask is not None and mask.ndim > 1 and mask.shape[-2] == 1:
-            given["attn_mask"] = mask.expand(*mask.shape[:-2], queries, mask.shape[-1])
-        return function(given.pop("query"), given.pop("key"), given.pop("value"), **given)
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    mask, queries = given.get("attn_mask"), given["query"].shape[-2]
+    if mask is not None and mask.ndim > 1 and mask.shape[-2] == 1:
+        given["attn_mask"] = mask.expand(*mask.shape[:-2], queries, mask.shape[-1])
+    return call(given.pop("query"), given.pop("key"), given.pop("value"), **given)
 
 
-class AttentionOfFourAxes(TorchFunctionMode):
+def _four_axes(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Give queries, keys and values [..., L, E] the four axes that torch's exporter asks for."""
+    if args[0].ndim == 4:
+        return call(*args, **kwargs)
+    query, key, value, *rest = args
+    mask = rest[0] if rest else kwargs.pop("attn_mask", None)
+    lead = query.shape[:-2]
 
-    def __torch_function__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if function is not F.scaled_dot_product_attention or args[0].ndim == 4:
-            return function(*args, **kwargs)
-        query, key, value, *rest = args
-        mask = rest[0] if rest else kwargs.pop("attn_mask", None)
-        lead = query.shape[:-2]
+    def four(x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(-1, 1, *x.shape[-2:])
 
-        def four(x: torch.Tensor) -> torch.Tensor:
-            return x.reshape(-1, 1, *x.shape[-2:])
-
-        if mask is not None and mask.ndim > 2:
-            mask = four(mask.expand(*lead, *mask.shape[-2:]))
-        result = function(four(query), four(key), four(value), mask, *rest[1:], **kwargs)
-        return result.reshape(*lead, *result.shape[-2:])
+    if mask is not None and mask.ndim > 2:
+        mask = four(mask.expand(*lead, *mask.shape[-2:]))
+    result = call(four(query), four(key), four(value), mask, *rest[1:], **kwargs)
+    return result.reshape(*lead, *result.shape[-2:])
 
 
 def input_names(model: nn.Module, positional: tuple[torch.Tensor, ...], named: dict[str, torch.Tensor]) -> list[str]:
@@ -245,7 +233,9 @@ def short_export(rest: Rest = FP16) -> Iterator[None]:
             from torch.onnx._internal.exporter import _fx_passes
             from torch.onnx._internal.exporter._registration import ONNXRegistry
 
-            stack.enter_context(replaced(ONNXRegistry, "from_torchlib", _from_one_table))
+            stack.enter_context(replaced(ONNXRegistry, "from_torchlib", lambda make: partial(_copied, make)))
+            promote = replaced(_fx_passes, "insert_type_promotion_nodes", lambda insert: partial(_promoted, insert))
+            stack.enter_context(promote)
             stack.enter_context(replaced(_fx_passes, "decompose_with_registry", partial(_decompose_where_needed, rest)))
         yield
 
@@ -273,19 +263,24 @@ def _with_reshapes(decompose: Callable[[Any, Any], Any]) -> Callable[[Any, Any],
     return reshaped
 
 
-def _from_one_table(make: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *arguments, **options: _copied(_table(make, *arguments, **options))
-
-
 @cache
-def _table(make: Any, *arguments: Any, **options: Any) -> Any:
+def _table(make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     return make(*arguments, **options)
 
 
-def _copied(table: Any) -> Any:
-    copied = copy.copy(table)
-    copied.functions = {name: list(functions) for name, functions in table.functions.items()}
-    return copied
+def _copied(make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    table = copy.copy(_table(make, *arguments, **options))
+    table.functions = {name: list(functions) for name, functions in table.functions.items()}
+    return table
+
+
+def _promoted(insert: Callable[[fx.GraphModule], None], module: fx.GraphModule) -> None:
+    """Insert casts to one type where calls read or give several: torch runs the whole graph again for it."""
+    called = [each for each in module.graph.nodes if each.op == "call_function" and each.target not in ASSERTIONS]
+    values = tree_leaves([each.meta.get("val") for node in called for each in (node, *node.all_input_nodes)])
+    types = {getattr(each, "dtype", each) for each in values if not isinstance(each, NUMBERS)}
+    if (types - {torch.float16} and types - {torch.float32}) or [*module.children()]:
+        insert(module)
 
 
 def _decompose_where_needed(rest: Rest, decompose: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

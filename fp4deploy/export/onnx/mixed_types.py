@@ -4,7 +4,7 @@
         x = self.conv(x.float())
 
 Trained in FP32, or under autocast, this convolution computes in FP32. Traced in FP16 its parameters are FP16, and torch
-refuses operands of unequal types. Inside `MixedTypes` layers and products with operands of FP16 and FP32 are given
+refuses operands of unequal types. By `MIXED_TYPES` layers and products with operands of FP16 and FP32 are given
 FP32. Like torch's arithmetic of both types they give FP32, which lasts until the code casts back (`x.to(y.dtype)`) or a
 quantised layer reads it, whose result is FP16.
 """
@@ -17,7 +17,6 @@ from typing import Any
 import onnx_ir as ir
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 NARROW = {torch.float16, torch.bfloat16}
@@ -26,21 +25,18 @@ OF_ONE_TYPE = (
     torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.__rmatmul__, torch.einsum,
     torch.mm, torch.Tensor.mm, torch.bmm, torch.Tensor.bmm, torch.addmm, torch.baddbmm, F.scaled_dot_product_attention,
     F.layer_norm, F.group_norm, F.batch_norm, F.instance_norm, F.prelu,  # norms of both are torch's alone, not ONNX's
-    F.grid_sample,
+    F.grid_sample, torch.cat, torch.concat, torch.concatenate, torch.stack,
 )  # fmt: skip
 
 
-class MixedTypes(TorchFunctionMode):
-    """Inside, what needs operands of one type is given FP32 where some are FP16 or BF16 and some FP32."""
+def _of_one_type(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    given = args, kwargs
+    if _is_mixed(given):
+        given = tree_map_only(torch.Tensor, _in_fp32, given)
+    return call(*given[0], **given[1])
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Call, with operands of one type where it needs them."""
-        given: tuple[Any, ...] = (args, kwargs or {})
-        if func in OF_ONE_TYPE and _is_mixed(given):
-            given = tree_map_only(torch.Tensor, _in_fp32, given)
-        return func(*given[0], **given[1])
+
+MIXED_TYPES = dict.fromkeys(OF_ONE_TYPE, _of_one_type)  # for `replacement.Rewriting`
 
 
 def _is_mixed(arguments: Any) -> bool:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from fp4deploy.errors import InputError
 
@@ -20,25 +20,22 @@ AXES = {torch._C._nn.avg_pool2d: 2, torch._C._nn.avg_pool3d: 3}
 NAMES = ("input", "kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override")
 
 
-class Divisors(TorchFunctionMode):
-    """Inside, average pooling with another divisor is written as one with its own, and a product."""
+def _averages(axes: int, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Average pooling with another divisor as one with its own, and a product."""
+    given = dict(zip(NAMES, args, strict=False)) | kwargs
+    divisor = given.get("divisor_override")
+    if divisor is None:
+        return call(*args, **kwargs)
+    if given.get("ceil_mode"):
+        raise InputError(
+            f"Average pooling with ceil_mode and divisor_override={divisor} has no form in ONNX. Set "
+            "ceil_mode=False, or leave divisor_override out."
+        )
+    kernel = given["kernel_size"]
+    sides = [kernel] * axes if isinstance(kernel, int) else [*kernel] * (axes // len(kernel))
+    pooled = call(**(given | {"count_include_pad": True, "divisor_override": None}))
+    # Whole numbers: the file has the numbers of a network's code in FP16, and their quotient would be rounded.
+    return (pooled.float() * math.prod(sides) / divisor).to(pooled.dtype)
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Call, with the window's own divisor."""
-        axes = AXES.get(func)
-        given = dict(zip(NAMES, args, strict=False)) | (kwargs or {})
-        divisor = given.get("divisor_override") if axes else None
-        if axes is None or divisor is None:
-            return func(*args, **(kwargs or {}))
-        if given.get("ceil_mode"):
-            raise InputError(
-                f"Average pooling with ceil_mode and divisor_override={divisor} has no form in ONNX. Set "
-                "ceil_mode=False, or leave divisor_override out."
-            )
-        kernel = given["kernel_size"]
-        sides = [kernel] * axes if isinstance(kernel, int) else [*kernel] * (axes // len(kernel))
-        pooled = func(**(given | {"count_include_pad": True, "divisor_override": None}))
-        # Whole numbers: the file has the numbers of a network's code in FP16, and their quotient would be rounded.
-        return (pooled.float() * math.prod(sides) / divisor).to(pooled.dtype)
+
+DIVISORS = {function: partial(_averages, axes) for function, axes in AXES.items()}  # for `replacement.Rewriting`

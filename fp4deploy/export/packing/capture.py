@@ -79,5 +79,6 @@ WRITERS: dict[str, Write] = {
     "matmul": operators.write_matmul,
     **dict.fromkeys(("softmax", "log_softmax"), operators.write_softmax),
     "attention": operators.write_attention,
+    "arange": operators.write_arange,
     **{f"aten.{name}": operators.write_aten for name in ATEN},
 }  # fmt: skip

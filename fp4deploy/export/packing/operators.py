@@ -353,6 +353,12 @@ def _for_each_query(writer: Writer, node: ir.Node, role: str, read: str) -> str:
     return writer.step(packed.Reshape, repeated, role, op="reshape", shape=size_values((n, heads * each, *rest)))
 
 
+def write_arange(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
+    """Positions along an axis of open size."""
+    sizes = dict(zip(node.attributes, size_values(tuple(node.attributes.values())), strict=True))
+    return packed.Aten(function="arange.start_step", roles=[], arguments=cast(Any, sizes), inputs=[], outputs=forms)
+
+
 def write_aten(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
     """An operator of ATen that a packed network may name, as its schema has it."""
     name = node.op.removeprefix("aten.")

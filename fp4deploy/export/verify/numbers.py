@@ -9,6 +9,10 @@ FP16 does not hold (`fp4deploy.rest`) is FP32 in the file, and stays as it is.
 
 So is what the code computes from parameters alone, such as a standardised weight, where it meets an activation: the
 file holds the result (`graph.folding`).
+
+Where the code asks for FP32, by `x.float()` or `torch.arange(n, dtype=torch.float32)`, the file computes in FP32, until
+the code casts back: with numbers, and what is computed from parameters, as they are. `1.0 + self.weight.float()` is a
+constant in FP32.
 """
 
 from __future__ import annotations
@@ -34,12 +38,17 @@ ARITHMETIC = {
     *(getattr(torch, name) for name in _NAMES if hasattr(torch, name)),
     *(getattr(torch.Tensor, name) for name in (*_METHODS, *_IN_PLACE) if hasattr(torch.Tensor, name)),
 }
+DTYPE, FLOAT = torch.Tensor.dtype.__get__, torch.Tensor.float  # type: ignore[attr-defined]
+FACTORIES = (torch.arange, torch.linspace)
+CASTS = (torch.Tensor.to, torch.Tensor.type, torch.Tensor.type_as, torch.Tensor.half, torch.Tensor.bfloat16)
 
 
 class _RestNumbers(TorchFunctionMode):
     """Sums, differences, products and quotients of a tensor and a number, outside of quantised layers (`inside`).
 
-    computed: the tensors that are computed from `parameters`, which has buffers, too, and from nothing else.
+    computed: the tensors that are computed from `parameters`, which has buffers, too, or positions, and from nothing
+    else. wide:
+    those that are FP32 in the file since the code says so.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], rest: Rest) -> None:
@@ -47,27 +56,41 @@ class _RestNumbers(TorchFunctionMode):
         self.rest = rest
         self.inside = 0
         self.parameters = WeakTensorKeyDictionary(dict.fromkeys(parameters, True))
-        self.computed = WeakTensorKeyDictionary()
+        self.computed, self.wide = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
+        self.of_a_tensor = False  # the type of one was just read: zeros(2, dtype=x.dtype)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call, with a number or computed tensors in the rest's precision."""
-        if self.inside:
-            return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if self.inside or func == DTYPE:
+            self.of_a_tensor = func == DTYPE
+            return func(*args, **kwargs)
         read = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-        if read and all(each in self.parameters or each in self.computed for each in read):
-            result = func(*args, **(kwargs or {}))
-            self.computed.update({each: True for each in tree_leaves(result) if _is_floating(each)})
-            return result
-        if func in ARITHMETIC and any(_is_floating(each) for each in args):
+        sources = read[:1] if func is torch.Tensor.type_as else read
+        computed = func in FACTORIES or (
+            bool(sources) and all(each in self.parameters or each in self.computed for each in sources)
+        )
+        wide = any(each in self.wide for each in read)
+        if not computed and not wide and func in ARITHMETIC and any(_is_floating(each) for each in args):
             args = tuple(self.rest.rounded(each) if isinstance(each, float) else each for each in args)
-        if any(each in self.computed for each in read):
+        if not computed and any(each in self.computed for each in read):
             args, kwargs = tree_map_only(torch.Tensor, self._rounded, (args, kwargs))
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
+        if func in (FLOAT, *CASTS) and result is args[0]:  # of this type already: another tensor, which may be wide
+            result = torch.ops.aten.alias.default(result)
+        asked = func is torch.arange and kwargs.get("dtype") is torch.float32 and not self.of_a_tensor
+        given = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+        found = [each for each in given if _is_floating(each)]
+        self.computed.update(dict.fromkeys(given if computed else (), True))
+        self.wide.update(dict.fromkeys(found if (wide and func not in CASTS) or func is FLOAT or asked else (), True))
+        self.of_a_tensor = False
+        return result
 
     def _rounded(self, x: torch.Tensor) -> torch.Tensor:
-        return x.to(self.rest.dtype).to(x.dtype) if x in self.computed and self.rest.holds_tensor(x) else x
+        narrow = x in self.computed and x not in self.wide and _is_floating(x) and self.rest.holds_tensor(x)
+        return x.to(self.rest.dtype).to(x.dtype) if narrow else x
 
     def enter(self, *_: object) -> None:
         """The first hook of a quantised layer, whose formulas are not the network's code."""

@@ -36,12 +36,14 @@ TRAINER = "nnUNetTrainerNVFP4"
 
 @dataclass(frozen=True)
 class FoldResult:
-    """One fold of a quantised folder."""
+    """One fold of a quantised folder; unchanged: share of the voxels of some patches, which calibrated too, whose class
+    is that of the FP32 fold."""
 
     fold: str
     checkpoint: Path
     packed: Path
     quantized: Result
+    unchanged: float
 
 
 def quantize_folder(
@@ -98,13 +100,13 @@ def quantize_folder(
         for name in chosen:
             say(f"fold_{name}: {len(planned.layers)} layers to {method}.")
             fold = read_fold(folder.path, name, folder.checkpoint)
-            network, result = _quantized(folder, fold, planned, batches, method, device, say, options)
+            network, result, unchanged = _quantized(folder, fold, planned, batches, method, device, say, options)
             where = temporary / f"fold_{name}"
             where.mkdir()
             torch.save(_checkpoint(fold, network, plans), where / FINAL)
             example = torch.cat(found[:VERIFIED])
             pack(network, where / PACKED, example_inputs=example, verify=verify, rest=planned.rest)
-            results.append(FoldResult(name, out / where.name / FINAL, out / where.name / PACKED, result))
+            results.append(FoldResult(name, out / where.name / FINAL, out / where.name / PACKED, result, unchanged))
     return results
 
 
@@ -117,15 +119,24 @@ def _quantized(
     device: str,
     say: Say,
     options: dict[str, Any],
-) -> tuple[nn.Module, Result]:
+) -> tuple[nn.Module, Result, float]:
     network, _ = load_network(folder, fold)
+    compared, regions = batches[:VERIFIED], bool(folder.dataset.get("regions_class_order"))
+    before = _classes(network.eval(), compared, regions)
     network.to(device)
     given = [batch.to(device) for batch in batches]
     layers, eight = list(planned.layers), list(planned.fp8) or None
     result = quantize(network, given, method, include=layers, fp8=eight, say=say, **options)
     network.cpu().eval()
     round_to_deployed(network, rest_of(planned.rest))
-    return network, result
+    return network, result, float((_classes(network, compared, regions) == before).float().mean())
+
+
+@torch.no_grad()
+def _classes(network: nn.Module, batches: list[torch.Tensor], regions: bool) -> torch.Tensor:
+    """The class of each voxel; of a network of overlapping regions whether it lies in each of them."""
+    logits = torch.cat([network(batch) for batch in batches])
+    return logits > 0 if regions else logits.argmax(1)
 
 
 def _checkpoint(fold: Fold, network: nn.Module, plans: dict[str, Any]) -> dict[str, Any]:

@@ -8,11 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
+from torch import nn
 
+from fp4deploy.export import export_graph
 from fp4deploy.export.lowering.emulation import emulated_engine
 from fp4deploy.export.lowering.lower import lower
 from fp4deploy.export.onnx.decomposed import to_portable
 from fp4deploy.export.onnx.session import portable_session
+from fp4deploy.qat import deployed
+from fp4deploy.rest import BF16
 from tests.export.lowering.engine_graphs import CanonicalGraph
 
 Array = NDArray[np.float32]
@@ -86,6 +90,20 @@ def test_what_leaves_fp16s_range_is_infinite_as_in_the_engine() -> None:
     image = 100 * image
     assert np.isfinite(run(to_portable(model), image)).all()
     assert not np.isfinite(run(emulated_engine(model, "gemm"), image)).all()
+
+
+def test_a_rest_in_bf16_is_rounded_to_bf16() -> None:
+    """The image, each result, and that of a transposed convolution, which stands between Casts."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GELU(), nn.ConvTranspose2d(8, 8, 2, 2), nn.Conv2d(8, 4, 1)).eval()
+    model, image = export_graph(network, (3, 12, 20), rest="bf16"), torch.randn(2, 3, 12, 20)
+    x, rounded = image.bfloat16().float(), deployed(network, BF16)
+    with torch.inference_mode():
+        for layer in rounded:
+            x = layer(x).bfloat16().float()
+    found = run(emulated_engine(model, "auto"), image.numpy())
+    assert np.array_equal(found, torch.from_numpy(found).bfloat16().float().numpy())
+    assert distance(found, x.numpy()) < 2e-4 < 2e-3 < distance(run(to_portable(model), image.numpy()), x.numpy())
 
 
 def test_the_card_of_the_file_is_kept() -> None:

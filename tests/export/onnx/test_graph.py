@@ -389,3 +389,25 @@ def test_the_table_of_operators_is_made_once() -> None:
     assert functions
     with short_export():
         assert ONNXRegistry.from_torchlib(23).functions[name] == functions
+
+
+class Counted(nn.Module):
+    """Whole numbers times a feature map."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(x) * torch.arange(8)
+
+
+def test_a_graph_is_run_again_for_casts_where_types_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.onnx._internal.exporter import _fx_passes
+
+    run, insert = list[object](), _fx_passes.insert_type_promotion_nodes
+    monkeypatch.setattr(_fx_passes, "insert_type_promotion_nodes", lambda module: run.append(module) or insert(module))
+    export_graph(shapes()[0], (3, 16, 24))
+    assert not run
+    onnx.checker.check_model(export_graph(Counted().eval(), (3, 8, 8)), full_check=True)
+    assert run

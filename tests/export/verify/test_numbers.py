@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from onnx import numpy_helper
 from torch import nn
 
 import fp4deploy as fd
@@ -60,6 +61,46 @@ def test_a_file_is_compared_with_the_numbers_that_it_holds(monkeypatch: pytest.M
     apart = fd.verify(model, graph, images).largest
     assert close < 1e-5
     assert apart > 5 * close, (apart, close)
+
+
+class Wide(nn.Module):
+    """Norms as Gemma's, whose weight is FP32 in the file since the code says so, and one that is FP16 there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.other = (nn.Parameter(torch.full((16,), 1.3e-3)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([x.float() * (1.0 + self.weight.float()), x * (1.0 + self.other.float()).type_as(x)])
+
+
+def test_what_is_computed_of_parameters_is_rounded_where_the_file_has_it_in_fp16() -> None:
+    model, x = Wide().eval(), torch.ones(2, 16)
+    with torch.inference_mode(), rest_numbers(model, FP16):
+        found = model(x)
+    assert found[:, 0, 0].tolist() == [pytest.approx(1.0013, abs=1e-6), 1 + 2**-10]
+    held = [each for each in fd.export_graph(model, (16,)).graph.initializer if [*each.dims] == [16]]
+    assert {each.data_type: float(numpy_helper.to_array(each)[0]) for each in held} == {
+        1: pytest.approx(float(found[0, 0, 0]), abs=1e-6),
+        10: 1 + 2**-10,
+    }
+
+
+class Angles(nn.Module):
+    """Of time steps, which diffusers computes in FP32 whatever the network is in; and others in the network's type."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        frequency = torch.exp(-9.21034 * torch.arange(4, dtype=torch.float32) / 4)
+        own = torch.arange(4, dtype=x.dtype) * 0.1
+        return torch.cat([torch.sin(500 * x[:, :1].float() * frequency).to(x.dtype), x[:, :4] * own], 1)
+
+
+def test_numbers_are_rounded_where_the_code_does_not_ask_for_fp32() -> None:
+    x = torch.ones(2, 16)
+    with torch.inference_mode(), rest_numbers(Angles(), FP16):
+        found = Angles()(x)[0]
+    exact = torch.sin(500 * torch.exp(-9.21034 * torch.arange(4.0) / 4))
+    assert torch.equal(found, torch.cat([exact, (torch.arange(4) * 0.1).half().float()]))  # a constant of the file
 
 
 def test_a_layer_that_raises_leaves_no_trace() -> None:
