@@ -58,6 +58,9 @@ COMPILED_FORMS = {
 }
 
 
+PACKED_FORM = COMPILED_FORMS["compiled"]
+
+
 def packed_networks() -> str:
     """Packed networks of other libraries, by steps and compiled, those that lose first."""
     rows = []
@@ -72,6 +75,21 @@ def packed_networks() -> str:
             ratio = f"**{ratio}**"
         rows.append([model, images.replace("x", " x "), *times, ratio])
     return markdown(["network", "images", *COMPILED_FORMS, "faster packed form / FP16"], rows)
+
+
+def packed_norms() -> str:
+    """What leaving norms of small maps, biases and empty paddings to the compiler changed."""
+    before = {case["case"]: case for case in result("packed_networks_h200")["cases"]}
+    rows = []
+    for case in result("packed_norms_h200")["cases"]:
+        model, _, images = case["case"].rpartition(":")
+        own = [each["runs"][PACKED_FORM]["graph_ms"] for each in (before[case["case"]], case)]
+        peer = case["runs"]["fp16, compiled"]["graph_ms"]
+        ratio = case["ratio_nvfp4"]
+        cells = [model, images.replace("x", " x "), *(f"{ms:.2f}" for ms in own), f"{peer:.2f}"]
+        rows.append((ratio, [*cells, f"**{ratio:.2f}**" if ratio > 1 else f"{ratio:.2f}"]))
+    head = ["network", "images", "compiled, before", "compiled", "FP16, torch.compile", "faster packed form / FP16"]
+    return markdown(head, (cells for _, cells in sorted(rows, key=lambda row: -row[0])))
 
 
 def packed_networks_ratios() -> str:

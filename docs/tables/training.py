@@ -244,3 +244,30 @@ def loading_rates() -> str:
     rows = result("data_loading_h200")["rows"]
     rates, workers = (", ".join(f"{row[key]:.0f}" for row in rows) for key in ("images_per_s", "workers"))
     return f"{rates} images/s with {workers}"
+
+
+def precision_times() -> str:
+    """BF16 over FP16, of training steps and of packed networks in their faster form; what costs the most first."""
+    rows = []
+    pairs: dict[tuple[str, ...], dict[str, float]] = {}
+    for row in result("precision_step_h200")["rows"]:
+        label = f"training step of our UNet, scale {row['scale']}, {row['case']}"
+        pairs.setdefault((label,), {})[row["autocast"]] = row["graph_ms"]
+    for row in result("precision_models_h200")["rows"]:
+        what = "NVFP4 QAT" if row["recipe"] != "fp16" else "torch.compile"
+        pairs.setdefault((f"training step of {row['network']}, {what}",), {})[row["autocast"]] = row["graph_ms"]
+    for case in result("precision_packed_h200")["cases"]:
+        name, _, images = case["case"].rpartition(":")
+        title = f"our UNet, scale {name}" if name[0].isdecimal() else name
+        runs = {"fp16": [], "bf16": []}
+        for form, run in case["runs"].items():
+            runs["bf16" if form.endswith("bf16") else "fp16"].append(run["graph_ms"])
+        pairs[f"packed NVFP4: {title}, {images.replace('x', ' x ')}",] = {rest: min(ms) for rest, ms in runs.items()}
+    for (label,), times in pairs.items():
+        ratio = times["bf16"] / times["fp16"]
+        shown = f"**{ratio:.3f}**" if ratio > 1.03 else f"{ratio:.3f}"
+        rows.append((ratio, [label, f"{times['fp16']:.2f}", f"{times['bf16']:.2f}", shown]))
+    return markdown(
+        ["one CUDA graph", "FP16, ms", "BF16, ms", "BF16 / FP16"],
+        (cells for _, cells in sorted(rows, key=lambda row: -row[0])),
+    )

@@ -131,9 +131,8 @@ def test_a_recipe_without_evidence_says_so(macros: ModuleType) -> None:
     assert rows.keys() >= macros.picture.RECIPES.keys()
     nothing = {name for name, cells in rows.items() if cells == {macros.picture.NOT_MEASURED}}
     text = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
-    said = re.search(r"\n(`[^\n]*) were not trained to the end anywhere", text)
-    assert said is not None
-    assert set(re.findall(r"`(\w+)`", said[1])) == nothing
+    said = re.search(r"\n(`[^\n]*) (?:was|were) not trained to the end anywhere", text)
+    assert set(re.findall(r"`(\w+)`", said[1] if said else "")) == nothing
 
 
 def test_the_readme_is_short() -> None:
