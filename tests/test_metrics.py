@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from fp4deploy.bench.evidence import VoxelCounts
-from fp4deploy.bench.gate.bootstrap import paired_drop
 from fp4deploy.metrics import IGNORE, LabelScore, Scores, SegmentationScore, VolumeScores, hausdorff95
 from fp4deploy.tasks.volumes import VolumeEvaluation
 
@@ -134,16 +132,6 @@ def test_the_farther_surface_decides_in_millimetres(swapped: bool) -> None:
     one[1, 1, 1] = other[1, 1, 1] = other[1, 1, 4] = other[1, 4, 1] = True
     pair = (other, one) if swapped else (one, other)
     assert hausdorff95(*pair, (1.0, 2.0, 7.0)) == pytest.approx(np.percentile([0.0, 6.0, 21.0], 95))
-
-
-def test_a_volume_costs_its_share_of_the_mean() -> None:
-    counts = np.array([[[1, 1, 1], [10, 10, 10]], [[1, 1, 1], [10, 10, 10]]])
-    worse = counts.copy()
-    worse[1, 1, 0] = 5
-    pair = [VoxelCounts(["a", "b"], ["background", "x"], each) for each in (counts, worse)]
-    drop = paired_drop(*pair)
-    assert drop.images.tolist() == pytest.approx([0.0, 0.25])
-    assert drop.images.sum() == pytest.approx(drop.metric.drop)
 
 
 def test_images_of_one_class_each_by_hand() -> None:

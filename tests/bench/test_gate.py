@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fp4deploy.bench.artifact import bench_artifact
-from fp4deploy.bench.evidence import LabelCounts, PixelCounts, read_evidence, write_matches, write_pixels
+from fp4deploy.bench.evidence import LabelCounts, PixelCounts, VoxelCounts, read_evidence, write_matches, write_pixels
 from fp4deploy.bench.gate.baseline import Baseline, find_baseline
 from fp4deploy.bench.gate.bootstrap import FEW_IMAGES, Interval, paired_drop, value
 from fp4deploy.bench.gate.decision import Decision, decide, doubt, fastest, gate_drop, require_passed
@@ -206,6 +206,16 @@ def test_what_each_image_costs_leaves_out_a_class_that_never_occurs() -> None:
     alone = [np.where(np.arange(5)[:, None, None] == place, pairs[1], pairs[0]) for place in range(5)]
     expected = [value(before) - value(PixelCounts(names, CLASSES, each)) for each in alone]
     np.testing.assert_allclose(paired_drop(before, after).images, expected, rtol=1e-12)
+
+
+def test_a_volume_costs_its_share_of_the_mean() -> None:
+    counts = np.array([[[1, 1, 1], [10, 10, 10]], [[1, 1, 1], [10, 10, 10]]])
+    worse = counts.copy()
+    worse[1, 1, 0] = 5
+    pair = [VoxelCounts(["a", "b"], ["background", "x"], each) for each in (counts, worse)]
+    drop = paired_drop(*pair)
+    assert drop.images.tolist() == pytest.approx([0.0, 0.25])
+    assert drop.images.sum() == pytest.approx(drop.metric.drop)
 
 
 def test_a_measured_baseline_has_the_limits_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,7 +115,7 @@ FIRST: dict[str, Seeded] = {
         "fp4deploy/data/augmentation/letterbox.py",
         "return (boxes - np.array([self.left, self.top] * 2)) / np.array([self.across, self.down] * 2, np.float32)",
         "return boxes / np.array([self.across, self.down] * 2, np.float32) - np.array([self.left, self.top] * 2)",
-        BOXES,
+        f"{BOXES} tests/data/test_boxes.py",
     ),
     "instances: stuff is grouped into objects": Seeded(
         "fp4deploy/instances/decode.py",
@@ -370,7 +370,7 @@ FIRST: dict[str, Seeded] = {
         "fp4deploy/report/run_folder.py",
         "if size == entry.size_bytes and file_digest(path) == entry.sha256:",
         "if size == entry.size_bytes:",
-        REPORTED,
+        f"{REPORTED} tests/report/test_compare.py",
     ),
     "bench: images a second are batches a second": Seeded(
         "fp4deploy/bench/latency.py", "return 1000 * self.batch / self.p50", "return 1000 / self.p50", BENCHED
