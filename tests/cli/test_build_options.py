@@ -11,6 +11,7 @@ import pytest
 import torch
 from onnx import helper
 
+from fp4deploy.data import generate_shapes, open_dataset
 from fp4deploy.export.engine.build import open_plan
 from fp4deploy.models import ModelCard
 from tests.cli.command_line import Invoke
@@ -98,6 +99,29 @@ class TestBuilt:
         assert (ledger.batch, ledger.sizes) == ((1, 1, 8), ((8, 16), (32, 24), (32, 24)))
         assert ledger.interface is not None
         assert {"fp32", "nhwc"} <= set(ledger.interface.values())
+
+    def test_a_form_that_keeps_the_accuracy_is_taken(self, invoke: Invoke, tmp_path: Path) -> None:
+        """FP8 changes pixels of a network of random weights: where that may not be, its convolutions are FP16."""
+        generate_shapes(tmp_path / "data", train=1, val=6, size=32, seed=1)  # on these FP8 loses
+        classes = open_dataset(tmp_path / "data", "val").class_names
+        graph = CanonicalGraph()
+        x = graph.conv("deep", graph.conv("first", graph.image(32, 32), 32, fp4=False), 32)
+        found = graph.model(graph.conv("head", x, len(classes), kernel=1, fp4=False))
+        card = ModelCard("nvfp4", 0.25, tuple(classes), 32, 32, (0.5, 0.4, 0.3), (0.2, 0.2, 0.2), True)
+        layers = {each.key: each.value for each in found.metadata_props}
+        helper.set_model_props(found, {**layers, "fp4deploy.card": card.to_json()})
+        onnx.save(found, tmp_path / "four.onnx")
+        forms = {}
+        for allowed in ("0", "100"):
+            result = invoke("build", "four.onnx", "--data", "data", "--max-drop", allowed)
+            assert result.exit_code == 0, result.stderr
+            forms[allowed] = open_plan(tmp_path / "four.sm120.plan").conv
+            assert f"Emulated, not run; allowed are {allowed} points." in result.stderr
+            assert ("Building four.onnx again, with --conv qdq" in result.stderr) == (allowed == "0")
+        assert forms == {"0": "qdq", "100": "auto"}
+        refused = invoke("build", "four.onnx", "--data", "data", "--conv", "gemm")
+        assert refused.exit_code == 2
+        assert "--data is for --conv auto" in refused.stderr
 
     @pytest.mark.usefixtures("model")
     @pytest.mark.skipif(torch.cuda.is_available(), reason="builds where there is a GPU")

@@ -68,6 +68,24 @@ def build(
             show_default="any share",
         ),
     ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            "--data",
+            help="Labelled images: where the engine of --conv auto is not shown to keep the file's accuracy on them, "
+            "convolutions are FP16 (--conv qdq).",
+            show_default="not measured",
+        ),
+    ] = None,
+    max_drop: Annotated[
+        float,
+        typer.Option(
+            "--max-drop",
+            min=0.0,
+            callback=finite,
+            help="With --data: points of mIoU or AP that the drop's interval may reach.",
+        ),
+    ] = 0.5,
     out: Annotated[
         Path | None, typer.Option("--out", help="Target .plan (one model) or folder.", show_default="RUN/engines")
     ] = None,
@@ -127,6 +145,8 @@ def build(
     interface = Interface(input_type, input_layout, output_type, output_layout)
     flags = {"version_compatible": version_compatible, "stripped": stripped, "refittable": refittable}
     found = _models([or_of_latest_run(path) for path in models]) if models else _latest()
+    if data is not None and conv != "auto":
+        raise InputError(f"--data is for --conv auto, which chooses by it; here is --conv {conv}.")
     if len(found) > 1 and (log is not None or (out is not None and out.suffix == ".plan")):
         raise InputError(f"There are {len(found)} models to build: give one for --log, and a folder for --out.")
     target = target_arch(backend, arch)
@@ -144,6 +164,11 @@ def build(
         with progress("compiling") as bar:
             engine = smallest(partial(prepare, path), bar.phase) if conv == "smallest" else engine
             result = engine.build(target_of(path, out, target), strict, log, require_fp4, bar.phase)
+        if data is not None and not _keeps_accuracy(path, result.plan, data, max_drop):
+            note(f"Building {shown(path)} again, with --conv qdq ...")
+            with progress("compiling") as bar:
+                result = prepare(path, "qdq").build(result.plan, strict, log, require_fp4, bar.phase)
+            _keeps_accuracy(path, result.plan, data, max_drop)
         done(
             describe(result),
             model=str(path),
@@ -170,6 +195,20 @@ def _sizes(least: str | None, usual: str | None, most: str | None) -> Sizes | No
         pixels = parse_size(text, f"--{name}-size")
         found.append(found[-1] if pixels is None else pixels)
     return found[2], found[1], found[0]
+
+
+def _keeps_accuracy(source: Path, plan: Path, data: Path, max_drop: float) -> bool:
+    """Whether an engine, run or emulated, is shown to lose at most `max_drop` points of its file's accuracy; said."""
+    from fp4deploy.bench.artifact import bench_artifact
+    from fp4deploy.bench.gate.baseline import find_baseline
+    from fp4deploy.bench.gate.decision import decide
+    from fp4deploy.system.progress import progress
+
+    with progress("images") as bar:
+        entry = bench_artifact(plan, data, iterations=1, progress=bar.advance)
+        decision = decide(entry, find_baseline(source, data), max_drop)
+    note(f"{decision.text()} {entry.status.capitalize()}; allowed are {max_drop:g} points.")
+    return decision.passed
 
 
 def describe(result: BuildResult) -> str:

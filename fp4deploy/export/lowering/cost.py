@@ -13,9 +13,9 @@ decoded, and read. The cost is the roofline of `peaks`, max(operations / peak, b
 caches, and nobody has timed either form: a projection, which the ledger says as the reason. `--conv qdq` keeps FP16 and
 the smaller weights.
 
-Time decides alone, because accuracy does not speak against FP8: emulated, `auto` scores no less than the canonical
-file beyond what three seeds show, on three data sets (docs/gpus.md, accuracy of the forms). Of a network of one's own
-`bench` says it, and `bench --forms --max-drop` takes the fastest form that keeps it.
+Time decides, because accuracy does not speak against FP8: emulated, `auto` scores no less than the canonical file
+beyond what three seeds show, on three data sets (docs/gpus.md, accuracy of the forms). For a network of one's own
+`build --data` measures it, and takes `qdq` where the accuracy is not shown to be kept.
 """
 
 from __future__ import annotations
