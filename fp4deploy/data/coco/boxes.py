@@ -15,7 +15,6 @@ segmentation, which is how masks of nuclei become boxes. What is no place to fin
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -117,7 +116,7 @@ def checked_box(found: object) -> list[float] | None:
     """[x, y, width, height] as numbers; None where it is something else, NaN or infinite."""
     if not isinstance(found, list) or len(found) != 4:
         return None
-    if not all(type(value) in (int, float) and math.isfinite(value) and abs(value) < LARGEST for value in found):
+    if not all(type(value) in (int, float) and abs(value) < LARGEST for value in found):
         return None
     return [float(value) for value in found]
 
