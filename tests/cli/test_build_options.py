@@ -119,6 +119,9 @@ class TestBuilt:
             assert f"Emulated, not run; allowed are {allowed} points." in result.stderr
             assert ("Building four.onnx again, with --conv qdq" in result.stderr) == (allowed == "0")
         assert forms == {"0": "qdq", "100": "auto"}
+        before = (tmp_path / "four.sm120.plan").stat().st_mtime_ns
+        assert invoke("build", "four.onnx", "--data", "away").exit_code == 2  # before anything is compiled
+        assert (tmp_path / "four.sm120.plan").stat().st_mtime_ns == before
         refused = invoke("build", "four.onnx", "--data", "data", "--conv", "gemm")
         assert refused.exit_code == 2
         assert "--data is for --conv auto" in refused.stderr
