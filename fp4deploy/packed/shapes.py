@@ -76,7 +76,7 @@ def shapes_of(graph: Graph, inputs: Mapping[str, Shape] | None = None) -> Shapes
             _add(found, node, _result(graph, node, [found[name] for name in node.inputs], context), sizes)
         except (InputError, SizeError) as error:
             raise InputError(f"Node {number} of the graph ({node.op} '{named(node)}'): {error}") from None
-        except (RuntimeError, ValueError, IndexError, TypeError, ZeroDivisionError, OverflowError) as error:
+        except (RuntimeError, ValueError, LookupError, TypeError, ZeroDivisionError, OverflowError) as error:
             raise InputError(f"Node {number} of the graph ({node.op} '{named(node)}'): {first_line(error)}") from None
     return found
 

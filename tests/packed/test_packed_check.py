@@ -282,6 +282,8 @@ def test_an_operator_of_the_list_is_taken() -> None:
         (aten(arguments={"k": 9, "dim": 1}), "k not in range"),
         (aten(arguments={"k": "many", "dim": 1}), "k"),
         (aten("sort.stable", arguments={}), "stable"),
+        (aten("gather.default", arguments={"dim": 1}), "index"),
+        (aten("scatter.src", inputs=[], roles=[], arguments={"dim": 1}), "index"),
     ],
 )
 def test_what_does_not_fit_an_operator_of_the_list(node: Aten, cause: str) -> None:

@@ -10,9 +10,9 @@ FP16 does not hold (`fp4deploy.rest`) is FP32 in the file, and stays as it is.
 So is what the code computes from parameters alone, such as a standardised weight, where it meets an activation: the
 file holds the result (`graph.folding`).
 
-Where the code asks for FP32, by `x.float()` or `torch.arange(n, dtype=torch.float32)`, the file computes in FP32, until
-the code casts back: with numbers, and what is computed from parameters, as they are. `1.0 + self.weight.float()` is a
-constant in FP32.
+Where the code asks for FP32, by `x.float()`, `torch.arange(n, dtype=torch.float32)` or `torch.linspace(-1, 1, n)`, which
+names no type, or of whole numbers, as in `torch.arange(n) / n`, the file computes in FP32, until the code casts back:
+with numbers, and what is computed from parameters, as they are. `1.0 + self.weight.float()` is a constant in FP32.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp4deploy.qat import quantized_layers
 from fp4deploy.qat.experts import weights_held
-from fp4deploy.rest import Rest
+from fp4deploy.rest import POSITIONS, Rest
 
 _NAMES = ("add", "sub", "mul", "div", "rsub", "true_divide", "multiply", "subtract", "divide")
 _METHODS = (*_NAMES, "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__")
@@ -38,7 +38,8 @@ ARITHMETIC = {
     *(getattr(torch, name) for name in _NAMES if hasattr(torch, name)),
     *(getattr(torch.Tensor, name) for name in (*_METHODS, *_IN_PLACE) if hasattr(torch.Tensor, name)),
 }
-DTYPE, FLOAT = torch.Tensor.dtype.__get__, torch.Tensor.float  # type: ignore[attr-defined]
+DTYPE, DEVICE = torch.Tensor.dtype.__get__, torch.Tensor.device.__get__  # type: ignore[attr-defined]
+FLOAT = torch.Tensor.float
 FACTORIES = (torch.arange, torch.linspace)
 CASTS = (torch.Tensor.to, torch.Tensor.type, torch.Tensor.type_as, torch.Tensor.half, torch.Tensor.bfloat16)
 
@@ -63,8 +64,8 @@ class _RestNumbers(TorchFunctionMode):
     ) -> Any:
         """Call, with a number or computed tensors in the rest's precision."""
         kwargs = kwargs or {}
-        if self.inside or func == DTYPE:
-            self.of_a_tensor = func == DTYPE
+        if self.inside or func in (DTYPE, DEVICE):  # zeros(2, dtype=x.dtype, device=x.device)
+            self.of_a_tensor = func == DTYPE or (func == DEVICE and self.of_a_tensor)
             return func(*args, **kwargs)
         read = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         sources = read[:1] if func is torch.Tensor.type_as else read
@@ -76,10 +77,13 @@ class _RestNumbers(TorchFunctionMode):
             args = tuple(self.rest.rounded(each) if isinstance(each, float) else each for each in args)
         if not computed and any(each in self.computed for each in read):
             args, kwargs = tree_map_only(torch.Tensor, self._rounded, (args, kwargs))
-        result = func(*args, **kwargs)
+        of_a_tensor = self.of_a_tensor and kwargs.get("dtype") is torch.float32  # that of the rest in the file
+        narrow = of_a_tensor and func in FACTORIES and self.rest.whole >= POSITIONS  # else FP32 (`graph.wide`)
+        result = func(*args, **kwargs | {"dtype": self.rest.dtype}).float() if narrow else func(*args, **kwargs)
         if func in (FLOAT, *CASTS) and result is args[0]:  # of this type already: another tensor, which may be wide
             result = torch.ops.aten.alias.default(result)
-        asked = func is torch.arange and kwargs.get("dtype") is torch.float32 and not self.of_a_tensor
+        whole = bool(read) and not any(map(_is_floating, read))  # of which torch computes FP32
+        asked = (func in FACTORIES and not narrow) or (whole and not of_a_tensor and func not in CASTS)
         given = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
         found = [each for each in given if _is_floating(each)]
         self.computed.update(dict.fromkeys(given if computed else (), True))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from onnx import numpy_helper
 from torch import nn
 
@@ -101,6 +103,35 @@ def test_numbers_are_rounded_where_the_code_does_not_ask_for_fp32() -> None:
         found = Angles()(x)[0]
     exact = torch.sin(500 * torch.exp(-9.21034 * torch.arange(4.0) / 4))
     assert torch.equal(found, torch.cat([exact, (torch.arange(4) * 0.1).half().float()]))  # a constant of the file
+
+
+class Grid(nn.Module):
+    """Places of an image, of a type that the code does not name, or names; and an image sampled there."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.first, self.head = kind, nn.Conv2d(16, 16, 3, padding=1), nn.Conv2d(16, 16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        if self.kind == "linspace":
+            line = torch.linspace(-1, 1, 12)
+        elif self.kind == "whole":
+            line = torch.arange(12) / 11 * 2 - 1
+        else:
+            line = torch.linspace(-1, 1, 12, dtype=x.dtype, device=x.device)
+        grid = torch.stack(torch.meshgrid(line, line, indexing="xy"), -1).expand(len(x), -1, -1, -1)
+        return self.head(F.grid_sample(y, grid + 0.1 * y[:, :2].permute(0, 2, 3, 1), align_corners=True))
+
+
+@pytest.mark.parametrize("kind", ["linspace", "whole", "of a tensor"])
+@pytest.mark.parametrize("rest", ["fp16", "bf16"])
+def test_places_are_as_wide_as_the_file_has_them(tmp_path: Path, kind: str, rest: str) -> None:
+    torch.manual_seed(0)
+    images = torch.randn(2, 16, 12, 12)
+    model = fd.prepare(Grid(kind).eval(), include=["*"])
+    fd.calibrate(model, images)
+    assert fd.export_onnx(model, images, tmp_path / "net.onnx", rest=rest).verification.passed
 
 
 def test_a_layer_that_raises_leaves_no_trace() -> None:
