@@ -283,7 +283,7 @@ def test_an_operator_of_the_list_is_taken() -> None:
         (aten(arguments={"k": "many", "dim": 1}), "k"),
         (aten("sort.stable", arguments={}), "stable"),
         (aten("gather.default", arguments={"dim": 1}), "index"),
-        (aten("scatter.src", inputs=[], roles=[], arguments={"dim": 1}), "index"),
+        (aten("index.Tensor", arguments={}), "indices"),
     ],
 )
 def test_what_does_not_fit_an_operator_of_the_list(node: Aten, cause: str) -> None:

@@ -10,9 +10,9 @@ FP16 does not hold (`fp4deploy.rest`) is FP32 in the file, and stays as it is.
 So is what the code computes from parameters alone, such as a standardised weight, where it meets an activation: the
 file holds the result (`graph.folding`).
 
-Where the code asks for FP32, by `x.float()`, `torch.arange(n, dtype=torch.float32)` or `torch.linspace(-1, 1, n)`, which
-names no type, or of whole numbers, as in `torch.arange(n) / n`, the file computes in FP32, until the code casts back:
-with numbers, and what is computed from parameters, as they are. `1.0 + self.weight.float()` is a constant in FP32.
+Where code asks for FP32, by `x.float()`, `torch.arange(n, dtype=torch.float32)` or `torch.linspace(-1, 1, n)`, whose
+type is the default, or of whole numbers, as in `torch.arange(n) / n`, the file computes in FP32, until the code casts
+back: with numbers, and what is computed from parameters, as they are. `1.0 + self.weight.float()` is an FP32 constant.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class Grid(nn.Module):
             line = torch.arange(12) / 11 * 2 - 1
         else:
             line = torch.linspace(-1, 1, 12, dtype=x.dtype, device=x.device)
-        grid = torch.stack(torch.meshgrid(line, line, indexing="xy"), -1).expand(len(x), -1, -1, -1)
+        grid = torch.stack(torch.meshgrid(line, line, indexing="xy"), -1).expand(x.shape[0], -1, -1, -1)
         return self.head(F.grid_sample(y, grid + 0.1 * y[:, :2].permute(0, 2, 3, 1), align_corners=True))
 
 
