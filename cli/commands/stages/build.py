@@ -164,7 +164,7 @@ def build(
         with progress("compiling") as bar:
             engine = smallest(partial(prepare, path), bar.phase) if conv == "smallest" else engine
             result = engine.build(target_of(path, out, target), strict, log, require_fp4, bar.phase)
-        if data is not None and not _keeps_accuracy(path, result.plan, data, max_drop):
+        if data is not None and engine.lowered.fp4 and not _keeps_accuracy(path, result.plan, data, max_drop):
             note(f"Building {shown(path)} again, with --conv qdq ...")
             with progress("compiling") as bar:
                 result = prepare(path, "qdq").build(result.plan, strict, log, require_fp4, bar.phase)
