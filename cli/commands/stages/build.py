@@ -164,11 +164,12 @@ def build(
         with progress("compiling") as bar:
             engine = smallest(partial(prepare, path), bar.phase) if conv == "smallest" else engine
             result = engine.build(target_of(path, out, target), strict, log, require_fp4, bar.phase)
-        if data is not None and engine.lowered.fp4 and not _keeps_accuracy(path, result.plan, data, max_drop):
+        images = data if engine.lowered.requests_fp4 else None
+        if images is not None and not _keeps_accuracy(path, result.plan, images, max_drop):
             note(f"Building {shown(path)} again, with --conv qdq ...")
             with progress("compiling") as bar:
                 result = prepare(path, "qdq").build(result.plan, strict, log, require_fp4, bar.phase)
-            _keeps_accuracy(path, result.plan, data, max_drop)
+            _keeps_accuracy(path, result.plan, images, max_drop)
         done(
             describe(result),
             model=str(path),
