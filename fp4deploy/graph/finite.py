@@ -18,7 +18,10 @@ from fp4deploy.graph.replacement import Function, Table
 
 _CHECKS = {torch.isfinite: True, torch.isinf: False, torch.isnan: False}
 _CHECKS |= {getattr(torch.Tensor, func.__name__): answer for func, answer in _CHECKS.items()}
-_OVER_ALL = (torch.all, torch.any, torch.Tensor.all, torch.Tensor.any, torch.logical_not, torch.Tensor.logical_not)
+_OVER_ALL = (torch.all, torch.any, torch.Tensor.all, torch.Tensor.any)
+_NEGATED = (
+    torch.logical_not, torch.bitwise_not, torch.Tensor.logical_not, torch.Tensor.bitwise_not, torch.Tensor.__invert__,
+)  # fmt: skip
 
 
 def finite() -> Table:
@@ -45,5 +48,5 @@ def finite() -> Table:
         return result
 
     checks = {function: partial(check, answer) for function, answer in _CHECKS.items()}
-    rest = {function: partial(over_all, "logical_not" in function.__name__) for function in _OVER_ALL}
-    return {torch.Tensor.__bool__: truth, **checks, **rest}
+    rest = {function: partial(over_all, function in _NEGATED) for function in (*_OVER_ALL, *_NEGATED)}
+    return {torch.Tensor.__bool__: truth, torch.Tensor.item: truth, **checks, **rest}

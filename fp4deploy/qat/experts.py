@@ -98,7 +98,7 @@ class _PackedProducts(TorchFunctionMode):
         kwargs = kwargs or {}
         kind = PRODUCTS.get(getattr(func, "__name__", ""), "")
         weight = self._parameter(args[1]) if kind and len(args) > 1 and isinstance(args[1], torch.Tensor) else None
-        if weight is None or not isinstance(args[0], torch.Tensor):
+        if weight is None or weight.ndim < 2 or not isinstance(args[0], torch.Tensor):
             return func(*args, **kwargs)
         x, rows = args[0], weight if func is F.linear else weight.mT  # [..., N, K]
         if kind == "single" and rows.ndim == 2:

@@ -128,6 +128,9 @@ class TestBuilt:
 
         smallest(prepare)
         assert compiled == ["auto", "auto", "gemm", "fp8", "qdq"]
+        before = (tmp_path / "four.sm120.plan").stat().st_mtime_ns
+        assert invoke("build", "four.onnx", "--data", "away").exit_code == 2  # before anything is compiled
+        assert (tmp_path / "four.sm120.plan").stat().st_mtime_ns == before
         refused = invoke("build", "four.onnx", "--data", "data", "--conv", "gemm")
         assert refused.exit_code == 2
         assert "--data is for --conv auto" in refused.stderr

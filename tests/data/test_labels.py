@@ -152,6 +152,16 @@ def test_objects_that_no_pixel_shows_are_refused(
             require_labels(dataset, root)
 
 
+def test_boxes_of_zeros_beside_segmentations_are_no_shares_of_the_image(tmp_path: Path) -> None:
+    root = coco(tmp_path, 0)
+    for path in (root / "annotations").iterdir():
+        content = json.loads(path.read_text())
+        content["annotations"][0]["bbox"] = [0, 0, 0, 0]
+        path.write_text(json.dumps(content))
+    assert "normalised-boxes" not in {defect.kind for defect in check_dataset(root)}
+    assert not require_labels(open_dataset(root, "train"), root)
+
+
 @pytest.mark.parametrize(
     ("classes", "said"), [(["sky"], "sky, the masks of train hold 1"), (["sky", "car"], "no pixel is car")]
 )

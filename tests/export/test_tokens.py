@@ -272,6 +272,25 @@ def test_a_mask_of_one_row_for_all_queries_is_exported(tmp_path: Path) -> None:
     assert fd.export_onnx(model, inputs, tmp_path / "net.onnx").verification.passed
 
 
+class Named(nn.Module):
+    """Attention of three axes, its operands by name, behind guards that are written otherwise than those of BART."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(32, 32), nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        if (~torch.isfinite(y)).any() or torch.isnan(y).any().item():
+            y = y.clamp(-60000, 60000)
+        return self.head(F.scaled_dot_product_attention(query=y, key=y, value=x))
+
+
+def test_attention_by_name_behind_other_guards_is_exported(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    assert fd.export_onnx(Named().eval(), torch.randn(2, 5, 32), tmp_path / "net.onnx").verification.passed
+
+
 class Guarded(nn.Module):
     """As T5 and BART are written: an argument between the inputs, a mask of numbers beyond FP16, which is -Inf there in
     a whole row, a guard against infinite values, and groups of experts chosen by scatter.

@@ -167,6 +167,25 @@ def test_a_training_step_multiplies_packed_operands_in_all_three_gemms(loop: boo
         torch.testing.assert_close(model.eval()[0](x, ends), torch.einsum("tc,toc->to", x, weights[owners]))
 
 
+class Gated(Sorted):
+    """One row of an expert's weight is a vector, and no operand of a packed GEMM."""
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        gate: torch.Tensor = x @ self.up[0][0]
+        return super().forward(x, ends) * gate[:, None].sigmoid()
+
+
+def test_a_product_with_a_row_of_a_weight_is_the_librarys() -> None:
+    torch.manual_seed(0)
+    layer, ends = Gated(loop=True, transposed=False), torch.tensor([5, 5, 33], dtype=torch.int32)
+    fd.prepare(nn.Sequential(layer), "fp4_all_the_way", include=["*"])
+    layer(torch.randn(33, 32), ends).square().sum().backward()
+    found = layer._parameters["up"]
+    assert found is not None
+    assert found.grad is not None
+    assert found.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("channels", [24, 32])
 def test_what_a_file_cannot_hold_is_refused(channels: int) -> None:
     layer = Experts()

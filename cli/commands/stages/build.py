@@ -18,6 +18,7 @@ from ...numbers import finite
 from ...settings import parse_size
 
 if TYPE_CHECKING:
+    from fp4deploy.bench.gate.baseline import Baseline
     from fp4deploy.export.engine.build import BuildResult, PreparedEngine
     from fp4deploy.export.engine.profile import Sizes
 
@@ -159,17 +160,18 @@ def build(
             return prepare_engine(path, backend, arch, form, batches, pixels, sizes, interface, options)
 
         engines = [prepare(path, "auto" if conv == "smallest" else conv) for path in found]
+    asking = [path for path, engine in zip(found, engines, strict=True) if engine.lowered.requests_fp4]
+    baselines = _baselines(asking, data) if data is not None else {}  # data that does not fit is refused before, too
     for path, engine in zip(found, engines, strict=True):
         note(f"Building {shown(path)} ...")
         with progress("compiling") as bar:
             engine = smallest(partial(prepare, path), bar.phase) if conv == "smallest" else engine
             result = engine.build(target_of(path, out, target), strict, log, require_fp4, bar.phase)
-        images = data if engine.lowered.requests_fp4 else None
-        if images is not None and not _keeps_accuracy(path, result.plan, images, max_drop):
+        if data is not None and path in baselines and not _keeps_accuracy(baselines[path], result.plan, data, max_drop):
             note(f"Building {shown(path)} again, with --conv qdq ...")
             with progress("compiling") as bar:
                 result = prepare(path, "qdq").build(result.plan, strict, log, require_fp4, bar.phase)
-            _keeps_accuracy(path, result.plan, images, max_drop)
+            _keeps_accuracy(baselines[path], result.plan, data, max_drop)
         done(
             describe(result),
             model=str(path),
@@ -198,16 +200,24 @@ def _sizes(least: str | None, usual: str | None, most: str | None) -> Sizes | No
     return found[2], found[1], found[0]
 
 
-def _keeps_accuracy(source: Path, plan: Path, data: Path, max_drop: float) -> bool:
+def _baselines(sources: list[Path], data: Path) -> dict[Path, Baseline]:
+    """The accuracy of each file on labelled images."""
+    from fp4deploy.bench.gate.baseline import find_baseline
+    from fp4deploy.system.progress import progress
+
+    with progress("measuring the file" if len(sources) == 1 else "measuring the files"):
+        return {source: find_baseline(source, data) for source in sources}
+
+
+def _keeps_accuracy(baseline: Baseline, plan: Path, data: Path, max_drop: float) -> bool:
     """Whether an engine, run or emulated, is shown to lose at most `max_drop` points of its file's accuracy; said."""
     from fp4deploy.bench.artifact import bench_artifact
-    from fp4deploy.bench.gate.baseline import find_baseline
     from fp4deploy.bench.gate.decision import decide
     from fp4deploy.system.progress import progress
 
     with progress("images") as bar:
         entry = bench_artifact(plan, data, iterations=1, progress=bar.advance)
-        decision = decide(entry, find_baseline(source, data), max_drop)
+        decision = decide(entry, baseline, max_drop)
     note(f"{decision.text()} {entry.status.capitalize()}; allowed are {max_drop:g} points.")
     return decision.passed
 

@@ -190,9 +190,7 @@ def quantize(
             f"quantize takes a checkpoint (.safetensors), an ONNX file (.onnx) or a state dict of PyTorch (.pth), not "
             f"{source}. Write one with: fp4deploy train"
         )
-    network, _, precision = source.stem.rpartition(".")
-    prefix = f"{network}." if precision == "fp16" else ""
-    target = out or source.with_name(f"{prefix}nvfp4-{method.replace('/', 'o')}.safetensors")
+    target = out or beside(source, method)
     if target.exists() and source.exists() and target.samefile(source):
         raise InputError(f"--out is the FP16 checkpoint {source} itself, which would be lost. Give another file.")
     require_writable(target)
@@ -283,6 +281,17 @@ def _of_state_dict(
     taken += [] if any(normalisation) else ["ImageNet's mean and standard deviation (others: --mean, --std)"]
     note(f"{shown(target)} is its FP16 checkpoint: {', '.join(taken)}.")
     return target
+
+
+def beside(source: Path, method: str) -> Path:
+    """The file that is written without --out.
+
+    >>> str(beside(Path("fp16.safetensors"), "4/6")), str(beside(Path("net.fp16.safetensors"), "4/6"))
+    ('nvfp4-4o6.safetensors', 'net.nvfp4-4o6.safetensors')
+    """
+    network, dot, precision = source.stem.rpartition(".")
+    prefix = f"{network}{dot}" if precision == "fp16" else ""
+    return source.with_name(f"{prefix}nvfp4-{method.replace('/', 'o')}.safetensors")
 
 
 def _tuples(layers: Layers) -> dict[str, Any]:

@@ -109,8 +109,8 @@ def annotation_defect(annotations: Sequence[Annotation]) -> tuple[str, str] | No
 
 
 def box_defect(annotations: Sequence[Annotation]) -> tuple[str, str] | None:
-    """(kind, message) where every box lies within a pixel."""
-    boxes = [box for each in annotations if (box := checked_box(each.box)) is not None]
+    """(kind, message) where every box that has an area lies within a pixel; tools that leave boxes out write zeros."""
+    boxes = [box for each in annotations if (box := checked_box(each.box)) is not None and min(box[2:]) > 0]
     if not boxes or any(max(x + width, y + height) > 1 for x, y, width, height in boxes):
         return None
     return "normalised-boxes", (

@@ -69,10 +69,13 @@ def _mark(model: ir.Model) -> None:
 
 
 def _is_wide(value: ir.Value | None) -> bool:
-    """Whether a value is FP32 that was not rounded before: an input, or computed."""
-    producer = value.producer() if value is not None else None
-    wide = value is not None and value.dtype == ir.DataType.FLOAT
-    return wide and (producer is None or producer.op_type not in SAME_VALUES)
+    """Whether a value is FP32 that was not rounded before: an input, or computed, and perhaps moved since."""
+    while value is not None and value.dtype == ir.DataType.FLOAT:
+        producer = value.producer()
+        if producer is None or producer.op_type not in SAME_VALUES:
+            return True
+        value = producer.inputs[0] if producer.inputs else None
+    return False
 
 
 def _insert_after(graph: ir.Graph, node: ir.Node, value: ir.Value) -> None:

@@ -55,6 +55,7 @@ from fp4deploy.tracing import make_no_folder
 
 ATTENTION_AXES = "only 4D query, key, and value are supported"  # says torch's exporter
 NO_VIEW = "Cannot view a tensor"
+ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # what may be given by position
 INPUT, OUTPUT, BATCH = "image", "logits", "N"
 NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 LITTLE = 1e-6
@@ -154,8 +155,7 @@ def _require_free(
 
 def _whole_masks(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Write a mask of one row for all queries, [..., 1, S], as [..., L, S]: ONNX Runtime's attention takes no other."""
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = {**dict(zip(ATTENTION, args, strict=False)), **kwargs}
     mask, queries = given.get("attn_mask"), given["query"].shape[-2]
     if mask is not None and mask.ndim > 1 and mask.shape[-2] == 1:
         given["attn_mask"] = mask.expand(*mask.shape[:-2], queries, mask.shape[-1])
@@ -164,10 +164,10 @@ def _whole_masks(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _four_axes(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Give queries, keys and values [..., L, E] the four axes that torch's exporter asks for."""
-    if args[0].ndim == 4:
+    given = {**dict(zip(ATTENTION, args, strict=False)), **kwargs}
+    query, key, value, mask = given.pop("query"), given.pop("key"), given.pop("value"), given.pop("attn_mask", None)
+    if query.ndim == 4:
         return call(*args, **kwargs)
-    query, key, value, *rest = args
-    mask = rest[0] if rest else kwargs.pop("attn_mask", None)
     lead = query.shape[:-2]
 
     def four(x: torch.Tensor) -> torch.Tensor:
@@ -175,7 +175,7 @@ def _four_axes(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     if mask is not None and mask.ndim > 2:
         mask = four(mask.expand(*lead, *mask.shape[-2:]))
-    result = call(four(query), four(key), four(value), mask, *rest[1:], **kwargs)
+    result = call(four(query), four(key), four(value), mask, **given)
     return result.reshape(*lead, *result.shape[-2:])
 
 

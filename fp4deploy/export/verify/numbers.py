@@ -47,8 +47,7 @@ class _RestNumbers(TorchFunctionMode):
     """Sums, differences, products and quotients of a tensor and a number, outside of quantised layers (`inside`).
 
     computed: the tensors that are computed from `parameters`, which has buffers, too, or positions, and from nothing
-    else. wide:
-    those that are FP32 in the file since the code says so.
+    else. wide: those that are FP32 in the file since the code says so.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], rest: Rest) -> None:

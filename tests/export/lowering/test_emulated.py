@@ -106,6 +106,18 @@ def test_a_rest_in_bf16_is_rounded_to_bf16() -> None:
     assert distance(found, x.numpy()) < 2e-4 < 2e-3 < distance(run(to_portable(model), image.numpy()), x.numpy())
 
 
+class Moved(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.float() * 0.7).flatten(2).to(x.dtype)
+
+
+def test_what_is_computed_in_fp32_and_moved_is_rounded_where_it_is_cast() -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv2d(3, 8, 3), Moved()).eval()
+    found = run(emulated_engine(export_graph(network, (3, 12, 20)), "auto"), torch.randn(2, 3, 12, 20).numpy())
+    assert np.array_equal(found, found.astype(np.float16))
+
+
 def test_the_card_of_the_file_is_kept() -> None:
     model, _ = convolutions()
     onnx.helper.set_model_props(model, {"fp4deploy.card": "{}", **{e.key: e.value for e in model.metadata_props}})
