@@ -12,7 +12,8 @@ import torch
 from onnx import helper
 
 from fp4deploy.data import generate_shapes, open_dataset
-from fp4deploy.export.engine.build import open_plan
+from fp4deploy.export.engine.build import PreparedEngine, open_plan, prepare_engine
+from fp4deploy.export.engine.forms import smallest
 from fp4deploy.models import ModelCard
 from tests.cli.command_line import Invoke
 from tests.export.lowering.engine_graphs import CanonicalGraph, with_open_size
@@ -119,6 +120,14 @@ class TestBuilt:
             assert f"Emulated, not run; allowed are {allowed} points." in result.stderr
             assert ("Building four.onnx again, with --conv qdq" in result.stderr) == (allowed == "0")
         assert forms == {"0": "qdq", "100": "auto"}
+        compiled = []  # though `auto` multiplies nothing in FP4
+
+        def prepare(form: str) -> PreparedEngine:
+            compiled.append(form)
+            return prepare_engine(tmp_path / "four.onnx", conv=form)
+
+        smallest(prepare)
+        assert compiled == ["auto", "auto", "gemm", "fp8", "qdq"]
         before = (tmp_path / "four.sm120.plan").stat().st_mtime_ns
         assert invoke("build", "four.onnx", "--data", "away").exit_code == 2  # before anything is compiled
         assert (tmp_path / "four.sm120.plan").stat().st_mtime_ns == before

@@ -160,13 +160,14 @@ def build(
             return prepare_engine(path, backend, arch, form, batches, pixels, sizes, interface, options)
 
         engines = [prepare(path, "auto" if conv == "smallest" else conv) for path in found]
-    baselines = _baselines(found, data) if data is not None else {}  # data that does not fit is refused before, too
+    asking = [path for path, engine in zip(found, engines, strict=True) if engine.lowered.requests_fp4]
+    baselines = _baselines(asking, data) if data is not None else {}  # data that does not fit is refused before, too
     for path, engine in zip(found, engines, strict=True):
         note(f"Building {shown(path)} ...")
         with progress("compiling") as bar:
             engine = smallest(partial(prepare, path), bar.phase) if conv == "smallest" else engine
             result = engine.build(target_of(path, out, target), strict, log, require_fp4, bar.phase)
-        if data is not None and not _keeps_accuracy(baselines[path], result.plan, data, max_drop):
+        if data is not None and path in baselines and not _keeps_accuracy(baselines[path], result.plan, data, max_drop):
             note(f"Building {shown(path)} again, with --conv qdq ...")
             with progress("compiling") as bar:
                 result = prepare(path, "qdq").build(result.plan, strict, log, require_fp4, bar.phase)

@@ -61,7 +61,7 @@ def smallest(prepare: Callable[[str], PreparedEngine], progress: Progress | None
         InputError: no form builds; the first one's reason.
     """
     first = prepare(FIRST)
-    if not first.lowered.fp4:
+    if not first.lowered.requests_fp4:
         return first
     sizes: list[tuple[int, PreparedEngine]] = []
     refused: list[InputError] = []

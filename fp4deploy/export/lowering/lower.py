@@ -76,6 +76,11 @@ class LoweredModel:
     card: dict[str, Any] | None
     fp4: bool
 
+    @property
+    def requests_fp4(self) -> bool:
+        """Whether the file requests FP4 of a layer, in whatever precision this form multiplies it."""
+        return any(layer.requested == "FP4" for layer in self.layers)
+
 
 class DropFunctions(InPlacePass):
     """Remove model-local functions: they give meaning to operators that the engine has built in.
