@@ -82,7 +82,7 @@ def test_examples_of_public_names(name: str, context: dict[str, object]) -> None
     _run(test)
 
 
-@pytest.mark.parametrize("name", ["errors", "formats.constants", "qat.recipes"])
+@pytest.mark.parametrize("name", ["cli.commands.stages.quantize", "errors", "formats.constants", "qat.recipes"])
 def test_examples_of_modules(name: str) -> None:
     tests = [
         test for test in doctest.DocTestFinder().find(importlib.import_module(f"fp4deploy.{name}")) if test.examples
