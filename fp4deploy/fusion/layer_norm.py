@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from fp4deploy.errors import UnavailableError
 from fp4deploy.fusion.values import Scale, elementary_values
 from fp4deploy.plugins.quantize import layer_norm
 from fp4deploy.plugins.runtime.torch_library import operator
@@ -66,11 +65,9 @@ def _layer_norm_values(
     if layer_norm.supports(x.shape[-1], x.dtype, x.device):
         unit = 0.0 if exponent is None else 2.0**exponent
         added = None if other is None else other.contiguous()
-        try:
+        with layer_norm.fallback.guard(x.device):
             total, y, q = layer_norm.layer_norm(x.contiguous(), added, weight, bias, amax, eps, unit, plain)
             return none if other is None else total, y, q
-        except UnavailableError as error:
-            layer_norm.fallback.refuse(x.device, error)
     total = x if other is None else x + other
     y = F.layer_norm(total.to(torch.float32), x.shape[-1:], weight, bias, eps).to(x.dtype)
     q = elementary_values(y, sixth, encode, amax, -1, exponent, x.dtype)

@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import torch
 
-from fp4deploy.errors import UnavailableError
 from fp4deploy.packed.graph import Conv2d, Graph, Input, Layer
 from fp4deploy.plugins.gemm.convolution import small_k
 from fp4deploy.plugins.quantize.statistics import Moments
@@ -84,9 +83,7 @@ def convolve_small_k(
     stride, padding, _ = plain_geometry(node)
     if not small_k.is_aligned(x, filters, stride, padding):
         return None
-    try:
+    with small_k.fallback.guard(x.device):
         y, found = small_k.conv2d(x, filters, bias, stride, padding, node.relu, moments)
-    except UnavailableError as error:
-        small_k.fallback.refuse(x.device, error)
-        return None
-    return y.permute(0, 3, 1, 2), found
+        return y.permute(0, 3, 1, 2), found
+    return None

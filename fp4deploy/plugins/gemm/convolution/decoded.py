@@ -30,7 +30,6 @@ import torch
 from pydantic import Field
 
 from fp4deploy.architecture import Architecture
-from fp4deploy.errors import UnavailableError
 from fp4deploy.formats import E2M1_MAX, NVFP4_BLOCK, Nvfp4Tensor
 from fp4deploy.graph.sizes import output_size
 from fp4deploy.plugins.aot import load as aot
@@ -191,18 +190,13 @@ def conv2d(
         and directly(weight, (n, oh, ow), stride, dilation, transposed, device)
         and direct.is_available(device)
     ):
-        try:
+        with direct.fallback.guard(device):
             return direct.conv2d(sources, weight, bias, (padding, padding), relu, dtype, out_amax, moments, transposed)
-        except UnavailableError as error:
-            direct.fallback.refuse(device, error)
     if chosen is None and tensor_maps and warpgroup.is_available(device):
-        try:
+        with warpgroup.fallback.guard(device):
             done = _by_warpgroups(
                 sources, weight, bias, stride, padding, dilation, relu, dtype, out_amax, moments, transposed
             )
-        except UnavailableError as error:
-            warpgroup.fallback.refuse(device, error)
-        else:
             if done is not None:
                 return done
     chosen = chosen or chosen_plan(rows, outputs, depths, taps[0] * taps[1], transposed, device)
