@@ -76,7 +76,9 @@ def proxy_fence(entry: Entry, instruction: Instruction) -> Step:
     return lambda m, active: m.order.fence(np.unique(m.row[active.index]))
 
 
-@implements("membar", "fence", "griddepcontrol", "prefetch", "pragma", "tcgen05.fence", "discard", "setmaxnreg")
+@implements(
+    "membar", "fence", "griddepcontrol", "prefetch", "pragma", "tcgen05.fence", "discard", "setmaxnreg", "createpolicy"
+)
 def nothing(entry: Entry, instruction: Instruction) -> Step:
     """Order that the emulator always has, and hints."""
     return lambda m, active: None
@@ -338,11 +340,14 @@ def active_mask(entry: Entry, instruction: Instruction) -> Step:
 
 @implements("shfl", control=True)
 def shuffle(entry: Entry, instruction: Instruction) -> Step:
-    """Each lane reads a register of another lane; of a lane that does not execute it, the value is undefined."""
+    """Each lane reads a register of another lane; of a lane that does not execute it, the value is undefined.
+
+    A lane may pass on what a masked load left unwritten, and drop what comes out: all bits are set there.
+    """
     mode = instruction.parts[2]
     first, second = pair_of(instruction.operands[0])
     result, inside = writer(entry, first), writer(entry, second) if second else None
-    value = reader(entry, instruction.operands[1], "b32")
+    value = reader(entry, instruction.operands[1], "b32", filled=True)
     by, clamp = (reader(entry, each, "u32") for each in instruction.operands[2:4])
     members = reader(entry, instruction.operands[4], "u32")
 
