@@ -23,7 +23,7 @@ def launch(recorded: Recorded, values: list[Any]) -> None:
     """For `replay.play`."""
     made = recorded.kernel
     assert isinstance(made, Launch)
-    emulate_triton(Call(made, tuple(values[: len(made.arguments)]), recorded.grid), ARCH)
+    emulate_triton(Call(made, tuple(values[: len(made.arguments)]), recorded.grid), ARCH, unwritten=True)
 
 
 def compute(driver: Path, log: Path, kernels: dict[str, Launch], given: list[torch.Tensor]) -> Any:
@@ -42,7 +42,7 @@ def compute(driver: Path, log: Path, kernels: dict[str, Launch], given: list[tor
             compiled = compile_launch(kernels[name.decode()], ARCH)
             entry, numbers = parsed(compiled.ptx, compiled.name), sizes[:7]
             grid, block = tuple(numbers[:3]), tuple(numbers[3:6])
-            about = machine.Launch(grid, block, numbers[6], buffer, "hardware", CAPABILITY)
+            about = machine.Launch(grid, block, numbers[6], buffer, "hardware", CAPABILITY, unwritten=True)
             machine.execute(entry, about, memory)
         except BaseException as error:  # it cannot pass through C
             failures.append(error)

@@ -340,14 +340,11 @@ def active_mask(entry: Entry, instruction: Instruction) -> Step:
 
 @implements("shfl", control=True)
 def shuffle(entry: Entry, instruction: Instruction) -> Step:
-    """Each lane reads a register of another lane; of a lane that does not execute it, the value is undefined.
-
-    A lane may pass on what a masked load left unwritten, and drop what comes out: all bits are set there.
-    """
+    """Each lane reads a register of another lane; of a lane that does not execute it, the value is undefined."""
     mode = instruction.parts[2]
     first, second = pair_of(instruction.operands[0])
     result, inside = writer(entry, first), writer(entry, second) if second else None
-    value = reader(entry, instruction.operands[1], "b32", filled=True)
+    value = reader(entry, instruction.operands[1], "b32")
     by, clamp = (reader(entry, each, "u32") for each in instruction.operands[2:4])
     members = reader(entry, instruction.operands[4], "u32")
 
