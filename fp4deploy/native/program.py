@@ -82,7 +82,7 @@ class _Program:
         for name, dtype in CALLER.items():
             with self.recording.at(f"output.{name}"):
                 self.recording.role(self.copied(lambda y, dtype=dtype: y.to(dtype), y)[0], "output", number)  # type: ignore[misc]
-        if number == 0 and y.ndim > 1 and y.shape[1] <= MAX_CLASSES:
+        if number == 0 and y.ndim > 1 and y.shape[1] <= MAX_CLASSES and y.is_floating_point():
             with self.recording.at("output.classes"):
                 self.recording.role(self.copied(lambda y: y.argmax(1).to(torch.uint8), y)[0], "output", 0)
 
