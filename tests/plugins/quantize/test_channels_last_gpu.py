@@ -370,9 +370,8 @@ def test_a_delayed_step_computes_what_evaluation_before_it_does(fused: bool) -> 
         for seed, factor in enumerate((1.0, 0.3, 3.0, 1.0)):
             images = feature_map((2, 3, 64, 96), torch.float32, seed) * factor
             before, fresh = amaxes(model), decayed(model, 0.0)
-            evaluated = (
-                copy.deepcopy(model).eval()(images) if seed else None
-            )  # before the first step nothing is calibrated
+            # Before the first step nothing is calibrated.
+            evaluated = copy.deepcopy(model).eval()(images) if seed else None
             logits = model(images)
             fresh(images)
             assert evaluated is None or torch.equal(logits, evaluated)
