@@ -24,11 +24,11 @@ Pair = tuple[int, int]
 
 def plain_kernel(node: Layer) -> bool:
     """Whether `plugins.gemm.convolution.plain` computes a layer in FP16 or BF16."""
-    return _is_plain(node) and node.op == "conv2d"
+    return _is_plain(node, "conv2d")
 
 
-def _is_plain(node: Layer) -> bool:
-    single = isinstance(node, Conv2d) and node.groups == 1 and len(node.inputs) == 1
+def _is_plain(node: Layer, *operations: str) -> bool:
+    single = isinstance(node, Conv2d) and node.op in operations and node.groups == 1 and len(node.inputs) == 1
     return single and node.precision in ("fp16", "bf16")
 
 
@@ -43,7 +43,7 @@ def small_k_kernel(node: Any, weights: dict[str, torch.Tensor], device: torch.de
 
     weights: of layers in FP16 or BF16, with torch's axes.
     """
-    if not isinstance(node, Layer) or not _is_plain(node) or node.op not in ("conv2d", "conv3d"):
+    if not isinstance(node, Layer) or not _is_plain(node, "conv2d", "conv3d"):
         return False
     place = cast(Conv2d, node)
     outputs, channels, *depth, kh, kw = weights[place.layer].shape
@@ -101,7 +101,7 @@ def convolve_small_k(
 def _convolve_slices(
     node: Conv2d, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, moments: bool
 ) -> tuple[torch.Tensor, Moments | None] | None:
-    """`convolve_small_k` of volumes [N, C, D, H, W]: slices are feature maps, of 1x1x1 the rows of all slices are one."""
+    """`convolve_small_k` of volumes: slices are feature maps, of 1x1x1 the rows of all slices are one."""
     image = node.model_copy(update={"stride": node.stride[1:], "padding": node.padding[1:]})
     alone = {*weight.shape[2:], *node.stride} == {1} and not any(node.padding)
     if alone:
