@@ -178,9 +178,10 @@ def calibrate(model: nn.Module, batches: torch.Tensor | Iterable[Any], rest: str
 
 
 def _require_numbers(given: Any, number: int) -> None:
-    """Refuse NaN and Inf, which calibration would leave out; a mask may hold -Inf."""
-    tensors = (x for x in tree_leaves(given) if isinstance(x, torch.Tensor) and x.is_floating_point())
-    if not all(bool((x < torch.inf).all()) for x in tensors):
+    """Refuse NaN and Inf, which calibration would leave out; a mask, which is never the only tensor, may hold -Inf."""
+    tensors = [x for x in tree_leaves(given) if isinstance(x, torch.Tensor)]
+    numbers = (x for x in tensors if x.is_floating_point())
+    if not all(bool(((x < torch.inf) if len(tensors) > 1 else x.isfinite()).all()) for x in numbers):
         raise InputError(
             f"Batch {number} of the calibration holds NaN or Inf, of which no scale could be made. Look for images "
             "that were divided by a standard deviation of 0, or leave them out."
