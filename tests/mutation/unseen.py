@@ -12,7 +12,7 @@ import argparse
 import sys
 
 from tests.mutation.seeded import Seeded, run
-from tests.mutation.third import THIRD
+from tests.mutation.third import FOURTH, THIRD
 
 GATE = "tests/bench/test_gate.py"
 METRICS = "tests/test_metrics.py tests/bench/test_volumes.py tests/data/test_volumes.py"
@@ -542,7 +542,7 @@ SECOND: dict[str, Seeded] = {
         SERVED,
     ),
 }
-SETS = {"FIRST": FIRST, "SECOND": SECOND, "THIRD": THIRD}
+SETS = {"FIRST": FIRST, "SECOND": SECOND, "THIRD": THIRD, "FOURTH": FOURTH}
 
 
 def main() -> int:
