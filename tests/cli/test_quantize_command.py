@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -86,6 +87,23 @@ def test_what_quantising_changed_is_counted(
     assert other.unchanged == pytest.approx(float((runtime.infer(images).argmax(1) == 3).mean()))
     assert other.before == same.before
     assert "; 2 images." in other.sentence("fp16.safetensors")
+
+
+def test_a_drop_that_is_not_excluded_fails_the_command(
+    invoke: Invoke, checkpoint: Path, shapes: Path, tmp_path: Path
+) -> None:
+    """Of two models that differ at least one is not shown to be as good as the other."""
+    card, model = read_card(checkpoint), load_model(checkpoint)[0]
+    model.head.bias.data[3] += 1e4
+    save_checkpoint(tmp_path / "other.safetensors", model, card)
+    codes = []
+    for one, other in ((checkpoint, "other.safetensors"), ("other.safetensors", checkpoint)):
+        given = ("--engine", one, "--baseline", other, "--data", shapes, "--iterations", 1, "--max-drop", 0)
+        result = invoke("bench", *given, "--json", "out.json")
+        failed = not json.loads((tmp_path / "out.json").read_text())["gate"][0]["passed"]
+        assert result.exit_code == failed, result.stderr
+        codes.append(result.exit_code)
+    assert 1 in codes
 
 
 @pytest.mark.parametrize("error", [InputError, UnavailableError, GateError])
