@@ -7,7 +7,6 @@ same images, and leaves the same files: a checkpoint, a line of metrics of epoch
 
 from __future__ import annotations
 
-import itertools
 import shlex
 import signal
 import sys
@@ -326,12 +325,10 @@ def _check_class_weights(config: Config, class_names: tuple[str, ...]) -> None:
 def calibrate_on(network: nn.Module, loader: EpochLoader, config: Config, rest: RestName) -> None:
     """Set the activation scales of a prepared network from the first training batches, as the configuration says."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    loader.set_epoch(0)
     network.to(device)
-    batches = itertools.islice(loader, config.train.calibration)
-    calibrate_percentile(
-        network, (expand(*(x.to(device) for x in batch))[0] for batch in batches), config.quant.percentile, rest
-    )
+    first = loader.first(config.train.calibration)
+    images = (expand(pixels.to(device), labels.to(device))[0] for pixels, labels in first)
+    calibrate_percentile(network, images, config.quant.percentile, rest)
 
 
 def rest_trained_for(config: Config) -> RestName:

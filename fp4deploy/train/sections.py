@@ -147,6 +147,13 @@ class TrainSection(Section):
         lt=1,
         description="decay of the averaged weights that are evaluated and kept; 0: the weights themselves",
     )
+    norm_batches: int = Field(
+        0,
+        ge=0,
+        le=65_536,
+        description="training batches on which batch norms measure their statistics again before a validation; "
+        "0: those that training tracks",
+    )
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="share of the cross-entropy that all classes have")
     class_balance: Literal["median_frequency", "effective_number"] | None = Field(
         None, description="weights of the cross-entropy from the training masks"
@@ -294,10 +301,18 @@ class DistillSection(Section):
     """Distillation from the FP16 checkpoint; for nvfp4 and, so that the comparison is fair, for fp16_control."""
 
     weight: float = Field(0.0, ge=0, description="of the divergence between the outputs of the two; 0: none")
+    features: float = Field(
+        0.0, ge=0, description="of the relative error of every layer's output; 0: none. No fused kernels"
+    )
     task: float = Field(1.0, ge=0, description="weight of the loss against the labels")
     temperature: float = Field(1.0, gt=0, description="probabilities of both are taken at logits / temperature")
     teacher: str | None = Field(None, description="checkpoint other than the one that fine-tuning starts from")
     control: bool = Field(True, description="distil fp16_control as well")
+
+    @property
+    def teaches(self) -> bool:
+        """There is something to be learned of a teacher."""
+        return self.weight > 0 or self.features > 0
 
 
 def checked(value: Any, check: Any) -> Any:
