@@ -11,7 +11,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,11 +32,13 @@ from fp4deploy.data import (
     require_labels,
 )
 from fp4deploy.errors import InputError, Interrupted, suggest
+from fp4deploy.graph.copies import copied
 from fp4deploy.models import ModelCard, load_weights, read_card
 from fp4deploy.models.build import network_for
 from fp4deploy.models.initial import load_initial
 from fp4deploy.models.spec import UNET
-from fp4deploy.qat import calibrate_percentile, find_recipe, prepare_as, set_products
+from fp4deploy.qat import calibrate_percentile, find_recipe, prepare_as, quantized_layers, set_products
+from fp4deploy.qat.equalize import equalize
 from fp4deploy.rest import RestName
 from fp4deploy.runs import DEFAULT_MODELS, MODELS, Run, hold, is_first_process
 from fp4deploy.tasks import TASKS
@@ -163,6 +165,9 @@ def _train(
     if fine_tuned and not resume:
         load_weights(network, path, to_encoding=card.digits and not read_card(path).digits)
     if model in QUANTIZED_MODELS:
+        if config.quant.equalize and not resume:
+            names = quantized_layers(prepare_as(copied(network), card))
+            equalize(network, _first_images(network, loaders[0], config), names)
         set_products(prepare_as(network, card), config.train.products)
         if (fine_tuned or find_recipe(config.recipe).amax_learned) and not resume:
             calibrate_on(network, loaders[0], config, card.rest)
@@ -324,11 +329,15 @@ def _check_class_weights(config: Config, class_names: tuple[str, ...]) -> None:
 
 def calibrate_on(network: nn.Module, loader: EpochLoader, config: Config, rest: RestName) -> None:
     """Set the activation scales of a prepared network from the first training batches, as the configuration says."""
+    calibrate_percentile(network, _first_images(network, loader, config), config.quant.percentile, rest)
+
+
+def _first_images(network: nn.Module, loader: EpochLoader, config: Config) -> Iterator[torch.Tensor]:
+    """The images that quantisers are calibrated on; the network goes to the device where they are."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     network.to(device)
-    first = loader.first(config.train.calibration)
-    images = (expand(pixels.to(device), labels.to(device))[0] for pixels, labels in first)
-    calibrate_percentile(network, images, config.quant.percentile, rest)
+    for pixels, labels in loader.first(config.train.calibration):
+        yield expand(pixels.to(device), labels.to(device))[0]
 
 
 def rest_trained_for(config: Config) -> RestName:

@@ -273,6 +273,11 @@ class QuantSection(Section):
     )
     int8: list[str] | None = Field(None, description="likewise, of layers that are INT8")
     target: str | None = Field(None, description="the engine that fp8 was chosen for; train --for sets both")
+    equalize: bool = Field(
+        False,
+        description="first scale channels between norms and the layers that read them, by powers of two: the same "
+        "network in full precision",
+    )
     percentile: float = Field(
         100.0, gt=0, le=100, description="of the magnitudes that calibration sees; 100: the largest"
     )
