@@ -193,9 +193,7 @@ def _factors(
     logs: dict[int, list[float]] = {}
     for name in names:
         layer = model.get_submodule(name)
-        weight = _columns(layer).float().square()
-        sizes = weight.mean([axis for axis in range(weight.ndim) if axis not in _column_axes(layer)]).flatten()
-        both = torch.stack([squares[name].cpu(), sizes.cpu()])
+        both = torch.stack([squares[name].cpu(), column_squares(layer).cpu()])
         live = (both > 0).all(0)
         own = 0.5 * both.clamp(min=1e-38).log2()
         own = own - own[:, live].mean(1, keepdim=True)
@@ -209,11 +207,17 @@ def _factors(
     }
 
 
+def column_squares(layer: Any) -> Tensor:
+    """Sum of the squared weights of each input channel of a convolution or linear layer, float32 [C]."""
+    weight = _columns(layer).float().square()
+    return weight.sum([axis for axis in range(weight.ndim) if axis not in _column_axes(layer)]).flatten()
+
+
 def _columns(layer: Any) -> Tensor:
-    """The weight of a convolution as [groups, outputs, inputs, ...], transposed ones as [groups, inputs, outputs, ...];
-    a view."""
+    """The weight of a layer as [groups, outputs, inputs, ...], transposed ones as [groups, inputs, outputs, ...]; a
+    view."""
     weight: Tensor = layer.weight.detach()
-    return weight.unflatten(0, (layer.groups, -1))
+    return weight.unflatten(0, (getattr(layer, "groups", 1), -1))
 
 
 def _column_axes(layer: Any) -> tuple[int, int]:
