@@ -271,6 +271,13 @@ class QuantSection(Section):
     fp8: list[str] | None = Field(
         None, description="glob patterns of quantised layers that are FP8; default: as the recipe has it"
     )
+    fp8_macs: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of the multiply-accumulates of quantised layers that goes to FP8 as well: the layers that "
+        "lose most in FP4, measured on the images of the calibration",
+    )
     int8: list[str] | None = Field(None, description="likewise, of layers that are INT8")
     target: str | None = Field(None, description="the engine that fp8 was chosen for; train --for sets both")
     equalize: bool = Field(
