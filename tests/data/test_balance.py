@@ -71,7 +71,10 @@ def test_counts_are_kept_and_redone_when_they_do_not_fit(tmp_path: Path) -> None
     assert len(data.read) == 3
     cached_counts(data, path, "elsewhere")
     assert len(data.read) == 6
-    for name, value in (("class_names", ("pole", "road", "never")), ("masks", Masks.masks[:2])):  # what counts depend on
+    for name, value in (
+        ("class_names", ("pole", "road", "never")),
+        ("masks", Masks.masks[:2]),
+    ):  # what counts depend on
         other = Masks()
         setattr(other, name, value)
         assert cached_counts(other, tmp_path / "other.json", "elsewhere") == count_classes(other)
