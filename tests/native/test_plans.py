@@ -91,7 +91,9 @@ def test_placing() -> None:
             assert at % 256 == 0
             assert at + one.size <= total
             for other, there in zip(buffers[:number], offsets, strict=False):
-                assert not one.meets(other) or at + one.size <= there or there + other.size <= at
+                together = {*range(one.first, one.last + 1)} & {*range(other.first, other.last + 1)}  # launches
+                assert one.meets(other) == bool(together)
+                assert not together or at + one.size <= there or there + other.size <= at
 
 
 def test_planes_have_the_shape_of_the_decoded_weight() -> None:
