@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from fp4deploy.plugins.gemm.triton.decode import SCALED, begin_after_primary, decode, finished
-from fp4deploy.plugins.gemm.triton.epilogue import finish, quantize
+from fp4deploy.plugins.gemm.triton.epilogue import divide, finish, quantize
 
 VOLUME = ["D", "OD", "stride_z", "stride_x", "padding_z", "padding_x", "per_item"]
 
@@ -143,18 +143,18 @@ def decoded_conv_kernel(
         acc, x, x_scales, CB, pixel, tap_mask, even, odd, has, 0, tl.minimum(low, steps), tl.minimum(high, steps),
         upper, lower, H, W, dilation, TD, KH, KW, TAPS, ROWS, FULL, BM, BN, BK, ASM,
     )  # fmt: skip
-    factor = tl.load(x_amax) / x_range
+    factor = divide(tl.load(x_amax), x_range, ASM)
     if TWO:
-        second = tl.load(x2_amax) / x2_range
+        second = divide(tl.load(x2_amax), x2_range, ASM)
         second += (second == 0.0).to(tl.float32)  # no division by zero; an amax of 0 means that all its values are 0
         padded = tl.cdiv(FILTER * CB, 64) * 64  # where the second source begins in a row of the planes
         acc = _accumulate(
-            acc * (factor / second), x2, x2_scales, CB2, pixel, tap_mask, even, odd, has, padded,
+            acc * divide(factor, second, ASM), x2, x2_scales, CB2, pixel, tap_mask, even, odd, has, padded,
             tl.maximum(low, steps) - steps, tl.maximum(high, steps) - steps,
             upper, lower, H, W, dilation, TD, KH, KW, TAPS, ROWS, FULL, BM, BN, BK, ASM,
         )  # fmt: skip
         factor = second
-    acc = acc * (factor * (tl.load(w_amax) / w_range) * (SCALED * SCALED))
+    acc = acc * (factor * divide(tl.load(w_amax), w_range, ASM) * (SCALED * SCALED))
 
     place = m
     if UP:
