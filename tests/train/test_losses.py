@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -48,11 +50,19 @@ def test_the_parts_are_weighted() -> None:
     assert SegmentationLoss(2, 0.5)(logits, target).item() == pytest.approx((2 * entropy + 0.5 * dice).item())
 
 
-def test_ignored_pixels_have_no_gradient() -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"class_weights": torch.arange(4.0)}, {"balance": torch.arange(4.0)}, {"label_smoothing": 0.3}],
+    ids=list,
+)
+def test_ignored_pixels_count_for_nothing(options: dict[str, Any]) -> None:
     logits, target = sample()
-    logits.requires_grad_()
-    SegmentationLoss()(logits, target).backward()
     hidden = (target == 255).unsqueeze(1).expand_as(logits)
+    loss, others = SegmentationLoss(**options), torch.where(hidden, 3 * logits.roll(1, 1), logits)
+    logits.requires_grad_()
+    value = loss(logits, target)
+    value.backward()
+    assert torch.equal(value, loss(others, target))
     assert not logits.grad[hidden].any()
     assert logits.grad[~hidden].any()
 

@@ -73,7 +73,7 @@ def test_every_variant_fits(
         assert each.stages >= (1 if each.resident else warpgroup.FEWEST_STAGES)
         assert each.splits <= sum(chunks)
         assert shape.outputs % each.outputs == 0
-        programs, works, columns = each.programs(shape, count), each.works(shape), each.columns(shape.outputs)
+        programs, works, columns = each.programs(shape, count), each.works(shape), each.columns(shape)
         assert 0 < programs <= min(works, count)
         assert works % columns == 0
         if each.resident:  # a program keeps its outputs, and its weights are all in the stages
