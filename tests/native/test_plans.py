@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from fp4deploy.architecture import Architecture
@@ -18,13 +20,14 @@ from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.graph import capture
 from fp4deploy.native import Gpu, Plan, record
 from fp4deploy.native.arena import Lifetime, place
-from fp4deploy.native.bundle import graph_digest
+from fp4deploy.native.bundle import KEY, graph_digest
 from fp4deploy.native.plan import Buffer, CudaKernel
 from fp4deploy.packed import PackedFile, packed_file
 from fp4deploy.packed.graph import GroupNormReLU, Layer
 from fp4deploy.packed.shapes import shapes_of
 from fp4deploy.plugins.gemm.convolution.decoded_weight import decode_weight, planes_shape
 from tests.native.conftest import GPU, SHAPES
+from tests.native.plain_bundle import write_plain_bundle
 from tests.packed.small_networks import packed
 
 
@@ -89,7 +92,9 @@ def test_placing() -> None:
             assert at % 256 == 0
             assert at + one.size <= total
             for other, there in zip(buffers[:number], offsets, strict=False):
-                assert not one.meets(other) or at + one.size <= there or there + other.size <= at
+                together = {*range(one.first, one.last + 1)} & {*range(other.first, other.last + 1)}  # launches
+                assert one.meets(other) == bool(together)
+                assert not together or at + one.size <= there or there + other.size <= at
 
 
 def test_planes_have_the_shape_of_the_decoded_weight() -> None:
@@ -139,3 +144,23 @@ def test_the_digest_of_a_graph_ignores_its_weights(unet: PackedFile, tmp_path: P
     other = {name: info.model_copy(update={"sha256": "0" * 64}) for name, info in graph.tensors.items()}
     assert graph_digest(graph.model_copy(update={"tensors": other})) == graph_digest(graph)
     assert graph_digest(graph.model_copy(update={"digits": True})) != graph_digest(graph)
+
+
+def test_a_kernel_may_have_what_any_of_its_launches_needs(unet: PackedFile, plans: list[Plan], tmp_path: Path) -> None:
+    """Dynamic shared memory: here the first launch of each kernel has more than the others, in all plans."""
+    changed, seen = [], set[CudaKernel]()
+    for plan in plans:
+        body = []
+        for each in plan.stages["body"]:
+            if isinstance(each.kernel, CudaKernel):
+                each = dataclasses.replace(each, shared=100 if each.kernel in seen else 9000)
+                seen.add(each.kernel)
+            body.append(each)
+        changed.append(dataclasses.replace(plan, stages={**plan.stages, "body": tuple(body)}))
+    write_plain_bundle(tmp_path / "a.kernels", unet, changed)
+    with safe_open(tmp_path / "a.kernels", framework="pt") as file:
+        body = json.loads(json.loads(file.metadata()[KEY])["body"])
+    rows = [row for plan in body["plans"] for stage in plan["stages"].values() for row in stage]
+    needed = [{row[5] for row in rows if row[0] == number} for number in range(len(body["kernels"]))]
+    assert {100, 9000} in needed
+    assert [kernel["shared"] for kernel in body["kernels"]] == list(map(max, needed))
