@@ -116,7 +116,10 @@ class _Program:
                 expand(module.graph, EXPANSIONS)
                 module.graph.eliminate_dead_code()
                 module.recompile()
+                _refuse_unknown(module.graph)
                 graph, kernels = generate(module, fake, self.gpu)
+            except InputError:
+                raise
             except Exception as error:
                 raise InputError(f"This network has no launch plan ({named_cause(error)}).") from error
         found = _Launches(graph, kernels, self.recording).run(*lines, enable_io_processing=False)
@@ -148,10 +151,22 @@ class _Launches(fx.Interpreter):
             return y
         if target in VIEWS:
             return target(*args, **kwargs)
-        raise InputError(f"Nothing compiles {target}: run the file with Python: fp4deploy predict --model FILE.")
+        raise InputError(UNKNOWN.format(target))
 
 
 VIEWS = (torch.as_strided,)
+UNKNOWN = "Nothing compiles {} for the C library. Run the file with Python: fp4deploy predict IMAGES --model FILE."
+
+
+def _refuse_unknown(graph: fx.Graph) -> None:
+    """Refuse what Inductor would leave to a library."""
+    from torch._inductor.lowering import fallbacks, lowerings
+
+    called = {node.target for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
+    # Inductor adds what it does not know to both, when it first sees it.
+    known = {*lowerings} - {*fallbacks} | {torch.ops.fp4deploy.contract.default}
+    if unknown := sorted(str(each) for each in called - known):
+        raise InputError(UNKNOWN.format(", ".join(unknown)))
 
 
 def _coefficients(x, bias, weight, beta, groups, eps):  # type: ignore[no-untyped-def]

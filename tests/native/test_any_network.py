@@ -17,6 +17,7 @@ from fp4deploy.export.to_packed import pack_model
 from fp4deploy.native import Gpu, bundle, record
 from fp4deploy.native.bundle import Code, write_bundle
 from fp4deploy.native.library import Library
+from fp4deploy.native.program import _Program
 from fp4deploy.native.replay import play
 from fp4deploy.packed import PackedFile, PackedNetwork, packed_file, write_packed
 from fp4deploy.plugins.aot.compile import compile_launch, signature
@@ -102,3 +103,10 @@ def test_inputs_of_other_shapes_are_refused(tmp_path: Path) -> None:
         record(file, SM120, (1, 4, 8, 8), (1,))
     with pytest.raises(InputError, match="has 2 inputs, and 1 shapes were given"):
         record(file, SM120, (1, 3, 8, 8))
+
+
+def test_an_operator_that_nothing_compiles_is_refused_by_name(tmp_path: Path) -> None:
+    file, _ = packed(tmp_path / "small.fp4", "fp32")
+    program = _Program(file, SM120, torch.float32, torch.float32)
+    with pytest.raises(InputError, match="linalg_inv"):
+        program.run(lambda x: [torch.linalg.inv(x)], [torch.empty(4, 4, device="meta")])
