@@ -96,6 +96,7 @@ class _Program:
 
     def run(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Record what a function launches, and return its results."""
+        from torch._decomp import decomposition_table
         from torch._inductor.decomposition import select_decomp_table
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.proxy_tensor import make_fx
@@ -103,7 +104,9 @@ class _Program:
         from fp4deploy.native.inductor import generate
 
         register_lowering()
-        table = {**select_decomp_table(), **REPLACED}
+        compiled = _compiled()
+        table: dict[Any, Any] = {each: found for each, found in decomposition_table.items() if each not in compiled}
+        table |= {**select_decomp_table(), **REPLACED}
         for operator in contraction.REPLACED:
             table.pop(operator, None)
         # A tensor of no axes on the CPU would be an argument by value: its kernels get one axis to point at.
@@ -158,13 +161,17 @@ VIEWS = (torch.as_strided,)
 UNKNOWN = "Nothing compiles {} for the C library. Run the file with Python: fp4deploy predict IMAGES --model FILE."
 
 
+def _compiled() -> set[Any]:
+    """Operators that Inductor generates code for."""
+    from torch._inductor.lowering import lowerings
+
+    return {each for each, lowering in lowerings.items() if not getattr(lowering, "_is_fallback_handler", False)}
+
+
 def _refuse_unknown(graph: fx.Graph) -> None:
     """Refuse what Inductor would leave to a library."""
-    from torch._inductor.lowering import fallbacks, lowerings
-
     called = {node.target for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
-    # Inductor adds what it does not know to both, when it first sees it.
-    known = {*lowerings} - {*fallbacks} | {torch.ops.fp4deploy.contract.default}
+    known = _compiled() | {torch.ops.fp4deploy.contract.default}
     if unknown := sorted(str(each) for each in called - known):
         raise InputError(UNKNOWN.format(", ".join(unknown)))
 

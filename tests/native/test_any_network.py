@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
@@ -95,6 +96,39 @@ def test_other_networks(name: str) -> None:
     found = play(record(wide, SM120, tuple(x[:1].shape)), wide, [x[:1]], emulated.launch)
     for y, expected in zip(found, written(file, x[:1], torch.float32), strict=True):
         assert (y - expected).norm() <= 1e-5 * expected.norm()
+
+
+class One(nn.Module):
+    """A convolution, and what a function makes of its result."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.stem, self.function = nn.Conv2d(3, 4, 1), function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self.stem(x))
+
+
+NODES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "cumulative_sum": lambda y: torch.cumsum(y, 1),
+    "argmax": lambda y: y.argmax(1).float(),
+    "fold": lambda y: F.fold(F.unfold(y, 3, padding=1) * 0.5, (6, 6), 3, padding=1),
+    "resize": lambda y: F.interpolate(y, scale_factor=2.0, mode="bicubic"),
+    "adaptive_pool": lambda y: F.adaptive_avg_pool2d(y, 4),
+    "variance": lambda y: torch.roll(y, 1, 2).var((2, 3)),
+}
+
+
+@pytest.mark.emulate
+@pytest.mark.parametrize("op", NODES)
+def test_other_nodes(op: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1, 3, 6, 6)
+    graph, tensors = pack_model(One(NODES[op]).eval(), x, dynamic_size=False, rest=rest_of("fp32"))
+    assert op in {node.op for node in graph.nodes}
+    file = packed_file(Path("one.fp4"), None, graph, tensors)
+    found, expected = play(record(file, SM120, (1, 3, 6, 6)), file, [x], emulated.launch)[0], PackedNetwork(file)(x)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_inputs_of_other_shapes_are_refused(tmp_path: Path) -> None:
