@@ -20,6 +20,9 @@ from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from fp4deploy.graph.ir import COMPUTED
 from fp4deploy.rest import Rest
 
+CASTS = ("to", "_to_copy", "type_as")
+NARROW = (torch.float16, torch.bfloat16)
+
 
 def fold_parameters(program: torch.export.ExportedProgram) -> None:
     """Replace, in place, what calls compute from parameters and buffers alone."""
@@ -51,6 +54,11 @@ def parameters_of(program: torch.export.ExportedProgram) -> dict[fx.Node, torch.
     return {node: held[names[node.name]].detach() for node in placeholders}
 
 
+def operator_name(called: Any) -> str:
+    """The name of an operator of ATen, or of another library, in its schema."""
+    return str(called._schema.name.partition("::")[2]) if isinstance(called, OpOverload) else ""
+
+
 def _is_computable(node: fx.Node) -> bool:
     called = node.target
     if called is operator.getitem:  # one of several results: torch.std_mean
@@ -71,14 +79,17 @@ def _value(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
             _value(each, values)
         arguments, named = fx.map_arg((node.args, node.kwargs), values.__getitem__)
         with torch.no_grad():
-            values[node] = _in_fp32(node.target(*arguments, **named))  # type: ignore[operator]
+            if operator_name(node.target) in CASTS and node.meta["val"].dtype in NARROW:  # as the value is held
+                values[node] = values[node.all_input_nodes[0]].float()
+            else:
+                values[node] = _in_fp32(node.target(*arguments, **named))  # type: ignore[operator]
     return values[node]
 
 
 def _in_fp32(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(_in_fp32(each) for each in value)
-    narrow = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    narrow = isinstance(value, torch.Tensor) and value.dtype in NARROW
     return value.float() if narrow else value
 
 

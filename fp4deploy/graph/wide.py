@@ -7,11 +7,13 @@ One rule, for the graph that becomes an ONNX file (`keep_wide`) and for the node
 (`packed.wide`):
 
 * an operator with such a number (in BF16 also one that makes positions), or one that reads such a constant, computes in
-  FP32;
+  FP32; a constant that the code casts to the network's type, as in `torch.tensor(1e-9).to(x)`, stays as it is;
 * so does what reads a result in FP32, up to a layer, norm or product of activations: those cast it back. Results of
   such operators may be as small or as large as the number;
 * so do the sums and squares before it that nobody else reads: what is compared with 1e-12 is as small;
 * and so does everything that the code of a module of `Rest.wide` calls, products included;
+* an operator that is given a size of an open axis, as in `x / (h * w)`, which may be any number at another size: one
+  that is computed of sizes and is no whole number, as `h**-0.5`, is rounded all the same;
 * but a mask that attention adds to its scores is cast back limited to the least number: a row of -Inf would be NaN.
 
 It is what autocast does, and what torch computes in when the network is evaluated.
@@ -30,7 +32,7 @@ from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
 
 from fp4deploy.graph.capture import module_of
-from fp4deploy.graph.folding import parameters_of
+from fp4deploy.graph.folding import CASTS, operator_name, parameters_of
 from fp4deploy.rest import POSITIONS, Rest
 
 PRODUCTS = (  # whose operands have one type, that of weights; norms compute in FP32 by themselves
@@ -38,11 +40,12 @@ PRODUCTS = (  # whose operands have one type, that of weights; norms compute in 
     "addmm", "mm", "bmm", "matmul", "baddbmm", "addbmm", "dot", "mv", "einsum", "bilinear",
     "batch_norm", "native_batch_norm", "_native_batch_norm_legit_no_training", "cudnn_batch_norm",
     "layer_norm", "native_layer_norm", "group_norm", "native_group_norm", "instance_norm", "rms_norm",
-    "to", "_to_copy", "type_as",
+    *CASTS,
 )  # fmt: skip
 SUMS = ("pow", "square", "mul", "sum", "mean", "var", "linalg_vector_norm", "norm", "add", "sub", "exp", "abs", "clone")
 ARITHMETIC = ("add", "sub", "mul", "div", "rsub")  # whose numbers are rounded where they are held
 NUMBERS = (torch.NumberType, torch.FloatType, torch.TensorType)  # add(x, 1e-8) is add.Tensor
+aten, FP32 = torch.ops.aten, {"dtype": torch.float32}
 Step = TypeVar("Step", bound=Hashable)
 
 
@@ -79,10 +82,14 @@ def wide_steps(
 
 def keep_wide(program: torch.export.ExportedProgram, rest: Rest) -> None:
     """Cast to FP32, in place, what an exported program in `rest` computes with numbers that `rest` does not hold."""
-    if rest.name == "fp32":
-        return
     calls = [node for node in program.graph.nodes if node.op == "call_function" and _values(node)]
     wide_constants = _wide_constants(program, rest) | {node for node in calls if _makes_unheld(node, rest)}
+    for node in calls:
+        if operator_name(node.target) in CASTS and node.args[0] in wide_constants and _has_type(node, rest.dtype):
+            node.replace_all_uses_with(cast(fx.Node, node.args[0]))
+    wide_constants |= _sizes_as_tensors(program.graph, calls, rest)
+    if rest.name == "fp32":
+        return
     seeds = {
         node
         for node in calls
@@ -108,7 +115,7 @@ def keep_wide(program: torch.export.ExportedProgram, rest: Rest) -> None:
         else:
             _limit_mask(program.graph, node, results, rest, limited)
             sources = [each for each in node.all_input_nodes if each in results and _has_type(each, torch.float32)]
-            if operator_name(node.target) not in ("to", "_to_copy"):
+            if operator_name(node.target) not in CASTS:
                 _read_casts(program.graph, node, sources, rest.dtype, widened)
     program.graph_module.recompile()
 
@@ -145,11 +152,6 @@ def _values(node: fx.Node) -> list[torch.Tensor]:
 
 def _has_type(node: fx.Node, dtype: torch.dtype) -> bool:
     return any(each.dtype == dtype for each in _values(node))
-
-
-def operator_name(called: Any) -> str:
-    """The name of an operator of ATen, or of another library, in its schema."""
-    return str(called._schema.name.partition("::")[2]) if isinstance(called, OpOverload) else ""
 
 
 def casts_operands(called: Any) -> bool:
@@ -208,6 +210,52 @@ def _wide_constants(program: torch.export.ExportedProgram, rest: Rest) -> set[fx
     return {node for node, x in held if x.dtype == torch.float32 and not rest.holds_tensor(x)}
 
 
+def _sizes_as_tensors(graph: fx.Graph, calls: Iterable[fx.Node], rest: Rest) -> set[fx.Node]:
+    """Put FP32 tensors in the place of sizes of open axes that operators on floating point numbers are given."""
+    made: dict[fx.Node, fx.Node] = {}
+    for node in calls:
+        if not (isinstance(node.target, OpOverload) and _reads_floats(node)):
+            continue
+        for at, argument in enumerate(node.target._schema.arguments[: len(node.args)]):
+            size: Any = node.args[at]
+            if isinstance(argument.type, torch.TensorType) and isinstance(size, fx.Node) and not _values(size):
+                if size not in made:
+                    with graph.inserting_before(node):
+                        made[size] = _rounded(
+                            graph, _call(graph, node, aten.scalar_tensor.default, size, **FP32), node, rest
+                        )
+                node.update_arg(at, made[size])
+    return {*made.values()}
+
+
+def _rounded(graph: fx.Graph, number: fx.Node, user: fx.Node, rest: Rest) -> fx.Node:
+    """A number with the digits of `rest`, as `Rest.rounded`, once the file runs; whole numbers as they are.
+
+    By Veltkamp's split, since a decomposed graph is FP32 and has no casts: n C - (n C - n), C = 2^(24 - digits) + 1.
+    """
+    if isinstance(cast(fx.Node, number.args[0]).meta["val"], torch.SymInt) or rest.name == "fp32":
+        return number
+    factor = round(torch.finfo(rest.dtype).eps / torch.finfo(torch.float32).eps) + 1
+    scaled = _call(graph, user, aten.mul.Tensor, number, factor)
+    return _call(graph, user, aten.sub.Tensor, scaled, _call(graph, user, aten.sub.Tensor, scaled, number))
+
+
+def _call(graph: fx.Graph, user: fx.Node, called: Any, *args: Any, **named: Any) -> fx.Node:
+    """A new call, on behalf of another."""
+    node = graph.call_function(called, args, named)
+    node.meta = {key: value for key, value in user.meta.items() if key in ("nn_module_stack", "stack_trace", "val")}
+    node.meta["val"] = _value(node)
+    return node
+
+
+def _value(node: fx.Node) -> Any:
+    """What torch makes of the values of a call's operands; its old value tells of which program these are."""
+    arguments, named = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+    fake = detect_fake_mode([node.meta["val"], arguments, named]) or nullcontext()
+    with torch.no_grad(), enable_python_dispatcher(), fake:  # what computes shapes of open ones is in Python
+        return cast(Callable[..., Any], node.target)(*arguments, **named)
+
+
 def _reads(node: fx.Node, constants: Collection[fx.Node]) -> bool:
     return any(each in constants for each in node.all_input_nodes)
 
@@ -238,17 +286,9 @@ def _compute_wide(node: fx.Node, rest: Rest) -> None:
                 number = _numbers(node)[argument.name]
                 if isinstance(number, float):
                     _set(node, at, argument.name, number, rest.rounded(number))
-    arguments, named = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
-    if "dtype" not in named and not _reads_floats(node) and _has_type(node, rest.dtype):  # full, zeros, arange
+    if "dtype" not in node.kwargs and not _reads_floats(node) and _has_type(node, rest.dtype):  # full, zeros, arange
         node.kwargs = {**node.kwargs, "dtype": torch.float32}
-        named = {**named, "dtype": torch.float32}
-    fake = detect_fake_mode([node.meta["val"], arguments, named]) or nullcontext()
-    with (
-        torch.no_grad(),
-        enable_python_dispatcher(),
-        fake,
-    ):  # operators that compute shapes from open ones are in Python
-        node.meta["val"] = cast(Callable[..., Any], node.target)(*arguments, **named)
+    node.meta["val"] = _value(node)
     node.meta.pop("tensor_meta", None)
 
 

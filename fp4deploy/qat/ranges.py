@@ -27,7 +27,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp4deploy.graph.capture import Inputs
 from fp4deploy.graph.copies import copied
-from fp4deploy.graph.wide import casts_operands, is_sum, mask_of, numbers_of, operator_name
+from fp4deploy.graph.folding import operator_name
+from fp4deploy.graph.wide import casts_operands, is_sum, mask_of, numbers_of
 from fp4deploy.qat.batches import run
 from fp4deploy.qat.computed import rest_tensors
 from fp4deploy.qat.experts import weights_held

@@ -19,10 +19,12 @@ from fp4deploy.export.onnx.canonical import GEMM_OPS
 from fp4deploy.export.onnx.decomposed import to_portable
 from fp4deploy.export.onnx.session import verifying_session
 from fp4deploy.export.verify.flat import flat_inputs
+from fp4deploy.export.verify.tensors import call
 from fp4deploy.models.card import ModelCard
 from fp4deploy.packed import PackedFile, PackedNetwork
 from fp4deploy.packed.writer import Writer
 from fp4deploy.qat import deployed
+from fp4deploy.rest import rest_of
 from tests.samples import sample
 
 FP16, FP32 = onnx.TensorProto.FLOAT16, onnx.TensorProto.FLOAT
@@ -85,6 +87,16 @@ class Chosen(Network):
         return x + torch.where(x <= x.amax(1, keepdim=True), torch.tensor(-1e9), x).softmax(1)
 
 
+class Made(Network):
+    """Of the type of an activation, in each way that torch has."""
+
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.abs() * 0
+        y = torch.maximum(y, x.new_tensor(1e-10)) + torch.maximum(y, torch.tensor(1e-10, dtype=x.dtype))
+        y = y + torch.as_tensor(1e-10, dtype=x.dtype) + torch.tensor(1e-10).to(x) + torch.tensor(1e-10).type_as(x)
+        return x.tanh() * 1e-10 / y
+
+
 class Filled(Network):
     def between(self, x: torch.Tensor) -> torch.Tensor:
         return x.abs() / torch.maximum(x.abs(), torch.full_like(x, 1e-8))
@@ -116,7 +128,7 @@ class Held(Network):
         return torch.where(y > 0, y, self.least).softmax(1)
 
 
-NETWORKS = (Normalised, Summed, Clamped, Added, Cosine, Masked, Chosen, Filled, Logarithm, Large, Held)
+NETWORKS = (Normalised, Summed, Clamped, Added, Cosine, Masked, Made, Chosen, Filled, Logarithm, Large, Held)
 
 
 @cache
@@ -216,3 +228,26 @@ def test_black_and_white_are_those_of_the_card() -> None:
     assert torch.equal(found["a black"][0, :, 1, 2], torch.tensor([-2.0, -2.0, -2.0]))  # type: ignore[call-overload]
     assert torch.allclose(found["a white"][0, :, 1, 2], torch.tensor([2.0, 3.0, 8.0]))  # type: ignore[call-overload]
     assert torch.allclose(found["a constant"][0, :, 3, 0], image[0].mean((1, 2)))  # type: ignore[call-overload]
+
+
+class Sized(nn.Module):
+    """Numbers that are sizes, and computed of sizes: at 300 x 400 beyond FP16, and below its normal numbers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, w = x.shape[2:]
+        y = x.flatten(2).softmax(-1).view_as(x) * (h * w) + x / (h * w)
+        return torch.cat([y, x * (h * w) ** -0.5, h / (x.abs() + 1), w - x, x * (1 / (h * w))], 1)
+
+
+@pytest.mark.parametrize("rest", ["fp16", "bf16", "fp32"])
+def test_sizes_of_open_axes_are_numbers(rest: str) -> None:
+    model = Sized().eval()
+    graph = fd.export_graph(model, (1, 8, 8), dynamic_size=True, rest=rest)
+    session = verifying_session(to_portable(graph))
+    for size, close in (((20, 36), 1e-6), ((300, 400), 2**-11)):  # 1 / 120000 keeps all digits in torch
+        x = torch.randn(1, 1, *size).half().bfloat16().float()
+        assert fd.verify(model, graph, x).passed
+        (found,) = session.run(None, {"image": x.numpy()})
+        (expected,) = call(model, x, rest_of(rest))
+        for one, other in zip(expected[0], torch.from_numpy(found)[0], strict=True):
+            assert (one - other).norm() <= close * one.norm()

@@ -204,7 +204,7 @@ def _damage(
     batches: Sequence[torch.Tensor],
     macs: dict[str, int],
 ) -> list[LayerDamage]:
-    reference = _logits(model, batches)
+    reference = logits_of(model, batches)
     parameters = sum(value.numel() for value in model.parameters())
     total = sum(macs.values())
     rows = []
@@ -212,7 +212,7 @@ def _damage(
         for what, change in _changes(name, layer):
             changed = copy.deepcopy(model)
             change(changed, batches)
-            moved, error = _difference(reference, _logits(changed, batches))
+            moved, error = difference_of(reference, logits_of(changed, batches))
             share = sum(value.numel() for value in layer.parameters()) / parameters
             kind = type(layer).__name__
             rows.append(LayerDamage(name, kind, what, kept[name], moved, error, share, macs[name] / max(1, total)))
@@ -246,11 +246,12 @@ def _changes(name: str, layer: nn.Module) -> list[tuple[str, Change]]:
 
 
 @torch.no_grad()
-def _logits(model: nn.Module, batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def logits_of(model: nn.Module, batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The output of a network for each batch."""
     return [model(images) for images in batches]
 
 
-def _difference(reference: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> tuple[float, float]:
+def difference_of(reference: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> tuple[float, float]:
     """(share of pixels with another class, rms of the change over the rms of the logits)."""
     pixels = moved = 0
     error = power = 0.0

@@ -7,6 +7,9 @@ Trained in FP32, or under autocast, this convolution computes in FP32. Traced in
 refuses operands of unequal types. By `MIXED_TYPES` layers and products with operands of FP16 and FP32 are given
 FP32. Like torch's arithmetic of both types they give FP32, which lasts until the code casts back (`x.to(y.dtype)`) or a
 quantised layer reads it, whose result is FP16.
+
+Numbers of which the code makes a tensor of an activation's type, `x.new_tensor(1e-10)`, are traced in FP32 with a cast
+behind them: in FP16 this one would be 0 before anybody could see that FP16 does not hold it (`graph.wide`).
 """
 
 from __future__ import annotations
@@ -36,7 +39,16 @@ def _of_one_type(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return call(*given[0], **given[1])
 
 
-MIXED_TYPES = dict.fromkeys(OF_ONE_TYPE, _of_one_type)  # for `replacement.Rewriting`
+def _of_numbers(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    like = args[0] if isinstance(args[0], torch.Tensor) else None  # x.new_tensor(number)
+    dtype = kwargs.get("dtype") or (like.dtype if like is not None else None)
+    if dtype not in NARROW or any(isinstance(each, torch.Tensor) for each in args[like is not None :]):
+        return call(*args, **kwargs)
+    return call(*args, **kwargs | {"dtype": torch.float32}).to(dtype)
+
+
+OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
+MIXED_TYPES = dict.fromkeys(OF_ONE_TYPE, _of_one_type) | dict.fromkeys(OF_NUMBERS, _of_numbers)  # for `Rewriting`
 
 
 def _is_mixed(arguments: Any) -> bool:

@@ -41,6 +41,8 @@ ARITHMETIC = {
 DTYPE, DEVICE = torch.Tensor.dtype.__get__, torch.Tensor.device.__get__  # type: ignore[attr-defined]
 FLOAT = torch.Tensor.float
 FACTORIES = (torch.arange, torch.linspace)
+OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor, torch.full)
+OF_NUMBERS_LIKE = (torch.full_like, torch.Tensor.new_full, torch.Tensor.new_tensor)
 CASTS = (torch.Tensor.to, torch.Tensor.type, torch.Tensor.type_as, torch.Tensor.half, torch.Tensor.bfloat16)
 
 
@@ -69,8 +71,11 @@ class _RestNumbers(TorchFunctionMode):
             return func(*args, **kwargs)
         read = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         sources = read[:1] if func is torch.Tensor.type_as else read
-        computed = func in FACTORIES or (
-            bool(sources) and all(each in self.parameters or each in self.computed for each in sources)
+        computed = (
+            func in FACTORIES
+            or (func in OF_NUMBERS and not read)
+            or (func in OF_NUMBERS_LIKE and len(read) == 1)
+            or (bool(sources) and all(each in self.parameters or each in self.computed for each in sources))
         )
         wide = any(each in self.wide for each in read)
         if not computed and not wide and func in ARITHMETIC and any(_is_floating(each) for each in args):
@@ -83,8 +88,9 @@ class _RestNumbers(TorchFunctionMode):
         if func in (FLOAT, *CASTS) and result is args[0]:  # of this type already: another tensor, which may be wide
             result = torch.ops.aten.alias.default(result)
         whole = bool(read) and not any(map(_is_floating, read))  # of which torch computes FP32
-        asked = (func in FACTORIES and not narrow) or (whole and not of_a_tensor and func not in CASTS)
         given = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+        made = func in FACTORIES or (func in OF_NUMBERS and not of_a_tensor and given[0].ndim > 0)  # others: a number
+        asked = (made and not narrow) or (whole and not of_a_tensor and func not in CASTS)
         found = [each for each in given if _is_floating(each)]
         self.computed.update(dict.fromkeys(given if computed else (), True))
         self.wide.update(dict.fromkeys(found if (wide and func not in CASTS) or func is FLOAT or asked else (), True))

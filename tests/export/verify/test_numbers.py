@@ -88,6 +88,23 @@ def test_what_is_computed_of_parameters_is_rounded_where_the_file_has_it_in_fp16
     }
 
 
+class Made(nn.Module):
+    """Tensors of numbers: of the network's type, and of FP32 since the code names none."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        full = torch.full((2,), 0.1, dtype=x.dtype)
+        narrow = [x.new_tensor(0.1), torch.tensor([0.1, 0.1], dtype=x.dtype), torch.tensor(0.1), full]
+        return torch.stack([x * each for each in (*narrow, x.new_full((2,), 0.1), torch.tensor([0.1, 0.1]))])
+
+
+def test_tensors_of_numbers_are_as_wide_as_the_file_has_them() -> None:
+    x = torch.ones(2, 2)
+    with torch.inference_mode(), rest_numbers(Made(), FP16):
+        found = Made()(x)
+    assert found[:, 0, 0].tolist() == [FP16.rounded(0.1)] * 5 + [x.new_tensor(0.1).item()]
+    assert fd.verify(Made().eval(), fd.export_graph(Made().eval(), (2,)), x).largest == 0
+
+
 class Angles(nn.Module):
     """Of time steps, which diffusers computes in FP32 whatever the network is in; and others in the network's type."""
 
