@@ -53,6 +53,7 @@ MEASURED = {  # by script, or command of fp4deploy: folders of fp4deploy
     "estimate": _TRAINING,
     "first_hour": ("data", "models", "ptq", "export", "bench", "predict", "train"),
     "four_over_six_cost": ("plugins/quantize",),
+    "fp4_share": ("models", "qat", "graph"),
     "fp4_training": (*_TRAINING, "plugins/gemm"),
     "fuzz": ("system", "data", "packed", "models", "export"),
     "gradient_range": ("formats", "qat"),

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -58,6 +59,7 @@ from fp4deploy.train.tasks import class_weights, make_head, make_task, require_s
 from fp4deploy.train.volumes import at_spacing, sized, volume_input
 
 FP8_LAYERS = "fp8_layers.json"  # those that quant.fp8_macs has chosen
+ASKED_BATCHES = 2  # on which each layer is put into FP4 alone; errors lie orders of magnitude apart
 
 
 @dataclass(frozen=True)
@@ -348,7 +350,8 @@ def _with_fp8(
     def measured() -> list[str]:
         probe = prepare_as(copied(network), card)
         calibrate_on(probe, loader, config, card.rest)
-        return sensitive_layers(probe, list(_first_images(probe, loader, config)), config.quant.fp8_macs)
+        images = list(islice(_first_images(probe, loader, config), ASKED_BATCHES))
+        return sensitive_layers(probe, images, config.quant.fp8_macs)
 
     names = validated(list[str], read_json(path), path) if resume else from_first(measured)
     if is_first_process() and not resume:

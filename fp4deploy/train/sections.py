@@ -166,7 +166,7 @@ class TrainSection(Section):
     recompute: bool | Literal["auto"] = Field(
         "auto",
         description="on the fused path, keep few 16-bit inputs of convolutions for the backward: less memory, "
-        "a longer step, the same numbers; auto: FP4 codes of a quarter of them where torch.compile fuses",
+        "a longer step, numbers as exact; auto: FP4 codes of a quarter of them where torch.compile fuses",
     )
     cuda_graph: bool = Field(True, description="replay the whole step as one CUDA graph where possible")
     products: Literal["emulated", "fp4"] = Field(
