@@ -4,13 +4,13 @@ First both run end to end on the same real images, as `verify.outputs` does for 
 large model differs from itself when a sum is accumulated in another order (see `verify.layerwise`). Where the
 end-to-end comparison fails, every node is compared alone, with reference inputs from torch. At most 0.1 % of the
 elements of a packed activation may differ or those of one block, 0.1 % of the norm of a plain one, and 0.1 % of what
-the outputs mean that follow from them (`agreement`).
+the outputs mean that follow from them (`agreement`), but for what last bits decide there (`last_bits`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -55,7 +55,8 @@ class PackedAgreement(Comparison):
     @property
     def passed_with_references(self) -> bool:
         """Whether every node, and every output that follows from its last ones, is within the limits."""
-        return bool(self.nodes) and not self.wrong_nodes and all(each.passed for each in self.referenced)
+        compared = self.nodes is not None and bool(self.referenced)
+        return compared and not self.wrong_nodes and all(each.passed for each in self.referenced)
 
     @property
     def wrong_nodes(self) -> list[tuple[str, float]]:
@@ -75,7 +76,9 @@ class PackedAgreement(Comparison):
         if self.nodes is None:
             return text
         worst = float(np.max(list(self.nodes.values()), initial=0.0))
-        return f"{text} end to end, where FP4 amplifies last bits; no node differs by more than {worst:.2g}"
+        text = f"{text} end to end, where FP4 amplifies last bits; no node differs by more than {worst:.2g}"
+        undecided = sum(each.undecided for each in self.referenced)
+        return f"{text} ({undecided} where last bits of float32 decide)" if undecided else text
 
 
 @torch.no_grad()
@@ -107,19 +110,19 @@ def verify_packed(
     agreement = PackedAgreement(count, found, ranges=ranges.largest, rest=ranges.rest)
     if not all(each.passed for each in found):
         nodes: dict[str, float] = {}
-        referenced: tuple[OutputAgreement, ...] = ()
-        for batch, outputs in zip(kept, expected, strict=True):
+        of_nodes: list[list[torch.Tensor]] = []
+        for batch in kept:
             errors, given = run_nodes(model, network, *_copies(batch), forward=forward)
             nodes |= {name: largest(nodes.get(name, 0.0), error) for name, error in errors.items()}
-            referenced = compare_outputs(outputs, given, names, meanings, referenced)
-        agreement = replace(agreement, nodes=nodes, referenced=referenced)
-    if not (agreement.passed or agreement.wrong_nodes) and all(each.reaches(1 - MOST) for each in found):
-        found = ()
-        for batch, outputs, own in zip(kept, expected, of_file, strict=True):
-            apart = partial(differing, outputs, names=names, meanings=meanings)
-            moved = movements(model, lambda x: leaves(forward(*_copies(x))), batch, outputs, apart)
-            found = compare_outputs(outputs, own, names, meanings, found, moved)
-        agreement = replace(agreement, outputs=found)
+            of_nodes.append(given)
+        for last_bits in (False, True):
+            referenced: tuple[OutputAgreement, ...] = ()
+            for batch, outputs, own in zip(kept, expected, of_nodes, strict=True):
+                moved = _moved(model, forward, batch, outputs, names, meanings) if last_bits else None
+                referenced = compare_outputs(outputs, own, names, meanings, referenced, moved)
+            agreement = replace(agreement, nodes=nodes, referenced=referenced)
+            if agreement.passed or agreement.wrong_nodes or not all(each.reaches(1 - MOST) for each in referenced):
+                break
     if not (agreement.passed and flat):
         return agreement
 
@@ -253,8 +256,7 @@ def _outputs(model: nn.Module, forward: Callable[..., Any], *inputs: torch.Tenso
     def keep(outputs: list[torch.Tensor]) -> Any:
         return lambda _layer, _inputs, output: outputs.append(output.clone())
 
-    named = model.named_modules(remove_duplicate=False)
-    layers = {name: module for name, module in named if isinstance(module, LAYERS) and _plain(module)}
+    layers = _layers(model)
     found: dict[nn.Module, list[torch.Tensor]] = {module: [] for module in layers.values()}
     seen = {name: found[module] for name, module in layers.items()}
     handles = [module.register_forward_hook(keep(outputs)) for module, outputs in found.items()]
@@ -264,6 +266,43 @@ def _outputs(model: nn.Module, forward: Callable[..., Any], *inputs: torch.Tenso
         for handle in handles:
             handle.remove()
     return seen
+
+
+def _moved(
+    model: nn.Module,
+    forward: Callable[..., Any],
+    inputs: tuple[torch.Tensor, ...],
+    expected: list[torch.Tensor],
+    names: Sequence[str],
+    meanings: OutputMeanings,
+) -> list[torch.Tensor]:
+    """How far outputs move by last bits, each layer with reference inputs: FP4 amplifies nothing."""
+    kept: dict[nn.Module, list[torch.Tensor]] = {module: [] for module in _layers(model).values()}
+    left: dict[nn.Module, Iterator[torch.Tensor]] = {}
+
+    def keep(layer: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+        kept[layer].append(given[0].clone())
+
+    def reference(layer: nn.Module, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return next(left[layer]).clone(), *given[1:]  # with noise, but of a quantised layer
+
+    def run(x: tuple[torch.Tensor, ...], hook: Callable[..., Any] = reference) -> list[torch.Tensor]:
+        left.update({layer: iter(each) for layer, each in kept.items()})
+        handles = [layer.register_forward_pre_hook(hook) for layer in kept]
+        try:
+            return leaves(forward(*_copies(x)))
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    run(inputs, keep)
+    return movements(model, run, inputs, expected, partial(differing, expected, names=names, meanings=meanings))
+
+
+def _layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers with weights whose nodes are compared, by every name that they have."""
+    named = model.named_modules(remove_duplicate=False)
+    return {name: module for name, module in named if isinstance(module, LAYERS) and _plain(module)}
 
 
 def _plain(module: nn.Module) -> bool:

@@ -19,9 +19,10 @@ import fp4deploy as fd
 from fp4deploy.errors import GateError
 from fp4deploy.export import to_portable
 from fp4deploy.export.to_packed import pack_model
-from fp4deploy.export.verify.last_bits import movements, noise, settled
+from fp4deploy.export.verify.last_bits import NOISE, movements, noise, settled
 from fp4deploy.export.verify.outputs import require_agreement
 from fp4deploy.export.verify.packed import verify_packed
+from fp4deploy.models.meaning import known_outputs
 from fp4deploy.packed import packed_file
 from fp4deploy.qat import deployed
 from tests.export.exported_models import initializer
@@ -189,6 +190,57 @@ def test_ties_of_a_packed_network(amount: float, passes: bool) -> None:
     found = verify_packed(model, file, [IMAGES])
     assert found.share < 0.999
     assert found.passed is passes
+
+
+class Deep(nn.Module):
+    """[1, 3, 32, 32] -> pixels of classes behind 16 layers in FP4, which amplify last bits."""
+
+    align = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 32, 3, padding=1), nn.Conv2d(32, 10, 1)
+        self.body = nn.ModuleList(nn.Conv2d(32, 32, 3, padding=1) for _ in range(16))
+        self.norm = nn.GroupNorm(4, 32, affine=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.relu(self.stem(x))
+        for layer in self.body:
+            y = F.relu(self.norm(layer(y))) + 0.5 * y
+        return F.interpolate(self.head(y), scale_factor=2.0, mode="bilinear", align_corners=self.align)
+
+
+@cache
+def deep() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(1)
+    model, images = Deep().eval(), torch.randn(1, 3, 32, 32).half().float()
+    fd.calibrate(fd.prepare(model, include="body*"), images)
+    return deployed(model), images
+
+
+def test_fp4_does_not_amplify_noise_until_it_explains_a_fault() -> None:
+    model, images = copy.deepcopy(deep()[0]), deep()[1]
+    file = packed_file(Path("deep.fp4"), None, *pack_model(model, images))
+    model.align = True  # type: ignore[assignment]
+    found = verify_packed(model, file, [images], known_outputs(said="classes"))
+    assert not found.passed
+    assert "with reference inputs still" in found.place
+
+
+def test_a_quantiser_that_is_missing_is_no_last_bit() -> None:
+    model, images = deep()
+    graph = to_portable(fd.export_graph(model, images))
+    nodes = {node.name: node for node in graph.graph.node}
+    nodes["body.15"].input[0] = nodes["body.15.input.flat"].input[0]
+    with pytest.raises(GateError, match=r"cannot be compared layer by layer.*: body\.15"):
+        require_agreement(fd.verify(model, graph, images, outputs="classes"), "network")
+
+
+def test_noise_has_the_size_of_last_bits() -> None:
+    x = torch.rand(100_000) + 0.25
+    with noise(nn.Identity(), 0) as own:
+        moved = own.on(x)
+    assert (moved / x - 1).std().item() == pytest.approx(NOISE, rel=0.05)
 
 
 def test_noise_leaves_views_and_whole_numbers() -> None:
