@@ -10,7 +10,8 @@ with A_c the root mean square of the channel where a quantised layer reads it, V
 each relative to the geometric mean over the layer's channels, and a = 1/2: what one of the two GEMM operands loses
 in range the other gains. Between norm and layer may be what keeps the factor of a channel: ReLU and LeakyReLU,
 poolings, resizing, padding with zeros, concatenations and parts of channels, and sums, whose addends get one factor.
-Where a channel reaches anything else (ReLU6, another norm, an output) its factor is 1. The s_c are powers of two, so
+Where a channel reaches anything else (ReLU6, another norm, an output), and where other code reads the same weights,
+its factor is 1. The s_c are powers of two, so
 that the network in full precision computes the same numbers as before, and files, engines and kernels know nothing of
 it.
 
@@ -27,9 +28,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from fp4deploy.graph import Graph, Node, capture
 from fp4deploy.graph.copies import copied
+from fp4deploy.graph.modes import evaluating
 from fp4deploy.qat.batches import arguments_of, run
 
 AFFINE = ("batch_norm", "group_norm", "instance_norm")
@@ -53,6 +57,13 @@ class _Channels:
             self.of[node.name] = self._written(node)
         for _, name in graph.outputs:
             self._fix(self.of[name])
+
+    def of_layer(self, name: str) -> list[int]:
+        """The channels that a norm writes, or a layer multiplies."""
+        return self.norms.get(name) or self.readers[name]
+
+    def fix_layer(self, name: str) -> None:
+        self._fix(self.of_layer(name))
 
     def root(self, number: int) -> int:
         while self._parent[number] != number:
@@ -120,6 +131,24 @@ class _Channels:
         return [FIXED] * self._count(name)
 
 
+class _Reads(TorchFunctionMode):
+    """Notes, as `elsewhere`, the layers whose weights more than norms and convolutions read: `self.conv.weight.mean()`."""
+
+    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
+        super().__init__()
+        self.elsewhere: set[str] = set()
+        self._of = {id(each): name for name in names for each in model.get_submodule(name).parameters(recurse=False)}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call, and note whose weights are read; a shape or type of them is none."""
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and not func.__name__.startswith((*AFFINE, *MULTIPLYING)):
+            self.elsewhere |= {self._of[id(each)] for each in tree_leaves((args, kwargs)) if id(each) in self._of}
+        return result
+
+
 @torch.no_grad()
 def equalize(
     model: nn.Module, batches: Iterable[Any], quantized: Collection[str], share: float = 0.5
@@ -143,15 +172,13 @@ def equalize(
     tensor([True])
     """
     kept = list(batches)
-    was_training = model.training
-    model.eval()
     channels = _Channels(capture(copied(model).cpu(), _example(model, kept[0])))
-    wanted = _factors(model, kept, channels, quantized, share)
+    with evaluating(model):
+        wanted = _factors(model, kept, channels, quantized, share)
     found: dict[str, Tensor] = {}
     for name in (*channels.norms, *channels.readers):
         layer: Any = model.get_submodule(name)
-        numbers = channels.norms.get(name) or channels.readers[name]
-        factor = torch.tensor([wanted.get(channels.root(number), 1.0) for number in numbers])
+        factor = torch.tensor([wanted.get(channels.root(number), 1.0) for number in channels.of_layer(name)])
         if bool((factor == 1).all()):
             continue
         if name in channels.norms:
@@ -160,7 +187,6 @@ def equalize(
                 value.div_(factor.to(value))
         else:
             _columns(layer).mul_(_as_columns(layer, factor).to(layer.weight))
-    model.train(was_training)
     return found
 
 
@@ -185,11 +211,14 @@ def _factors(
     names = [name for name in channels.readers if name in quantized]
     hooks = [model.get_submodule(name).register_forward_pre_hook(watch(name)) for name in names]
     try:
-        for batch in batches:
-            run(model, batch)
+        with _Reads(model, (*channels.norms, *channels.readers)) as reads:
+            for batch in batches:
+                run(model, batch)
     finally:
         for each in hooks:
             each.remove()
+    for name in reads.elsewhere:
+        channels.fix_layer(name)
     logs: dict[int, list[float]] = {}
     for name in names:
         layer = model.get_submodule(name)

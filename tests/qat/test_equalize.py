@@ -77,6 +77,24 @@ def test_factors_follow_channels_through_the_graph_and_full_precision_stays_as_i
     assert torch.equal(model.of_six.weight, before.of_six.weight)
 
 
+@pytest.mark.parametrize("name", ["norm", "conv"])
+def test_weights_that_other_code_reads_stay(name: str) -> None:
+    class Penalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.conv = nn.BatchNorm2d(16), nn.Conv2d(16, 16, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.conv(self.norm(x).relu().to(self.conv.weight.dtype)) * self.get_submodule(name).weight.mean()
+
+    torch.manual_seed(0)
+    model, images = uneven(Penalised()), torch.randn(2, 16, 8, 8)
+    with torch.no_grad():
+        expected = model(images)
+        assert not equalize(model, [images], ["conv"])
+        assert torch.equal(model(images), expected)
+
+
 def test_a_factor_is_the_square_root_of_activation_over_weight() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm2d(16), nn.Conv2d(16, 16, 3)).eval()
