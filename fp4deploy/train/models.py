@@ -41,6 +41,7 @@ from fp4deploy.models.initial import load_initial
 from fp4deploy.models.spec import UNET
 from fp4deploy.qat import calibrate_percentile, find_recipe, prepare_as, quantized_layers, set_products
 from fp4deploy.qat.equalize import equalize
+from fp4deploy.qat.plan import eight_bits
 from fp4deploy.qat.sensitive import sensitive_layers
 from fp4deploy.rest import RestName
 from fp4deploy.runs import DEFAULT_MODELS, MODELS, Run, hold, is_first_process
@@ -357,7 +358,13 @@ def _with_fp8(
     if is_first_process() and not resume:
         write_whole(path, json.dumps(names) + "\n")
         _say(f"In FP8, for the largest errors in FP4: {', '.join(names) or 'no layer'}")
-    return replace(card, fp8=(*(card.fp8 or ()), *names)) if names else card
+    if not names:
+        return card
+    own = card.fp8
+    if own is None:  # the recipe's, which decides only where nothing is named
+        layers = quantized_layers(prepare_as(copied(network), card))
+        own = tuple(name for name, layer in layers.items() if eight_bits(layer.recipe) == "FP8")
+    return replace(card, fp8=(*own, *names))
 
 
 def _first_images(network: nn.Module, loader: EpochLoader, config: Config) -> Iterator[torch.Tensor]:

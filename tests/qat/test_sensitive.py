@@ -11,6 +11,7 @@ from torch import nn
 
 from fp4deploy.models import read_card
 from fp4deploy.qat import calibrate, load_model, prepare, quantized_layers
+from fp4deploy.qat.plan import eight_bits, is_single_gemm
 from fp4deploy.qat.sensitive import sensitive_layers
 from fp4deploy.runs import create_run
 from fp4deploy.train import Config, train_models, with_settings
@@ -69,3 +70,14 @@ def test_a_training_has_them_in_fp8_and_resumes_with_them(
     formats = {name: layer.recipe.activation.format for name, layer in quantized_layers(model).items()}
     assert [name for name in formats if formats[name] == "fp8"] == [name for name in formats if name in names]
     assert 0 < len(names) < len(formats)
+
+
+def test_layers_that_the_recipe_has_in_fp8_stay_there(tiny: Config, tmp_path: Path) -> None:
+    settings = ["quant.fp8_macs=0.02", "recipe=nvfp4_fp8_qat", "train.epochs=1", "train.calibration=1"]
+    run = create_run(tmp_path / "run")
+    train_models(with_settings(tiny, settings), run, ("fp16", "nvfp4_ptq"))
+    model, _ = load_model(run.checkpoint("nvfp4_ptq"))
+    formats = {name: eight_bits(layer.recipe) or "FP4" for name, layer in quantized_layers(model).items()}
+    more = {name for name in formats if formats[name] == "FP8"}
+    recipes = {name for name, layer in quantized_layers(model).items() if not is_single_gemm(layer)}
+    assert recipes < more < formats.keys()
