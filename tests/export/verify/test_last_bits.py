@@ -206,12 +206,13 @@ def test_noise_leaves_views_and_whole_numbers() -> None:
 
 def test_what_moves_too_much_explains_nothing() -> None:
     def sign(x: torch.Tensor) -> list[torch.Tensor]:
-        return [torch.sign(x - x.mean()) + 1, x + 0.1]
+        return [torch.sign(x - x.mean()) + 1, x + 0.1, torch.sqrt(x - x.mean())]  # NaN below the mean
 
     x = torch.full((1, 8), 0.3)
     expected = sign(x)
-    moves = movements(nn.Identity(), sign, x, expected, lambda moved: [1.0, 0.0])
+    moves = movements(nn.Identity(), sign, x, expected, lambda moved: [1.0, 0.0, 0.0])
     assert not moves[0].any()
     assert 0 < moves[1].max() < 1e-5
+    assert 0 < moves[2].max() < 1e-2
     assert torch.isnan(settled(expected[1], torch.full((1, 8), torch.nan), moves[1])).all()
     assert torch.equal(settled(expected[1], expected[1] + 1e-7, moves[1]), expected[1])
