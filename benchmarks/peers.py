@@ -213,16 +213,23 @@ def turn(folder: Path, number: int) -> Iterator[None]:
 
 @contextmanager
 def tuning_alone(folder: Path) -> Iterator[None]:
-    """Inside, inductor times the tilings of a kernel while no other process of `at_once` does."""
+    """Inside, inductor times tilings and kernels of one layer while no other process of `at_once` does."""
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+    from torch._inductor.select_algorithm import AlgorithmSelectorCache
 
-    timed = CachingAutotuner.benchmark_all_configs
+    def alone(timed: Callable[..., Any]) -> Callable[..., Any]:
+        def locked(*args: Any, **kwargs: Any) -> Any:
+            with _locked(folder / "tuning"):
+                return timed(*args, **kwargs)
 
-    def alone(*args: Any, **kwargs: Any) -> Any:
-        with _locked(folder / "tuning"):
-            return timed(*args, **kwargs)
+        return locked
 
-    with mock.patch.object(CachingAutotuner, "benchmark_all_configs", alone):
+    tilings = alone(CachingAutotuner.benchmark_all_configs)
+    choices = alone(AlgorithmSelectorCache.benchmark_choices)  # of max-autotune: Triton's beside cuBLAS and cuDNN
+    with (
+        mock.patch.object(CachingAutotuner, "benchmark_all_configs", tilings),
+        mock.patch.object(AlgorithmSelectorCache, "benchmark_choices", staticmethod(choices)),
+    ):
         yield
 
 

@@ -41,12 +41,13 @@ def engine_control(name: str) -> str:
     return spread(result(name)["variants"]["control"]["test"])
 
 
-def rests(name: str) -> str:
+def rests(*names: str) -> str:
     """A network in several precisions of the rest, by seed."""
-    found, rows = result(name), []
-    seeds = sorted({seed for row in found["rows"] for seed in row["score"]})
-    for row in sorted(found["rows"], key=lambda row: row.get("mean", 0)):
-        about = found["variants"][row["variant"]]
+    files, rows = [result(name) for name in names], []
+    metric, found = files[0]["metric"], [(row, file["variants"]) for file in files for row in file["rows"]]
+    seeds = sorted({seed for row, _ in found for seed in row["score"]})
+    for row, variants in sorted(found, key=lambda each: each[0].get("mean", 0)):
+        about = variants[row["variant"]]
         runs, failed = about["runs"], about.get("failed", {})
         validation = [
             f"{100 * runs[seed]['best']:.1f}" if seed in runs else f"NaN, ended in epoch {_epoch(failed[seed])}"
@@ -54,9 +55,20 @@ def rests(name: str) -> str:
         ]
         scores = [_scored(row, seed) for seed in seeds] if "mean" in row else ["none"]
         rows.append([about["note"], "; ".join(validation), "; ".join(scores), _gap(row.get("drop", {}))])
-    return markdown(
-        ["model", "validation, best, by seed", f"{found['metric']}, test, by seed", "minus its control"], rows
-    )
+    return markdown(["model", "validation, best, by seed", f"{metric}, test, by seed", "minus its control"], rows)
+
+
+def test_gap(variant: str, against: str, name: str) -> str:
+    """What one variant scored more than another on the split that chose nothing, in points, by seed."""
+    scores = {row["variant"]: row["score"] for row in result(name)["rows"]}
+    return gap(difference([100 * (score - scores[against][seed]) for seed, score in scores[variant].items()]))
+
+
+def on_validation(variant: str, against: str, *names: str) -> str:
+    """What one variant scored more than another on the validation images, by seed."""
+    runs = {name: about["runs"] for each in names for name, about in result(each)["variants"].items()}
+    one, other = runs[variant], runs[against]
+    return gap(difference([100 * (one[seed]["best"] - other[seed]["best"]) for seed in one]))
 
 
 def _scored(row: dict[str, Any], seed: str) -> str:

@@ -145,6 +145,31 @@ def depthwise_convolutions() -> str:
     return markdown(["images, channels", "torch, us", "kernel, us", "floor, us", "faster by"], rows, 1)
 
 
+def experts() -> str:
+    """Grouped GEMMs of experts beside torch's in BF16, the slowest first."""
+    found: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}
+    for row in result("grouped_linear_h200")["rows"]:
+        found.setdefault((row["tokens"], row["experts"]), {})[row["what"]] = row
+    cells = []
+    for (tokens, experts), rows in found.items():
+        ours, peers = rows["plain"], [rows["BF16"], rows["BF16 loop"]]
+        forward, backward = (min(peer[f"{which}_ms"] for peer in peers) for which in ("forward", "backward"))
+        times = [f"{ours[f'{which}_ms']:.2f}" for which in ("forward", "backward", "cached", "gemm")]
+        ratios = [ours["forward_ms"] / forward, ours["backward_ms"] / backward, ours["cached_ms"] / forward]
+        row = [f"{tokens:,}, {experts}", f"{forward:.2f}, {backward:.2f}", *times, *(f"{each:.2f}" for each in ratios)]
+        cells.append((ratios[0], row))
+    head = [
+        "tokens, experts",
+        "BF16: forward, backward, ms",
+        "NVFP4: forward",
+        "backward",
+        "weights packed before",
+        "GEMM alone",
+    ]
+    head += ["forward / BF16", "backward / BF16", "packed before / BF16"]
+    return markdown(head, [row for _, row in sorted(cells, reverse=True)])
+
+
 def plain_convolutions() -> str:
     """FP16 convolutions by this package and by cuDNN: elements that differ from the reference, microseconds."""
     rows = []

@@ -45,9 +45,10 @@ def whole_picture() -> str:
     """Every data set and network that a sweep fine-tuned three seeds of, the largest loss of QAT first.
 
     Scores of the test split where there is one, else of the validation images that chose the best epoch; bold: the
-    interval does not include zero.
+    interval does not include zero. Layers, multiply-accumulates and bytes of the weights are counted
+    (`benchmarks/fp4_share.py`).
     """
-    rows = []
+    rows, shares = [], result("fp4_share_cpu")["rows"]
     for label, name, control, ptq, qat in WHOLE_PICTURE:
         report = result(name)
         found = report.get("variants") or report["models"]
@@ -58,9 +59,13 @@ def whole_picture() -> str:
         tuned, calibrated = (found[each][f"gap_{split}"] if each else None for each in (qat, ptq))
         cells = [label, f"{metric}, {shown_split}", spread(score)]
         cells += [shown(calibrated), shown(tuned), shown(_over(tuned, calibrated)) if calibrated else NOT_MEASURED]
+        share = shares[label]
+        inside, every = share["layers"]
+        cells += [f"{inside} of {every}; {100 * share['macs']:.1f} %", f"{share['bytes']:.2f}; 1.00"]
         sweep = report["command"].removeprefix(SWEEP).split(" && ")[0]
         rows.append((tuned["mean"], [*cells, f"`{sweep}`"]))
-    head = ["data; network", "score", "FP16 control", "calibrated", "QAT", "QAT − calibrated", f"`{SWEEP}...`"]
+    head = ["data; network", "score", "FP16 control", "calibrated", "QAT", "QAT − calibrated"]
+    head += ["in FP4: layers; MACs", "weights over FP16's: file; decoded", f"`{SWEEP}...`"]
     return markdown(head, (cells for _, cells in sorted(rows, key=lambda row: float(row[0]))))
 
 

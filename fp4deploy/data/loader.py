@@ -9,6 +9,8 @@ formatted traceback and calls the exception's type with it. `WorkerInputError` e
 
 from __future__ import annotations
 
+import copy
+import itertools
 import os
 import signal
 import threading
@@ -138,6 +140,15 @@ class EpochLoader(DataLoader[Batch]):
         """Start the workers, or tell those there are that an epoch begins."""
         with isolated_start():
             return super().__iter__()
+
+    def first(self, count: int) -> Iterator[Batch]:
+        """The first batches of epoch 0, loaded in this process; an iteration that is running goes on."""
+        sampler, size = copy.copy(self.sampler), int(self.batch_size or 1)
+        if isinstance(sampler, EpochSampler):
+            sampler.set_epoch(0)
+        keys = list(itertools.islice(sampler, min(count, len(self)) * size))
+        for start in range(0, len(keys), size):
+            yield self.collate_fn([self.dataset[key] for key in keys[start : start + size]])
 
     def close(self) -> None:
         """End the workers; a later iteration starts new ones."""

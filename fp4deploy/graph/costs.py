@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from fp4deploy.graph.modes import evaluating
+
 MULTIPLYING = (nn.Linear, nn.modules.conv._ConvNd)  # transposed convolutions are of the second class
 
 
@@ -42,7 +44,8 @@ def work_of_layers(model: nn.Module, layers: Mapping[str, nn.Module], image: tor
 
     handles = [layer.register_forward_hook(partial(count, name)) for name, layer in layers.items()]
     try:
-        model(image)
+        with evaluating(model):
+            model(image)
     finally:
         for handle in handles:
             handle.remove()

@@ -27,6 +27,7 @@ _NEGATED = (
 def finite() -> Table:
     """By this table `Rewriting` takes `isfinite(x).all()`, `isinf(x).any()` and their like for those of finite values.
 
+    >>> from fp4deploy.graph.replacement import Rewriting
     >>> with Rewriting(finite()):
     ...     bool(torch.isinf(torch.tensor([1.0, float("inf")])).any())
     False

@@ -36,6 +36,7 @@ def divided(pools: bool = True) -> Table:
     Args:
         pools: adaptive poolings, too, for a graph that has no node of them; `interpolate(mode="area")` is one.
 
+    >>> from fp4deploy.graph.replacement import Rewriting
     >>> x = torch.rand(1, 2, 7, 8)
     >>> with Rewriting(divided()):
     ...     y = F.adaptive_max_pool2d(x, 3)

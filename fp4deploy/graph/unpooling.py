@@ -44,6 +44,7 @@ class _Pooled:
 def unpooling() -> Table:
     """By this table `Rewriting` computes max_unpool1d, 2d and 3d of non-overlapping windows without indices.
 
+    >>> from fp4deploy.graph.replacement import Rewriting
     >>> x = torch.rand(1, 1, 4, 4)
     >>> y, indices = F.max_pool2d(x, 2, return_indices=True)
     >>> with Rewriting(unpooling()):

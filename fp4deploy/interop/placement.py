@@ -57,7 +57,8 @@ class Edit:
 def with_placed_quantizers(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Edit]]:
     """A file whose Q/DQ pairs stand where an engine uses them, and what was changed; `model` is left as it is.
 
-    >>> model, edits = with_placed_quantizers(onnx.load(file))
+    >>> from onnx import helper
+    >>> model, edits = with_placed_quantizers(helper.make_model(helper.make_graph([], "without_quantizers", [], [])))
     >>> edits
     []
     """

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp4deploy.errors import InputError
+from fp4deploy.graph.modes import evaluating
 from fp4deploy.models.boxes import DetectionHead, map_sizes
 from fp4deploy.models.unet import STRIDE, UNet
 
@@ -153,10 +154,8 @@ def pyramid_detector(backbone: nn.Module, layout: DetectionHead, spec: str) -> P
         InputError: it returns no feature maps of the layout's strides.
     """
     side = 2 * max(*layout.strides, STRIDE)
-    was_training = backbone.training
-    with torch.no_grad():
-        maps = feature_maps(backbone.eval()(torch.zeros(1, 3, side, side)))
-    backbone.train(was_training)
+    with torch.no_grad(), evaluating(backbone):
+        maps = feature_maps(backbone(torch.zeros(1, 3, side, side)))
     sizes = map_sizes(layout.strides, side, side)
     given = [tuple(each.shape[2:]) if isinstance(each, Tensor) else () for each in maps]
     if not given or given != sizes[: len(given)]:

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fp4deploy.errors import InputError
+from fp4deploy.graph.modes import evaluating
 
 IDS, POSITION, LOGITS = "input_ids", "position", "logits"
 PAST, PRESENT, CROSS = "past", "present", "cross"
@@ -76,13 +77,8 @@ class CachedDecoder(nn.Module):
         """Keys and values after a token of its own, and of what an encoder gives."""
         count = next(iter(others.values())).shape[0] if others else 1
         ids = torch.zeros((count, 1), dtype=torch.int64, device=_parameter(self.model).device)
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            with torch.no_grad():
-                result = self._call(ids, self._cache(None, None), **others)
-        finally:
-            self.model.train(was_training)
+        with torch.no_grad(), evaluating(self.model):
+            result = self._call(ids, self._cache(None, None), **others)
         found = getattr(result, self.argument, None) if self.argument in result else result.past_key_values
         own: Any = getattr(found, "self_attention_cache", found)
         crossed = getattr(found, "cross_attention_cache", None)

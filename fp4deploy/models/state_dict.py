@@ -29,6 +29,7 @@ from fp4deploy.models.initial import load_initial, read_weights, unwrapped
 from fp4deploy.models.output import LogitsOutput, pick_logits
 from fp4deploy.models.spec import ModelSpec
 
+SOURCE_KEY = "fp4deploy.weights_of"  # metadata: the name of the state dict
 TRIED = (5, 8)  # numbers of classes for which a network is built, to see which tensors have them
 UNKNOWN = 2  # classes of a network whose tensors the file lacks: loading says what is missing
 ADVICE = "Name the network that it belongs to: --model SPEC, such as net.py:make or smp:Unet/resnet34"
@@ -38,13 +39,24 @@ def is_state_dict(path: Path) -> bool:
     """Whether a file is one of PyTorch's, or safetensors without a model card."""
     if path.suffix.lower() in PICKLED:
         return True
+    metadata = _metadata(path)
+    return metadata is not None and CARD_KEY not in metadata
+
+
+def is_checkpoint_of(path: Path, source: Path) -> bool:
+    """Whether `checkpoint_of` wrote a file, of a state dict of this name."""
+    return (_metadata(path) or {}).get(SOURCE_KEY) == source.name
+
+
+def _metadata(path: Path) -> dict[str, str] | None:
+    """Of a safetensors file; None where it is none that can be read."""
     if path.suffix != ".safetensors" or not path.is_file():
-        return False
+        return None
     try:
         with safe_open(path, framework="pt") as file:
-            return CARD_KEY not in (file.metadata() or {})
+            return file.metadata() or {}
     except (SafetensorError, OSError):
-        return False
+        return None
 
 
 def checkpoint_of(
@@ -87,7 +99,7 @@ def checkpoint_of(
     if spec.scale is not None:
         card = replace(card, scale=spec.scale)
     card = replace(card, architecture=spec.text, arguments=dict(spec.arguments), output=spec.output)
-    save_checkpoint(out, network, ModelCard.from_json(card.to_json(), path))
+    save_checkpoint(out, network, ModelCard.from_json(card.to_json(), path), {SOURCE_KEY: path.name})
     return f"{loaded} {channels} classes: {_listed(names)}{'' if fits else ' (their names: --classes)'}."
 
 

@@ -106,7 +106,7 @@ class UNet(nn.Module):
 
     def read_image(self, x: torch.Tensor) -> torch.Tensor:
         """What the first convolution reads: the image itself [N, 3, H, W], or encoded [N, 13, H, W]."""
-        return encode_input(x).to(self.head.weight.dtype) if self.digits else x
+        return encode_input(x).to(next(self.head.parameters()).dtype) if self.digits else x
 
     def pooled(self, x: torch.Tensor, level: int) -> torch.Tensor:
         """What a level of the encoder reads of the level above."""

@@ -71,7 +71,7 @@ from fp4deploy.packed.producers import Move, Produce, Step, label, moved, normal
 from fp4deploy.packed.shapes import Shape, expected, fitting, shapes_of, weight_order, weight_shape
 from fp4deploy.packed.wide import wide_activations
 from fp4deploy.plugins.aot.compile import triton_version
-from fp4deploy.plugins.gemm.convolution import decoded, plain
+from fp4deploy.plugins.gemm.convolution import decoded, plain, warpgroup
 from fp4deploy.plugins.gemm.convolution.decoded_weight import DecodedWeight, decode_weight, supports
 from fp4deploy.plugins.gemm.dispatch import TAPS, conv2d, conv_transpose2d, matmul
 from fp4deploy.plugins.gemm.reference import matmul_reference
@@ -153,8 +153,9 @@ class PackedNetwork:
             if isinstance(node, Layer):
                 names.update(weight_names(node))
                 self._load_weight(node, tuple(shapes[name][_axis(node)] for name in node.inputs))
-        # Some layers' packed operands no kernel of this device takes: before Blackwell those of volumes.
-        self.decodes_layers = bool(self._wide)
+        # Some layers' packed operands no kernel of this device takes; of volumes cuDNN may be the faster one.
+        volumes = any(len(taps) == 3 for taps in self._taps.values())
+        self.decodes_layers = bool(self._wide) or (self._decodes and volumes)
         small_k = partial(small_k_kernel, weights=self._plain, device=self.device)
         self._as_given = set[str]() if self._own else read_as_given(self.graph, inputs, steps, small_k)
         names -= constants_of(self.graph)  # an embedding may share the weight of the output layer
@@ -476,14 +477,15 @@ class PackedNetwork:
         transposed = isinstance(node, ConvTranspose2d)
         place: dict[str, Any] = {"transposed": True}
         if isinstance(node, Conv2d):
-            place = dict(zip(("stride", "padding", "dilation"), _geometry(node), strict=True))
+            dilation = dilation_of(node, self._taps[node.layer])
+            place = {"stride": node.stride, "padding": node.padding, "dilation": dilation}
         y, found = decoded.conv2d(
             tuple(inputs), self._decoded[node.layer], bias, **place, relu=not transposed and cast(Conv2d, node).relu,
             dtype=self.dtype, out_amax=amax, moments=wanted, tensor_maps=not self._own,
         )  # fmt: skip
         if found is not None and moments is not None:
             moments[node.outputs[0].name] = found
-        return [y] if isinstance(y, Nvfp4Tensor) else self.forms(y.permute(0, 3, 1, 2), node.outputs)
+        return [y] if isinstance(y, Nvfp4Tensor) else self.forms(y.movedim(-1, 1), node.outputs)
 
     def _has_kernel(self, node: Layer) -> bool:
         taps = self._taps[node.layer]
@@ -503,14 +505,17 @@ class PackedNetwork:
         shape = torch.Size(weight_shape(self.graph, node, sum(sources)))
         weight = Nvfp4Tensor(codes, scales, amax, shape, node.e4m3_max)
         taps = self._taps[node.layer] = list(shape[1:-1])
+        if self._decodes and not isinstance(node, Linear) and has_kernel(node, taps) and len(taps) > 1:
+            transposed = isinstance(node, ConvTranspose2d)
+            if supports(sources, 1 if transposed else math.prod(taps)) and (not transposed or taps[-2:] == [2, 2]):
+                pairs = warpgroup.pairs(sources, shape[0], tuple(taps), transposed)
+                if not (any(pairs) and warpgroup.is_available(self.device)):
+                    pairs = (False, False)
+                self._decoded[node.layer] = decode_weight(weight, sources, transposed, pairs)
+                return
         if not self._has_kernel(node):
             self._wide[node.layer, self.decoded_dtype] = weight.dequantize(self.decoded_dtype)
             return
-        if self._decodes and not isinstance(node, Linear):
-            transposed = isinstance(node, ConvTranspose2d)
-            if supports(sources, 1 if transposed else math.prod(taps)):
-                self._decoded[node.layer] = decode_weight(weight, sources, transposed)
-                return
         self._packed[node.layer] = weight
 
     def sizes(self, inputs: Sequence[torch.Tensor]) -> dict[str, int]:
@@ -558,11 +563,6 @@ def decoded_form(x: FeatureMap, dtype: torch.dtype) -> torch.Tensor:
 def _typed(x: FeatureMap, dtype: torch.dtype) -> FeatureMap:
     """A plain activation of numbers in a type; a packed one as it is."""
     return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
-
-
-def _geometry(node: Conv2d) -> tuple[int, int, int]:
-    """Stride, padding and dilation, equal in both directions."""
-    return node.stride[0], node.padding[0], node.dilation[0]
 
 
 def has_kernel(node: Layer, taps: Sequence[int]) -> bool:

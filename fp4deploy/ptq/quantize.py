@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from fp4deploy.errors import InputError
 from fp4deploy.graph.copies import copied
+from fp4deploy.graph.modes import evaluating
 from fp4deploy.ptq import correction as corrections
 from fp4deploy.ptq.activations import PERCENTILE, calibrate_activations
 from fp4deploy.ptq.forward import autocast
@@ -102,8 +103,7 @@ def quantize(
     with ExitStack() as stack:
         report = progress or stack.enter_context(shown("quantising")).phase
         began = time.monotonic()
-        was_training = model.training
-        model.eval()
+        stack.enter_context(evaluating(model))
         reference = copied(model)
         for parameter in reference.parameters():
             parameter.requires_grad_(False)
@@ -117,7 +117,6 @@ def quantize(
         _quantize_weights(model, reference, batches, chosen, iterations, seed, result, say, report)
         say(f"Correction: {correction}.")
         result.corrected = corrections.correct(model, reference, batches, correction, report)
-        model.train(was_training)
         result.seconds = time.monotonic() - began
     return result
 

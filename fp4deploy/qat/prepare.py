@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from fp4deploy.errors import InputError
+from fp4deploy.graph.modes import evaluating
 from fp4deploy.qat.attention import close_attention, opened
 from fp4deploy.qat.batches import applied, arguments_of, batches_of
 from fp4deploy.qat.computed import plain_class, quantized_class
@@ -156,15 +157,13 @@ def calibrate(model: nn.Module, batches: torch.Tensor | Iterable[Any], rest: str
     tensor(4.)
     """
     layers = quantized_layers(model).values()
-    was_training = model.training
-    model.eval()
     ranges = Ranges(model, rest_of(rest))
     try:
         for layer in layers:
             layer.observing = True
         for experts in experts_of(model).values():
             experts.quantizing = False
-        with ranges if not _is_compiled(model) else nullcontext():
+        with evaluating(model), ranges if not _is_compiled(model) else nullcontext():
             for number, batch in enumerate(batches_of(batches), start=1):
                 given = arguments_of(model, batch)
                 _require_numbers(given, number)
@@ -174,15 +173,15 @@ def calibrate(model: nn.Module, batches: torch.Tensor | Iterable[Any], rest: str
             layer.observing = False
         for experts in experts_of(model).values():
             experts.quantizing = True
-        model.train(was_training)
     if beyond := ranges.beyond():
         warnings.warn(beyond, stacklevel=3)
 
 
 def _require_numbers(given: Any, number: int) -> None:
-    """Refuse NaN and Inf, which calibration would leave out; a mask may hold -Inf."""
-    tensors = (x for x in tree_leaves(given) if isinstance(x, torch.Tensor) and x.is_floating_point())
-    if not all(bool((x < torch.inf).all()) for x in tensors):
+    """Refuse NaN and Inf, which calibration would leave out; a mask, which is never the only tensor, may hold -Inf."""
+    tensors = [x for x in tree_leaves(given) if isinstance(x, torch.Tensor)]
+    numbers = (x for x in tensors if x.is_floating_point())
+    if not all(bool(((x < torch.inf) if len(tensors) > 1 else x.isfinite()).all()) for x in numbers):
         raise InputError(
             f"Batch {number} of the calibration holds NaN or Inf, of which no scale could be made. Look for images "
             "that were divided by a standard deviation of 0, or leave them out."

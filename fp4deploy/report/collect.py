@@ -94,6 +94,7 @@ def _model(name: str, model: TrainedModel, found: RunData) -> ModelEntry:
         digits=model.digits,
         recipe=model.recipe,
         target=model.target,
+        rest=model.rest,
         height=model.height,
         width=model.width,
         class_names=model.class_names,

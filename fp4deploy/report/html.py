@@ -107,6 +107,7 @@ def render_html(report: ReportData, pictures: Pictures) -> str:
             errors=tables.error_rows(report.artifacts),
             confusions=tables.confusion_rows(report.artifacts),
             classes=_classes(report),
+            model_titles=list(map(report.title, report.models)),
             machine=described(report.environment),
         )
     )
@@ -143,13 +144,13 @@ def _tiles(report: ReportData) -> list[Tile]:
         note = "on the validation images"
         if name == "nvfp4" and reference is not None and model.accuracy is not None:
             longer = report.fine_tuned and compared == "fp16" and model.epochs
-            note = f"{tables.change_in_words(metric, model.accuracy, reference)} against {MODEL_TITLES[compared]}"
+            note = f"{tables.change_in_words(metric, model.accuracy, reference)} against {report.title(compared)}"
             note += f", which was trained {counted(model.epochs, 'epoch')} less" if longer else ""
-        found.append(Tile(f"{metric}, {MODEL_TITLES.get(name, name)}", tables.percent(model.accuracy), note))
+        found.append(Tile(f"{metric}, {report.title(name)}", tables.percent(model.accuracy), note))
     if ".onnx" in report.sizes:
         small, large = report.sizes[".onnx"]
         note = f"{tables.size(small)} instead of {tables.size(large)}"
-        found.append(Tile("ONNX file, of FP16's size", f"{100 * small / large:.0f} %", note))
+        found.append(Tile(f"ONNX file, of {report.title('fp16')}'s size", f"{100 * small / large:.0f} %", note))
     for engine in report.ledgers:
         if engine.model == "nvfp4":
             missed = f"{counted(engine.not_as_requested, 'layer')} not as requested"

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from pydantic import Field
@@ -32,6 +33,7 @@ class ModelEntry(Record):
     digits: bool
     recipe: str | None
     target: str | None
+    rest: str = "fp16"
     height: int | None
     width: int | None
     class_names: list[str]
@@ -116,6 +118,11 @@ class ReportData(Record):
     commands: list[str]
     environment: Machine | None
     summary: list[str] = Field(default_factory=list)
+
+    def title(self, model: str | None) -> str:
+        """Of a model: "FP16", which is BF16 or FP32 where its card says so, "NVFP4", ..."""
+        plain = self.models[model].rest.upper() if model in self.models else "FP16"
+        return re.sub(r"^FP16", plain, MODEL_TITLES.get(str(model), str(model)))
 
     def to_json(self) -> dict[str, Any]:
         """JSON values in the order of the fields; `rewritten` only in a report that was written once more."""

@@ -69,6 +69,7 @@ class CardData(Record):
     precision: str | None = None
     recipe: str | None = None
     target: str | None = None
+    rest: str = "fp16"
     scale: float | None = None
     digits: bool = False
     height: int | None = None

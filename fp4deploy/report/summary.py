@@ -35,18 +35,19 @@ def _accuracy(report: ReportData) -> list[str]:
     reference, quantised = found.get(control), found.get("nvfp4")
     if reference is None or quantised is None:
         return []
-    metric, extra = TASKS[report.task].metric, report.models["nvfp4"].epochs
+    metric, extra, plain = TASKS[report.task].metric, report.models["nvfp4"].epochs, report.title(control)
     if control == "fp16" and report.fine_tuned and extra:
         return [
-            f"NVFP4, trained {counted(extra, 'epoch')} longer than FP16, has {tables.percent(quantised)} {metric}, "
-            f"FP16 {tables.percent(reference)}: the difference of {tables.signed(quantised - reference)} points is not "
-            "of NVFP4 alone.",
-            "--models fp16,fp16_control,nvfp4 adds an FP16 model trained as long, to compare with.",
+            f"NVFP4, trained {counted(extra, 'epoch')} longer than {plain}, has {tables.percent(quantised)} {metric}, "
+            f"{plain} {tables.percent(reference)}: the difference of {tables.signed(quantised - reference)} points is "
+            "not of NVFP4 alone.",
+            f"--models fp16,fp16_control,nvfp4 adds {'a' if plain == 'BF16' else 'an'} {plain} model trained as long, "
+            "to compare with.",
         ]
     alike = ", trained as long" if report.models[control].epochs == extra else ""
     gain = 100 * (quantised - reference)
     verb = "loses" if gain < 0 else "gains"
-    title = "the FP16 control" if control == "fp16_control" else "FP16"
+    title = f"the {plain}" if control == "fp16_control" else plain
     values = f"({tables.points(quantised)} and {tables.percent(reference)})"
     if tables.signed(quantised - reference) == "0.00":
         return [f"NVFP4 reaches the same {metric} as {title}{alike} {values}."]
@@ -58,7 +59,7 @@ def _sizes(report: ReportData) -> list[str]:
     for suffix, name in SIZES.items():
         if suffix in report.sizes:
             small, large = report.sizes[suffix]
-            share = f"{100 * small / large:.0f} % of FP16's {tables.size(large)}"
+            share = f"{100 * small / large:.0f} % of {report.title('fp16')}'s {tables.size(large)}"
             kernels = "; an engine also holds compiled kernels" if suffix == ".plan" else ""
             sentences.append(f"Its {name} has {tables.size(small)}, {share}{kernels}.")
     return sentences

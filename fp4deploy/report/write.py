@@ -92,7 +92,7 @@ def _save(run: Run, report: ReportData, data: Path | None, out: Path | None = No
 
 def draw_page(run: Run, report: ReportData, data: Path | None, page: Path) -> str:
     """report.html with its pictures, as the file `page`; the curves are kept under plots/ as well."""
-    curves = draw_curves({model: history(run, model) for model in run.models()}, report.fine_tuned)
+    curves = draw_curves({model: history(run, model) for model in run.models()}, report.fine_tuned, report.title)
     if curves:
         save_curves(run, curves)
     pair = run.checkpoint("fp16"), run.checkpoint("nvfp4")

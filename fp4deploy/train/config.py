@@ -107,6 +107,15 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _calls_its_layers(self) -> Config:
+        on = [name for name in ("compile", "checkpointing") if getattr(self.train, name)]
+        if self.distill.features and on:
+            raise ValueError(
+                f"distill.features compares what each layer gives, which train.{on[0]} does not show; leave out one"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _fits_the_strides(self) -> Config:
         """The strides of other networks are not known before they run."""
         wrong = _off_stride(self.model.spec, {"height": self.data.height, "width": self.data.width})

@@ -32,7 +32,7 @@ def make_auxiliary_losses(
     Raises:
         InputError: there is no teacher, or it is one of another task, other classes or another head.
     """
-    distilled = config.distill.weight > 0 and (model == "nvfp4" or (model == "fp16_control" and config.distill.control))
+    distilled = config.distill.teaches and (model == "nvfp4" or (model == "fp16_control" and config.distill.control))
     damping = config.quant.damping if model == "nvfp4" else 0.0
     if not distilled and not damping:
         return None

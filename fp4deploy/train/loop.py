@@ -53,6 +53,7 @@ from fp4deploy.train.logging.progress import Display
 from fp4deploy.train.logging.running_statistics import EpochStatistics, RunningStatistics
 from fp4deploy.train.logging.telemetry import Telemetry
 from fp4deploy.train.losses.auxiliary import AuxiliaryLosses
+from fp4deploy.train.norms import NormStatistics
 from fp4deploy.train.optimizer import WeightAverage, make_optimizer, set_learning_rate, skip_where
 from fp4deploy.train.schedule import TrainingJob, learning_rate
 from fp4deploy.train.sections import TelemetrySection, TrainSection
@@ -117,12 +118,15 @@ class Trainer:
             AcceleratorState._reset_state()  # of another training in this process
         self.accelerator = Accelerator(mixed_precision=self.autocast, cpu=not on_gpu)
         self.device = self.accelerator.device
+        self.first_batches = loaders[0].first
         self.train_batches: Any = loaders[0]
         self.val_batches: Any = loaders[1]
         layers = quantized_layers(model)
         self.layers = tuple(layers.values())
         self.unfusable = on_gpu and self.autocast == "no"
-        fused = bool(settings.fused) and not settings.checkpointing and available(self.device) and not self.unfusable
+        self.compares_features = auxiliary is not None and auxiliary.compares_features
+        by_layer = settings.checkpointing or self.compares_features
+        fused = bool(settings.fused) and not by_layer and available(self.device) and not self.unfusable
         self.kernels = "cuda" if fused else "torch"
         if fused and (settings.fused is True or has_kernels(model)):
             fuse_unet(model, recompute=settings.recompute is True)
@@ -139,7 +143,8 @@ class Trainer:
         self.optimizer = make_optimizer(model, job.lr, settings.weight_decay, *clip_rates)
         self.learned = [layer.input_amax for layer in self.layers if isinstance(layer.input_amax, nn.Parameter)]
         self.average = WeightAverage(model, settings.ema) if settings.ema else None
-        self.auxiliary = auxiliary and auxiliary.placed(self.device, self.layout, fused)
+        self.norms = NormStatistics(model)
+        self.auxiliary = auxiliary and auxiliary.placed(model, self.device, self.layout, fused)
         self.stream = torch.cuda.Stream() if on_gpu and settings.cuda_graph and not self._alone else None
         self.forward = self.bare.forward  # which the next line puts under autocast, in the module itself
         self.model: Any = self.accelerator.prepare_model(self.bare, evaluation_mode=True)
@@ -192,6 +197,7 @@ class Trainer:
         )
         reasons = {
             "train.checkpointing is true": self.settings.checkpointing,
+            "distill.features compares what each layer gives": self.compares_features,
             "several processes train": not self._alone,
             "the gradients of the recipe are not straight-through": not all(
                 layer.recipe.straight_through for layer in self.layers
@@ -287,6 +293,7 @@ class Trainer:
             self._averaged(),
             torch.inference_mode(),
             self.accelerator.autocast(),
+            self._measured_norms(),
         ):
             for number, (images, labels) in enumerate(self._on_device(self.val_batches), start=1):
                 self._pause_if_asked()
@@ -533,6 +540,12 @@ class Trainer:
     def _averaged(self) -> AbstractContextManager[None]:
         return self.average.applied() if self.average is not None else nullcontext()
 
+    def _measured_norms(self) -> AbstractContextManager[None]:
+        if self.settings.norm_batches and self.norms.norms:
+            batches = self._on_device(self.first_batches(self.settings.norm_batches))
+            self.norms.measure(self.model, (images for images, _ in batches))
+        return self.norms.applied()
+
     def keep(self, scores: TaskScores | None, line: dict[str, Any]) -> None:
         """Write the best checkpoint where this is it, a line of metrics, and the state."""
         progress, main = self.progress, self.accelerator.is_main_process
@@ -544,7 +557,7 @@ class Trainer:
             progress.per_class = scores.line()["per_class"]
             extra = {"fp4deploy.epoch": str(progress.epoch), f"fp4deploy.{self.task.metric}": repr(scores.score)}
             if main:
-                with self._averaged():
+                with self._averaged(), self.norms.applied():
                     save_checkpoint(self.job.checkpoint, self.bare, self.card, extra)
         if main:
             append_line(self.job.metrics_path, line)

@@ -7,15 +7,16 @@ same images, and leaves the same files: a checkpoint, a line of metrics of epoch
 
 from __future__ import annotations
 
-import itertools
+import json
 import shlex
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -33,24 +34,32 @@ from fp4deploy.data import (
     require_labels,
 )
 from fp4deploy.errors import InputError, Interrupted, suggest
+from fp4deploy.graph.copies import copied
 from fp4deploy.models import ModelCard, load_weights, read_card
 from fp4deploy.models.build import network_for
 from fp4deploy.models.initial import load_initial
 from fp4deploy.models.spec import UNET
-from fp4deploy.qat import calibrate_percentile, find_recipe, prepare_as, set_products
+from fp4deploy.qat import calibrate_percentile, find_recipe, prepare_as, quantized_layers, set_products
+from fp4deploy.qat.equalize import equalize
+from fp4deploy.qat.sensitive import sensitive_layers
 from fp4deploy.rest import RestName
 from fp4deploy.runs import DEFAULT_MODELS, MODELS, Run, hold, is_first_process
+from fp4deploy.system.files import write_whole
+from fp4deploy.system.schema import read_json, validated
 from fp4deploy.tasks import TASKS
 from fp4deploy.train.batches import make_loaders
 from fp4deploy.train.config import Config, changed_settings, load_config, save_config
 from fp4deploy.train.distillation import make_auxiliary_losses
-from fp4deploy.train.distributed import join
+from fp4deploy.train.distributed import from_first, join
 from fp4deploy.train.logging.trackers import check_trackers
 from fp4deploy.train.loop import Trainer
 from fp4deploy.train.schedule import QUANTIZED_MODELS, epochs_of, is_fine_tuned, training_job
 from fp4deploy.train.state import Progress, read_progress
 from fp4deploy.train.tasks import class_weights, make_head, make_task, require_same_head, require_same_task
 from fp4deploy.train.volumes import at_spacing, sized, volume_input
+
+FP8_LAYERS = "fp8_layers.json"  # those that quant.fp8_macs has chosen
+ASKED_BATCHES = 2  # on which each layer is put into FP4 alone; errors lie orders of magnitude apart
 
 
 @dataclass(frozen=True)
@@ -164,6 +173,11 @@ def _train(
     if fine_tuned and not resume:
         load_weights(network, path, to_encoding=card.digits and not read_card(path).digits)
     if model in QUANTIZED_MODELS:
+        if config.quant.equalize and not resume:
+            names = quantized_layers(prepare_as(copied(network), card))
+            equalize(network, _first_images(network, loaders[0], config), names)
+        if config.quant.fp8_macs:
+            card = _with_fp8(network, card, loaders[0], config, job.folder / FP8_LAYERS, resume)
         set_products(prepare_as(network, card), config.train.products)
         if (fine_tuned or find_recipe(config.recipe).amax_learned) and not resume:
             calibrate_on(network, loaders[0], config, card.rest)
@@ -325,13 +339,33 @@ def _check_class_weights(config: Config, class_names: tuple[str, ...]) -> None:
 
 def calibrate_on(network: nn.Module, loader: EpochLoader, config: Config, rest: RestName) -> None:
     """Set the activation scales of a prepared network from the first training batches, as the configuration says."""
+    calibrate_percentile(network, _first_images(network, loader, config), config.quant.percentile, rest)
+
+
+def _with_fp8(
+    network: nn.Module, card: ModelCard, loader: EpochLoader, config: Config, path: Path, resume: bool
+) -> ModelCard:
+    """The card with the layers in FP8 that lose most in FP4, on the images of the calibration; kept for a resume."""
+
+    def measured() -> list[str]:
+        probe = prepare_as(copied(network), card)
+        calibrate_on(probe, loader, config, card.rest)
+        images = list(islice(_first_images(probe, loader, config), ASKED_BATCHES))
+        return sensitive_layers(probe, images, config.quant.fp8_macs)
+
+    names = validated(list[str], read_json(path), path) if resume else from_first(measured)
+    if is_first_process() and not resume:
+        write_whole(path, json.dumps(names) + "\n")
+        _say(f"In FP8, for the largest errors in FP4: {', '.join(names) or 'no layer'}")
+    return replace(card, fp8=(*(card.fp8 or ()), *names)) if names else card
+
+
+def _first_images(network: nn.Module, loader: EpochLoader, config: Config) -> Iterator[torch.Tensor]:
+    """The images that quantisers are calibrated on; the network goes to the device where they are."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    loader.set_epoch(0)
     network.to(device)
-    batches = itertools.islice(loader, config.train.calibration)
-    calibrate_percentile(
-        network, (expand(*(x.to(device) for x in batch))[0] for batch in batches), config.quant.percentile, rest
-    )
+    for pixels, labels in loader.first(config.train.calibration):
+        yield expand(pixels.to(device), labels.to(device))[0]
 
 
 def rest_trained_for(config: Config) -> RestName:

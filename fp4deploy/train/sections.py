@@ -147,6 +147,13 @@ class TrainSection(Section):
         lt=1,
         description="decay of the averaged weights that are evaluated and kept; 0: the weights themselves",
     )
+    norm_batches: int = Field(
+        0,
+        ge=0,
+        le=65_536,
+        description="training batches on which batch norms measure their statistics again before a validation; "
+        "0: those that training tracks",
+    )
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="share of the cross-entropy that all classes have")
     class_balance: Literal["median_frequency", "effective_number"] | None = Field(
         None, description="weights of the cross-entropy from the training masks"
@@ -159,7 +166,7 @@ class TrainSection(Section):
     recompute: bool | Literal["auto"] = Field(
         "auto",
         description="on the fused path, keep few 16-bit inputs of convolutions for the backward: less memory, "
-        "a longer step, the same numbers; auto: FP4 codes of a quarter of them where torch.compile fuses",
+        "a longer step, numbers as exact; auto: FP4 codes of a quarter of them where torch.compile fuses",
     )
     cuda_graph: bool = Field(True, description="replay the whole step as one CUDA graph where possible")
     products: Literal["emulated", "fp4"] = Field(
@@ -264,8 +271,20 @@ class QuantSection(Section):
     fp8: list[str] | None = Field(
         None, description="glob patterns of quantised layers that are FP8; default: as the recipe has it"
     )
+    fp8_macs: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of the multiply-accumulates of quantised layers that goes to FP8 as well: the layers that "
+        "lose most in FP4, measured on the images of the calibration",
+    )
     int8: list[str] | None = Field(None, description="likewise, of layers that are INT8")
     target: str | None = Field(None, description="the engine that fp8 was chosen for; train --for sets both")
+    equalize: bool = Field(
+        False,
+        description="first scale channels between norms and the layers that read them, by powers of two: the same "
+        "network in full precision",
+    )
     percentile: float = Field(
         100.0, gt=0, le=100, description="of the magnitudes that calibration sees; 100: the largest"
     )
@@ -294,10 +313,18 @@ class DistillSection(Section):
     """Distillation from the FP16 checkpoint; for nvfp4 and, so that the comparison is fair, for fp16_control."""
 
     weight: float = Field(0.0, ge=0, description="of the divergence between the outputs of the two; 0: none")
+    features: float = Field(
+        0.0, ge=0, description="of the relative error of every layer's output; 0: none. No fused kernels"
+    )
     task: float = Field(1.0, ge=0, description="weight of the loss against the labels")
     temperature: float = Field(1.0, gt=0, description="probabilities of both are taken at logits / temperature")
     teacher: str | None = Field(None, description="checkpoint other than the one that fine-tuning starts from")
     control: bool = Field(True, description="distil fp16_control as well")
+
+    @property
+    def teaches(self) -> bool:
+        """There is something to be learned of a teacher."""
+        return self.weight > 0 or self.features > 0
 
 
 def checked(value: Any, check: Any) -> Any:

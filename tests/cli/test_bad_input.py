@@ -127,6 +127,10 @@ def test_demo_takes_no_data(invoke: Invoke, shapes: Path) -> None:
     refused(invoke("run", "--demo", "--data", shapes), "--demo uses generated shapes")
 
 
+def test_a_drop_without_a_baseline_is_refused(invoke: Invoke) -> None:
+    refused(invoke("bench", "--max-drop", 1), "--max-drop is of the drop below a baseline", "--baseline FILE")
+
+
 def test_an_unknown_gpu_is_refused_before_the_training(invoke: Invoke, shapes: Path, tmp_path: Path) -> None:
     refused(invoke("run", "--data", shapes, "--arch", "sm999"), "--arch sm999 is unknown", "Valid values: sm75")
     assert files(tmp_path) == set()

@@ -165,6 +165,7 @@ class TestBuilt:
         (("--max-size", "8by8"), "--max-size"),
         (("--size", "16x16", "--out", "model.onnx/x.plan"), "could not be written"),
         (("--size", "16x16", "--log", "model.onnx/log"), "could not be written"),
+        (("--size", "16x16", "--max-drop", 1), "--data DIR"),
     ],
 )
 def test_what_does_not_go_together(invoke: Invoke, arguments: tuple[object, ...], said: str) -> None:

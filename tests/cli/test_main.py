@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import signal
@@ -95,6 +96,23 @@ def test_every_option_is_documented(app: Any) -> None:
         if not getattr(parameter, "help", None)
     ]
     assert undocumented == []
+
+
+def test_every_option_is_read() -> None:
+    """Each parameter of a command, and of the functions that its file has beside it; callbacks read some."""
+    unread, folder = [], Path(importlib.import_module(f"{PACKAGE}.commands").__path__[0])
+    for path in sorted(folder.rglob("*.py")):
+        for function in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(function, ast.FunctionDef):
+                read = {node.id for part in function.body for node in ast.walk(part) if isinstance(node, ast.Name)}
+                given = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+                own = [
+                    each
+                    for each in given
+                    if ast.unparse(each.annotation or each) not in ("CompileOption", "DeviceOption")
+                ]
+                unread += [f"{path.name}: {function.name}({each.arg})" for each in own if each.arg not in read]
+    assert unread == []
 
 
 def test_every_optional_value_shows_its_default(app: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -13,7 +14,7 @@ from fp4deploy.bench.change import measure_change
 from fp4deploy.bench.runtimes.open import open_runtime
 from fp4deploy.data import EvalTransform, validation_set
 from fp4deploy.data.part import part_of
-from fp4deploy.errors import InputError
+from fp4deploy.errors import GateError, InputError, UnavailableError
 from fp4deploy.models import read_card, save_checkpoint
 from fp4deploy.qat import load_model
 from tests.cli.command_line import Invoke
@@ -67,8 +68,11 @@ def test_what_quantize_and_search_refuse(invoke: Invoke, checkpoint: Path, shape
     assert not list(tmp_path.glob("*.safetensors"))
 
 
-def test_what_quantising_changed_is_counted(checkpoint: Path, shapes: Path, tmp_path: Path) -> None:
+def test_what_quantising_changed_is_counted(
+    checkpoint: Path, shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Against itself nothing; against a head that prefers one class, the pixels that had another."""
+    monkeypatch.setattr("fp4deploy.bench.evaluate.BATCH", 1)
     same = measure_change(checkpoint, checkpoint, shapes, 2)
     assert (same.images, same.unchanged, same.metric) == (2, 1.0, "mIoU")
     assert same.before == same.after
@@ -85,11 +89,29 @@ def test_what_quantising_changed_is_counted(checkpoint: Path, shapes: Path, tmp_
     assert "; 2 images." in other.sentence("fp16.safetensors")
 
 
-def test_data_that_cannot_be_compared_leaves_what_is_written(
-    invoke: Invoke, checkpoint: Path, shapes: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_drop_that_is_not_excluded_fails_the_command(
+    invoke: Invoke, checkpoint: Path, shapes: Path, tmp_path: Path
+) -> None:
+    """Of two models that differ at least one is not shown to be as good as the other."""
+    card, model = read_card(checkpoint), load_model(checkpoint)[0]
+    model.head.bias.data[3] += 1e4
+    save_checkpoint(tmp_path / "other.safetensors", model, card)
+    codes = []
+    for one, other in ((checkpoint, "other.safetensors"), ("other.safetensors", checkpoint)):
+        given = ("--engine", one, "--baseline", other, "--data", shapes, "--iterations", 1, "--max-drop", 0)
+        result = invoke("bench", *given, "--json", "out.json")
+        failed = not json.loads((tmp_path / "out.json").read_text())["gate"][0]["passed"]
+        assert result.exit_code == failed, result.stderr
+        codes.append(result.exit_code)
+    assert 1 in codes
+
+
+@pytest.mark.parametrize("error", [InputError, UnavailableError, GateError])
+def test_what_cannot_be_compared_leaves_what_is_written(
+    error: type[Exception], invoke: Invoke, checkpoint: Path, shapes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
-        raise InputError("no labels")
+        raise error("no labels")
 
     monkeypatch.setattr("fp4deploy.bench.change.measure_change", refuse)
     few = ("--images", 2, "--method", "amax", "--correction", "none", "--out", "q.safetensors")

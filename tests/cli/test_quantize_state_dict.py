@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from fp4deploy.models import name_model, parse_spec, read_card
+from fp4deploy.models import name_model, parse_spec, read_card, save_checkpoint
 from fp4deploy.models.build import build_model
 from fp4deploy.qat import load_model
 from tests.cli.command_line import Invoke
@@ -127,9 +128,21 @@ def test_what_is_missing_is_named(
 
 def test_weights_of_another_program_are_not_replaced(invoke: Invoke, tmp_path: Path, photos: Path, net: str) -> None:
     tensors = weights(tmp_path / "x.pth", net)
-    save_file(tensors, tmp_path / "x.fp16.safetensors")
-    before = (tmp_path / "x.fp16.safetensors").read_bytes()
-    for name in ("x.pth", "x.fp16.safetensors"):
+    target = tmp_path / "x.fp16.safetensors"
+
+    def refused(name: str) -> None:
+        before = target.read_bytes()
         result = invoke("quantize", name, "--model", net, "--data", photos, *FEW)
         assert (result.exit_code, "would be replaced" in result.stderr) == (2, True), result.output
-    assert (tmp_path / "x.fp16.safetensors").read_bytes() == before
+        assert target.read_bytes() == before
+
+    save_file(tensors, target)
+    refused("x.pth")
+    refused(target.name)
+    target.unlink()
+    assert invoke("quantize", "x.pth", "--model", net, "--data", photos, *FEW).exit_code == 0
+    shutil.copy(tmp_path / "x.pth", tmp_path / "x.pt")
+    refused("x.pt")  # of the same stem
+    card = read_card(target)
+    save_checkpoint(target, load_model(target, model=net)[0], card)  # as a training would
+    refused("x.pth")

@@ -40,6 +40,13 @@ def test_labels_move_with_their_voxels() -> None:
     assert not torch.equal(transform(sample, 1, 0)[0], transform(sample, 0, 0)[0])
 
 
+def test_padding_stays_the_mean_whatever_the_intensities() -> None:
+    transform = VolumeTrainTransform((8, 16, 8), zoom=(1.0, 1.0), jitter=0.5, flip=0.5)
+    image, labels = transform(labelled((20, 12, 9)))
+    assert (labels == IGNORE).any()
+    assert not image[:, labels == IGNORE].any()
+
+
 def test_a_window_holds_its_voxel_and_stays_inside() -> None:
     sample, transform = labelled((30, 30, 30)), VolumeTrainTransform((8, 8, 8), foreground=1.0, **PLAIN)
     for index in range(8):

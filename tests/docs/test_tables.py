@@ -46,7 +46,9 @@ def test_a_table_is_whole(macros: ModuleType, page: str, words: str) -> None:
 
 def test_columns_of_text_are_aligned_to_the_left(macros: ModuleType) -> None:
     _, rule, *_ = macros.table("whole_picture").splitlines()
-    assert rule == "| --- | --- | ---: | ---: | ---: | ---: | --- |", "a score and a command are no numbers"
+    assert rule == "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |", (
+        "a score and a command are no numbers"
+    )
 
 
 def test_every_table_is_shown(macros: ModuleType) -> None:

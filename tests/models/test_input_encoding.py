@@ -15,7 +15,8 @@ from fp4deploy.data import IMAGE_MEAN, IMAGE_STD
 from fp4deploy.errors import InputError
 from fp4deploy.formats import E2M1_MAX, E2M1_VALUES, E4M3_MAX, FourOverSix, fake_quantize_nvfp4, quantize_nvfp4
 from fp4deploy.formats.mxfp4 import fake_quantize_mxfp4
-from fp4deploy.models import ModelCard, UNet, build_unet, load_weights, read_card, save_checkpoint
+from fp4deploy.models import DetectionHead, ModelCard, UNet, build_unet, load_weights, read_card, save_checkpoint
+from fp4deploy.models.detector import UNetDetector
 from fp4deploy.models.input_encoding import (
     ENCODED_CHANNELS,
     GAIN,
@@ -119,6 +120,13 @@ def test_what_is_not_finite_shows(bad: float) -> None:
     prepare(model, include=["*"])
     calibrate(model, [image()])
     assert model(x).isnan().any()
+
+
+def test_a_detector_reads_the_digits_in_the_precision_of_its_weights() -> None:
+    torch.manual_seed(0)
+    model = UNetDetector(DetectionHead("fcos", 2, width=16), 0.125, digits=True).eval()
+    for rest in (torch.float32, torch.bfloat16):
+        assert model.to(rest)(image()).dtype == rest
 
 
 @pytest.mark.parametrize("amax", [6.0, None], ids=["static", "dynamic"])

@@ -18,7 +18,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("fp4deploy", "cli", "tests", "benchmarks", "configs", "examples", "pyproject.toml")
+PARTS = (
+    "fp4deploy",
+    "cli",
+    "native",
+    "tests",
+    "benchmarks",
+    "configs",
+    "docs",
+    "examples",
+    "README.md",
+    "pyproject.toml",
+)
 LIBRARIES = (
     "accelerate", "numpy", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "pycocotools.mask", "pydantic", "pytest",
     "scipy.stats", "torch", "torch.onnx",

@@ -1,9 +1,9 @@
-"""Faults of a hand that had not read the tests: python -m tests.mutation.unseen [NAME ...] [--set FIRST|SECOND]
+"""Faults of a hand that had not read the tests: python -m tests.mutation.unseen [NAME ...] [--set SET]
 
 They measure what the tests are likely to notice, where `seeded` holds what they must. Each was written from the code
 alone, and names the test files that are nearest to it by package, not the test that is meant to fail. FIRST was
 written first, and tests for the kinds of those that survived followed; SECOND was written after that and measures
-whether they helped with other faults, too. Neither list grows: a third hand writes a third list.
+whether they helped with other faults, too. Neither list grows: another hand wrote THIRD and FOURTH (`third`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import sys
 
 from tests.mutation.seeded import Seeded, run
+from tests.mutation.third import FOURTH, THIRD
 
 GATE = "tests/bench/test_gate.py"
 METRICS = "tests/test_metrics.py tests/bench/test_volumes.py tests/data/test_volumes.py"
@@ -541,7 +542,7 @@ SECOND: dict[str, Seeded] = {
         SERVED,
     ),
 }
-SETS = {"FIRST": FIRST, "SECOND": SECOND}
+SETS = {"FIRST": FIRST, "SECOND": SECOND, "THIRD": THIRD, "FOURTH": FOURTH}
 
 
 def main() -> int:

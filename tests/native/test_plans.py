@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from fp4deploy.architecture import Architecture
@@ -17,13 +20,14 @@ from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.graph import capture
 from fp4deploy.native import Gpu, Plan, record
 from fp4deploy.native.arena import Lifetime, place
-from fp4deploy.native.bundle import graph_digest
+from fp4deploy.native.bundle import KEY, graph_digest
 from fp4deploy.native.plan import Buffer, CudaKernel
 from fp4deploy.packed import PackedFile, packed_file
 from fp4deploy.packed.graph import GroupNormReLU, Layer
 from fp4deploy.packed.shapes import shapes_of
 from fp4deploy.plugins.gemm.convolution.decoded_weight import decode_weight, planes_shape
 from tests.native.conftest import GPU, SHAPES
+from tests.native.plain_bundle import write_plain_bundle
 from tests.packed.small_networks import packed
 
 
@@ -88,7 +92,9 @@ def test_placing() -> None:
             assert at % 256 == 0
             assert at + one.size <= total
             for other, there in zip(buffers[:number], offsets, strict=False):
-                assert not one.meets(other) or at + one.size <= there or there + other.size <= at
+                together = {*range(one.first, one.last + 1)} & {*range(other.first, other.last + 1)}  # launches
+                assert one.meets(other) == bool(together)
+                assert not together or at + one.size <= there or there + other.size <= at
 
 
 def test_planes_have_the_shape_of_the_decoded_weight() -> None:
@@ -103,26 +109,34 @@ def test_planes_have_the_shape_of_the_decoded_weight() -> None:
 
 
 def test_refusals(unet: PackedFile) -> None:
-    with pytest.raises(InputError, match="multiples of 16 channels"):
-        record(packed("nvfp4_qat", 0.125)[1], GPU, SHAPES[0])
     with pytest.raises(InputError, match="multiples of 16, such as"):
         record(unet, GPU, (1, 3, 30, 30))
     with pytest.raises(InputError, match="takes RGB images"):
         record(unet, GPU, (1, 4, 32, 32))
+    second = unet.graph.inputs[0].model_copy(update={"name": "second"})
+    two = dataclasses.replace(unet, graph=unet.graph.model_copy(update={"inputs": [unet.graph.inputs[0], second]}))
+    with pytest.raises(InputError, match="has 2 inputs, and 1 shapes were given"):
+        record(two, GPU, SHAPES[0])
+
+
+def test_what_kernels_of_this_package_do_not_cover_is_generated(
+    unet: PackedFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Narrow norms, other nodes, a rest in FP32."""
+    seen: list[PackedFile] = []
+    module = sys.modules["fp4deploy.native.record"]
+    monkeypatch.setattr(module, "record_program", lambda file, gpu, shapes: seen.append(file))
     network = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.Conv2d(32, 32, 1), nn.MaxPool2d(2))
     own, tensors = packed_graph(capture(network.eval(), torch.zeros(SHAPES[0])), network)
-    with pytest.raises(InputError, match="this network also has affine, max_pool. Run its file with Python"):
-        record(packed_file(Path("own.fp4"), None, own, tensors), GPU, SHAPES[0])
-    graph = unet.graph
-    last = graph.nodes[-1]
-    second = graph.inputs[0].model_copy(update={"name": "second"})
-    two = dataclasses.replace(unet, graph=graph.model_copy(update={"inputs": [graph.inputs[0], second]}))
-    with pytest.raises(InputError, match="one input"):
-        record(two, GPU, SHAPES[0])
-    grouped = last.model_copy(update={"groups": 16})
-    other = graph.model_copy(update={"nodes": [*graph.nodes[:-1], grouped]})
-    with pytest.raises(InputError, match="Node 40 of the graph"):
-        record(dataclasses.replace(unet, graph=other), GPU, SHAPES[0])
+    wide = unet.graph.model_copy(update={"rest": "fp32"})
+    files = [
+        packed("nvfp4_qat", 0.125)[1],
+        packed_file(Path("own.fp4"), None, own, tensors),
+        dataclasses.replace(unet, graph=wide),
+    ]
+    for file in files:
+        record(file, GPU, SHAPES[0])
+    assert [id(file) for file in seen] == [id(file) for file in files]
 
 
 def test_the_digest_of_a_graph_ignores_its_weights(unet: PackedFile, tmp_path: Path) -> None:
@@ -130,3 +144,23 @@ def test_the_digest_of_a_graph_ignores_its_weights(unet: PackedFile, tmp_path: P
     other = {name: info.model_copy(update={"sha256": "0" * 64}) for name, info in graph.tensors.items()}
     assert graph_digest(graph.model_copy(update={"tensors": other})) == graph_digest(graph)
     assert graph_digest(graph.model_copy(update={"digits": True})) != graph_digest(graph)
+
+
+def test_a_kernel_may_have_what_any_of_its_launches_needs(unet: PackedFile, plans: list[Plan], tmp_path: Path) -> None:
+    """Dynamic shared memory: here the first launch of each kernel has more than the others, in all plans."""
+    changed, seen = [], set[CudaKernel]()
+    for plan in plans:
+        body = []
+        for each in plan.stages["body"]:
+            if isinstance(each.kernel, CudaKernel):
+                each = dataclasses.replace(each, shared=100 if each.kernel in seen else 9000)
+                seen.add(each.kernel)
+            body.append(each)
+        changed.append(dataclasses.replace(plan, stages={**plan.stages, "body": tuple(body)}))
+    write_plain_bundle(tmp_path / "a.kernels", unet, changed)
+    with safe_open(tmp_path / "a.kernels", framework="pt") as file:
+        body = json.loads(json.loads(file.metadata()[KEY])["body"])
+    rows = [row for plan in body["plans"] for stage in plan["stages"].values() for row in stage]
+    needed = [{row[5] for row in rows if row[0] == number} for number in range(len(body["kernels"]))]
+    assert {100, 9000} in needed
+    assert [kernel["shared"] for kernel in body["kernels"]] == list(map(max, needed))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from torch import nn
 
 from fp4deploy.errors import InputError
+from fp4deploy.export.to_packed import pack
 from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.models import build_unet
 from fp4deploy.packed import PackedNetwork, activation_bytes, full_precision, plain_bytes
@@ -90,3 +94,27 @@ def test_activations_have_the_bytes_that_are_counted(scale: float, digits: bool,
 def test_a_size_that_does_not_fit() -> None:
     with pytest.raises(InputError, match="multiples of 16, such as 96 x 112"):
         activation_bytes(packed()[1].graph, 100, 110)
+
+
+def test_an_early_output_is_held_to_the_end(tmp_path: Path) -> None:
+    class Chain(nn.Module):
+        def __init__(self, early: bool) -> None:
+            super().__init__()
+            self.layers, self.early = nn.ModuleList(nn.Conv2d(16, 16, 1) for _ in range(3)), early
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            a = self.layers[0](x)
+            c = self.layers[2](self.layers[1](a))
+            return (a, c) if self.early else (c,)
+
+    counted = []
+    for early in (False, True):
+        file = pack(Chain(early), tmp_path / f"{early}.fp4", example_inputs=torch.zeros(1, 16, 8, 8), verify=False).file
+        counted.append(activation_bytes(file.graph, 8, 8))
+    one = 2 * 16 * 8 * 8
+    assert counted == [2 * one, 3 * one]
+    for batch, expected in ((None, 5), (2, 2)):  # any, and the file's own alone
+        file = pack(
+            Chain(False), tmp_path / "b.fp4", example_inputs=torch.zeros(2, 16, 8, 8), verify=False, batch=batch
+        ).file
+        assert activation_bytes(file.graph, 8, 8, batch=5) == expected * 2 * one

@@ -23,6 +23,7 @@ from fp4deploy.packed import network as network_module
 from fp4deploy.packed.graph import Concat, Conv2d, Form, Layer, Take
 from fp4deploy.packed.network import decoded_form, packed_form
 from fp4deploy.packed.operators import Context, compute
+from fp4deploy.plugins.gemm.reference import conv2d_reference, conv_transpose2d_reference
 from fp4deploy.qat import calibrate, prepare, round_to_deployed
 from tests.export.packable_networks import NETWORKS, deployed
 from tests.packed.small_networks import CLASSES, SIZE, images, packed
@@ -272,18 +273,46 @@ def test_a_network_of_volumes_is_multiplied_in_packed_form(monkeypatch: pytest.M
     assert [len(node.inputs) for node in layers if "decoder" in node.layer] == [2, 1, 2, 1]
 
 
-@pytest.mark.parametrize(("name", "decodes"), [("InstanceNorm UNet", False), ("InstanceNorm UNet, volumes", True)])
-def test_before_blackwell_layers_of_volumes_are_decoded(
-    name: str, decodes: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("name", "measured"), [("InstanceNorm UNet", False), ("InstanceNorm UNet, volumes", True)])
+def test_before_blackwell_layers_are_multiplied_with_decoded_weights(
+    name: str, measured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernels of decoded weights take images; a compiler may join what torch computes of volumes."""
+    """With the strides and paddings of each axis; of volumes a compiled network with cuDNN is timed as well."""
     torch.manual_seed(0)
     factory, size = NETWORKS[name]
     x = torch.randn(2, 3, *size)
     file = packed_file(Path("own.fp4"), None, *pack_model(deployed(factory(), x), x))
-    assert not PackedNetwork(file).decodes_layers
+    here = PackedNetwork(file)
+    assert not here.decodes_layers
+    weights: dict[int, Nvfp4Tensor] = {}
+    decode = network_module.decode_weight
+
+    def decoded_weight(weight: Nvfp4Tensor, *more: Any) -> Any:
+        made = decode(weight, *more)
+        weights[id(made)] = weight
+        return made
+
+    def conv2d(sources: Any, weight: Any, bias: Any, *, transposed: bool = False, relu: bool, **place: Any) -> Any:
+        assert weight.channels == tuple(source.shape[-1] for source in sources)
+        place = {name: place[name] for name in ("stride", "padding", "dilation", "dtype", "out_amax") if name in place}
+        multiply = conv_transpose2d_reference if transposed else conv2d_reference
+        return multiply(sources[0] if transposed else sources, weights[id(weight)], bias, relu=relu, **place), None
+
     monkeypatch.setattr(network_module.decoded, "available", lambda _: True)
-    network = PackedNetwork(file)
-    assert network.decodes_layers == decodes
-    assert bool(network._decoded) != decodes
+    monkeypatch.setattr(network_module, "decode_weight", decoded_weight)
+    monkeypatch.setattr(network_module.decoded, "conv2d", conv2d)
+    there = PackedNetwork(file)
+    layers = [node for node in file.graph.nodes if isinstance(node, Layer) and node.precision == "nvfp4"]
+    assert len(layers) - len(there._decoded) == 2  # those that read 48 channels
+    assert there.decodes_layers == measured
     assert not PackedNetwork(file, weights="packed").decodes_layers
+    there.pack = here.pack = packed_form
+    image = file.graph.inputs[0]
+    live = dict(zip([form.name for form in image.outputs], here.read_input(image, x, packed_form), strict=True))
+    for node in file.graph.nodes:
+        inputs = [live[each] for each in node.inputs]
+        got = here.run_node(node, inputs)
+        if node in layers:
+            for one, other in zip(there.run_node(node, inputs), got, strict=True):
+                torch.testing.assert_close(decoded_form(one, torch.float32), decoded_form(other, torch.float32))
+        live.update(zip([form.name for form in node.outputs], got, strict=True))

@@ -89,7 +89,9 @@ def test_every_step_against_its_reference(
             if isinstance(one, Nvfp4Tensor):
                 # cuDNN's volumes are rounded to FP16 before they are quantised: some are another FP4 number then.
                 rounded = weights is None and isinstance(node, Layer) and len(one.shape) == 5
-                assert float((difference != 0).float().mean()) < (1e-2 if rounded else 1e-3), node
+                # Where the scale of a block is rounded otherwise, most of its 16 numbers are.
+                few = 3 * 16 / difference.numel()
+                assert float((difference != 0).float().mean()) < max(1e-2 if rounded else 1e-3, few), node
             else:
                 assert float(difference.norm() / values(other).norm()) < 1e-3, node
         live.update(zip([form.name for form in node.outputs], got, strict=True))
@@ -179,7 +181,9 @@ def test_every_node_of_other_networks(name: str, weights: str | None, monkeypatc
             if isinstance(one, Nvfp4Tensor):
                 # cuDNN's volumes are rounded to FP16 before they are quantised: some are another FP4 number then.
                 rounded = weights is None and isinstance(node, Layer) and len(one.shape) == 5
-                assert float((difference != 0).float().mean()) < (1e-2 if rounded else 1e-3), node
+                # Where the scale of a block is rounded otherwise, most of its 16 numbers are.
+                few = 3 * 16 / difference.numel()
+                assert float((difference != 0).float().mean()) < max(1e-2 if rounded else 1e-3, few), node
             else:
                 assert float(difference.norm()) <= 2e-3 * float(values(other).norm()), node
         live.update(zip([form.name for form in node.outputs], got, strict=True))

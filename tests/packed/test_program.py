@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.models import build_unet
-from fp4deploy.packed import PackedNetwork, program
+from fp4deploy.packed import PackedNetwork, program, program_cache
 from fp4deploy.packed.producers import plan
 from fp4deploy.packed.program import CHOICES, choice_key, compile_mode, compile_program, left_to_torch, trace
 from fp4deploy.packed.program_cache import keep_program, program_key, read_program
@@ -100,6 +100,25 @@ def test_what_the_compiler_cannot_do_is_unavailable(monkeypatch: pytest.MonkeyPa
         compile_program(file, [x])
 
 
+def test_a_program_is_of_all_that_it_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    file, x = network("FPN")
+    names = [
+        program_key(network("ASPP")[0], [x], torch.float32),
+        program_key(file, [x[:1]], torch.float32),
+        program_key(file, [x.contiguous(memory_format=torch.channels_last)], torch.float32),
+        program_key(file, [x.half()], torch.float32),
+        program_key(file, [x], torch.float16),
+        program_key(file, [x.to("meta")], torch.float32),
+    ]
+    first = program_key(file, [x], torch.float32)
+    for function in ("versions", "_source"):
+        with monkeypatch.context() as patch:
+            patch.setattr(program_cache, function, lambda: "another")
+            names.append(program_key(file, [x], torch.float32))
+    assert len({first, *names}) == 1 + len(names)
+    assert first == program_key(file, [x.clone()], torch.float32)
+
+
 def test_a_program_is_kept_with_the_tensors_that_were_computed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The entry of one file is not read for another, nor once it is damaged."""
     monkeypatch.setenv("FP4DEPLOY_CACHE", str(tmp_path))
@@ -114,8 +133,6 @@ def test_a_program_is_kept_with_the_tensors_that_were_computed(monkeypatch: pyte
     assert None in keys
     assert len(set(keys)) > 2
     name = program_key(file, [x], torch.float32)
-    assert name != program_key(network("ASPP")[0], [x], torch.float32)
-    assert name != program_key(file, [x[:1]], torch.float32)
     keep_program(name, Compiled(), keys, tensors)
     kind = importlib.import_module("torch._inductor.standalone_compile").CompiledArtifact
     monkeypatch.setattr(kind, "load", lambda *, path, format: Path(path).read_bytes())

@@ -33,7 +33,7 @@ from fp4deploy.predict import predictor as module
 from fp4deploy.predict.prediction import Prediction
 from fp4deploy.predict.predictor import Predictor, class_map, load
 from fp4deploy.predict.sources import find_sources
-from fp4deploy.predict.video import RATE, opened, predict_video, stated_rate
+from fp4deploy.predict.video import RATE, opened, predict_frames, predict_video, stated_rate
 from fp4deploy.predict.write import describe, likeliest_classes, mean_shares, objects_of_classes, predict_files
 from fp4deploy.runs import Run
 from tests.predict.pointwise import Pointwise, card, classes_of, photo
@@ -270,6 +270,9 @@ def test_objects_name_the_image_that_they_are_in(tmp_path: Path) -> None:
     of = {each["id"]: Path(each["file_name"]).name for each in found["images"]}
     assert [of[each["image_id"]] for each in found["annotations"]] == ["1.png"]
     assert found["annotations"][0]["bbox"] == [4, 4, 8, 8]
+    categories = [{"id": number, "name": name} for number, name in enumerate(chosen.class_names)]
+    assert found["categories"] == categories[1:]  # without the background
+    assert {each["category_id"] for each in found["annotations"]} <= {each["id"] for each in found["categories"]}
 
 
 @pytest.mark.parametrize("theirs", ["predictions.json", "instances.json"])
@@ -360,6 +363,32 @@ def test_a_camera_has_a_number(number: str, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "cv2", cv2)
     with pytest.raises(InputError, match="names no camera; write its number"):
         predict_video(Predictor(Pointwise(card())), f"camera:{number}", tmp_path / "out.mp4", batch=1)
+
+
+def test_a_network_reads_rgb_and_a_video_is_written_as_it_was_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frames = [np.random.default_rng(number).integers(0, 256, (6, 8, 3), np.uint8) for number in range(3)]  # BGR
+    cv2, left, seen = MagicMock(), list(frames), list[np.ndarray]()
+    capture, target = cv2.VideoCapture.return_value, tmp_path / "out.mp4"
+    capture.get.return_value = 10.0
+    capture.read.side_effect = lambda: (True, left.pop(0)) if left else (False, None)
+    cv2.VideoWriter.side_effect = lambda path, *_: (Path(path).touch(), cv2.writer)[1]
+    monkeypatch.setitem(sys.modules, "cv2", cv2)
+
+    red = Prediction(np.zeros((6, 8), np.uint8), ("thing",), ((255, 0, 0),))
+
+    class Red(Predictor):
+        def predict_batch(self, images: Any) -> list[Prediction]:
+            seen.extend(images)
+            return [red] * len(images)
+
+    found = predict_frames(Red(Pointwise(card())), capture, "clip.mp4", target, batch=2)
+    assert (found["frames"], found["frames_per_s"], found["height"], found["width"]) == (3, 10.0, 6, 8)
+    written = [call.args[0] for call in cv2.writer.write.call_args_list]
+    for frame, read, drawn in zip(frames, seen, written, strict=True):
+        assert np.array_equal(read, frame[..., ::-1])
+        assert np.array_equal(drawn, red.overlay(frame[..., ::-1])[..., ::-1])
 
 
 LISTS = [b"ffconcat version 1.0\nfile other.mp4\n", b"#EXTM3U\n", b"<?xml?><MPD>", b"v=0\r\no=- 0 0", b"", b"\0" * 300]

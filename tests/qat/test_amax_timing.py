@@ -258,7 +258,8 @@ def test_in_a_cuda_graph_from_the_first_step_on() -> None:
     layer = prepared("linear", DELAYED)[1].cuda()
     x = torch.zeros(5, 48, device="cuda")
     with torch.no_grad():
-        layer.quantized_input(x)  # compiles; zeros leave no amax
+        layer.quantized_input(x)  # compiles; the step after zeros is still the first
+        assert layer.input_amax == ZEROS_AMAX
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             captured = layer.quantized_input(x)

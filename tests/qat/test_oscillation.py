@@ -72,14 +72,15 @@ def test_a_weight_that_travels_or_rests_keeps_its_value() -> None:
     with torch.no_grad():
         layer.weight.zero_()
         layer.weight[:, 0] = 6.0  # amax of every first block: its scale is 1, and the threshold of 2 and 3 is 2.5
-        layer.weight[0, 1:4] = torch.tensor([2.49, 2.49, 2.2])
+        layer.weight[0, 1:5] = torch.tensor([2.49, 2.49, 2.2, 2.1])
     for step in range(6):
         if step:
             with torch.no_grad():
                 layer.weight[0, 1] = 2.51 if step % 2 else 2.49  # oscillates: |dQ| = 1 against |dw| = 0.02
                 layer.weight[0, 2] += 0.2  # travels: 2.69, 2.89 ...
+                layer.weight[0, 4] = 2.49 if step % 2 else 2.51  # after 0.39 on the way there
         resets.update(step)
-    assert layer.weight[0, :4].tolist() == pytest.approx([6.0, 3.0, 3.49, 2.2])
+    assert layer.weight[0, :5].tolist() == pytest.approx([6.0, 3.0, 3.49, 2.2, 2.0])
 
 
 def test_a_window_is_resumed_exactly(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_the_traced_form_follows_likewise(delayed: bool) -> None:
     assert used == moved == 2
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_batches_that_are_no_numbers_calibrate_nothing(bad: float) -> None:
     model = prepare(nn.Sequential(nn.Linear(32, 32)), include=["0"])
     good, broken = torch.randn(4, 32), torch.randn(4, 32)
@@ -125,3 +125,21 @@ def test_batches_that_are_no_numbers_calibrate_nothing(bad: float) -> None:
                 run(model, batches)
     calibrate(model, [(good, torch.full((4,), torch.nan))])  # a label is not looked at
     assert model[0].input_amax == good.abs().max()
+
+
+def test_a_mask_beside_an_image_may_hold_minus_infinity() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return (self.layer(x) + mask).softmax(-1)
+
+    model, x, mask = prepare(Masked(), include=["layer"]), torch.randn(4, 32), torch.zeros(32)
+    mask[3:] = -torch.inf
+    calibrate(model, [{"x": x, "mask": mask}])
+    assert model.layer.input_amax == x.abs().max()
+    for bad in (torch.nan, torch.inf):
+        with pytest.raises(InputError, match="Batch 1 of the calibration holds NaN or Inf"):
+            calibrate(model, [{"x": x, "mask": mask.nan_to_num(neginf=bad)}])

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
+from fp4deploy.bench.kept import keep
+from fp4deploy.bench.records import ArtifactEntry
 from fp4deploy.errors import InputError
 from fp4deploy.export.ledger.ledger import Ledger
 from fp4deploy.report.comparison import compare, labels
@@ -168,6 +170,20 @@ def test_numbers_belong_to_the_file_that_was_measured(pair: tuple[Run, Run]) -> 
     assert found["export/unet.fp4"].status == "changed since"
     assert found["engines/unet.plan"].status == "not measured"
     assert read_run(run).commands == ["fp4deploy run"]
+
+
+@pytest.mark.parametrize(("at", "expected"), [("2025-12-31", 0.4), ("2026-01-02", 0.5)])
+def test_the_later_of_a_report_and_a_bench_counts(at: str, expected: float, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    run = make(tmp_path / "run", {"nvfp4": [{"cat": 0.3}]}, data__root=str(tmp_path / "data"))
+    told = {"artifacts": [entry(run, "export/unet.onnx", "nvfp4", 0.4)], "created": "2026-01-01T00:00:00+00:00"}
+    (run.path / "report.json").write_text(json.dumps(told))
+    measured = ArtifactEntry.model_validate(entry(run, "export/unet.onnx", "nvfp4", 0.5))
+    keep(run.path / "export" / "unet.onnx", measured, tmp_path / "data")
+    lines = run.path / "bench.jsonl"
+    lines.write_text(re.sub(r'"at": "[^"]*"', f'"at": "{at}T00:00:00+00:00"', lines.read_text()))
+    (found,) = read_run(run).artifacts
+    assert found.miou == expected
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"artifacts": [{"path": 3}]}', '{"artifacts": 1}', '{"environment": 2}'])

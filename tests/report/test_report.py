@@ -48,6 +48,10 @@ def row(path: str, model: str, miou: float | None, size: int) -> ArtifactEntry:
     )  # fmt: skip
 
 
+URIS = {title: f"data:image/png;base64,{title}" for title in ("image", "truth", "FP16", "NVFP4", "difference")}
+OVERLAY = Overlay("a.jpg", URIS, 0.25, True, [("road", (1, 2, 3))])
+
+
 @pytest.fixture
 def report(untrained: Run, shapes: Path) -> ReportData:
     rows = [
@@ -130,6 +134,20 @@ def test_the_summary_is_made_of_measured_numbers(report: ReportData) -> None:
 )
 def test_the_summary_compares_with_the_control_where_there_is_one(report: ReportData, nvfp4: float, said: str) -> None:
     assert summary(with_models(report, fp16_control=0.79, nvfp4=nvfp4))[0].startswith(said)
+
+
+def test_a_model_whose_rest_is_bf16_is_called_so(report: ReportData) -> None:
+    wide = {name: model.model_copy(update={"rest": "bf16"}) for name, model in report.models.items()}
+    for models in (report.models, wide):
+        named = "BF16" if models is wide else "FP16"
+        found = report.model_copy(update={"models": models, "artifacts": []})
+        found = found.model_copy(update={"summary": summary(found)})
+        page = render_html(found, Pictures(overlays=[OVERLAY]))
+        texts = re.findall(r"\b(?:FP|BF)16\b", " ".join([*found.summary, *re.findall(r">([^<>]+)<", page)]))
+        assert set(texts) == {named}
+        assert f"<h1>{named} and NVFP4 compared</h1>" in page
+    control = with_models(report.model_copy(update={"models": wide}), fp16_control=0.82)
+    assert "against the BF16 control, trained as long" in " ".join(summary(control))
 
 
 def test_no_accuracy_no_claim(report: ReportData) -> None:
@@ -277,8 +295,7 @@ def test_overlays_show_the_worst_last(untrained: Run, shapes: Path) -> None:
 
 
 def test_a_page_lays_fp16_and_nvfp4_over_one_another(report: ReportData) -> None:
-    uris = {title: f"data:image/png;base64,{title}" for title in ("image", "truth", "FP16", "NVFP4", "difference")}
-    page = render_html(report, Pictures(overlays=[Overlay("a.jpg", uris, 0.25, True, [("road", (1, 2, 3))])]))
+    page = render_html(report, Pictures(overlays=[OVERLAY]))
     pair = page[page.index('<div class="pair">') : page.index("</div>", page.index('<div class="pair">'))]
     assert re.findall(r'src="data:image/png;base64,(\w+)"', pair) == ["FP16", "NVFP4"]
     assert '<input type="range"' in pair

@@ -1,4 +1,4 @@
-"""A network of three convolutions, for properties that do not depend on the network."""
+"""Networks of three convolutions, for properties that do not depend on the network."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 SPEC = "tests.train.small_network:Small"
+NORMED = "tests.train.small_network:Normed"
 
 
 class Small(nn.Module):
@@ -19,3 +20,14 @@ class Small(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(torch.relu(self.body(torch.relu(self.stem(x)))))
+
+
+class Normed(Small):
+    """The same with a batch norm after `body`."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.norm = nn.BatchNorm2d(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.norm(self.body(torch.relu(self.stem(x))))))

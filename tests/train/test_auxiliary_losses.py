@@ -16,8 +16,9 @@ from fp4deploy.runs import Run, create_run
 from fp4deploy.train import Config, train_models, with_settings
 from fp4deploy.train.loop import Trainer
 from fp4deploy.train.losses.auxiliary import AuxiliaryLosses, damping_loss, distillation_loss
+from fp4deploy.train.losses.features import Features
 from fp4deploy.train.sections import DistillSection
-from tests.train.small_network import SPEC
+from tests.train.small_network import SPEC, Small
 
 
 def test_the_divergence_is_that_of_the_tempered_softmaxes() -> None:
@@ -73,7 +74,8 @@ def test_damping_rises_from_its_start_to_the_end() -> None:
 def test_the_teacher_is_frozen_and_weighs_as_it_is_told() -> None:
     teacher = nn.Conv2d(3, 4, 1)
     settings = DistillSection(weight=0.5, task=0.25, temperature=2.0)
-    auxiliary = AuxiliaryLosses(teacher, settings).placed(torch.device("cpu"), torch.contiguous_format, fused=False)
+    auxiliary = AuxiliaryLosses(teacher, settings)
+    auxiliary.placed(nn.Identity(), torch.device("cpu"), torch.contiguous_format, fused=False)
     images, logits = torch.randn(2, 3, 4, 4), torch.randn(2, 4, 4, 4, requires_grad=True)
     total = auxiliary(torch.tensor(8.0), images, logits, (), 0.0, torch.no_grad)
     expected = 0.25 * 8 + 0.5 * distillation_loss(logits, teacher(images), 2.0)
@@ -132,6 +134,50 @@ def test_distillation_alone_brings_the_student_to_its_teacher(
     assert len(losses) == 20
     assert sum(losses[-4:]) < 0.7 * sum(losses[:4])
     assert min(losses) >= 0
+
+
+def test_features_are_compared_layer_by_layer_relative_to_the_teacher() -> None:
+    torch.manual_seed(0)
+    student, teacher = (Small(4) for _ in range(2))
+    features, images = Features(student.train(), teacher.eval()), torch.randn(2, 3, 8, 8)
+    for _ in range(2):  # the second step does not see the first
+        student.eval()(images)  # nor an evaluation
+        student.train()(images)
+        with torch.no_grad():
+            teacher(images)
+        loss = features.loss()
+    expected, x, y = [], images, images
+    for name in ("stem", "body", "head"):
+        x, y = student.get_submodule(name)(x), teacher.get_submodule(name)(y)
+        expected.append(((x - y) ** 2).sum() / (y**2).sum())
+        x, y = x.relu(), y.relu()
+    torch.testing.assert_close(loss, torch.stack(expected).mean())
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in student.parameters())
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+
+
+def test_features_alone_bring_the_student_to_its_teacher(
+    tiny: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses: list[float] = []
+    original = Features.loss
+
+    def noted(self: Features) -> torch.Tensor:
+        losses.append((found := original(self)).item())
+        return found
+
+    monkeypatch.setattr(Features, "loss", noted)
+    settings = [f"model.spec={SPEC}", "distill.features=1", "distill.task=0", "train.from_scratch=true"]
+    train_models(with_settings(tiny, [*settings, "train.epochs=10"]), create_run(tmp_path / "run"))
+    assert len(losses) == 20
+    assert 0 < sum(losses[-4:]) < 0.7 * sum(losses[:4])
+
+
+@pytest.mark.parametrize("setting", ["train.compile=true", "train.checkpointing=true"])
+def test_features_of_layers_that_nobody_calls_are_refused(tiny: Config, setting: str) -> None:
+    with pytest.raises(InputError, match=r"distill\.features compares"):
+        with_settings(tiny, ["distill.features=1", setting])
 
 
 def test_a_teacher_of_other_classes_or_of_fp4_is_refused(tiny: Config, tiny_run: Run, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from fp4deploy.runs import Run, create_run
 from fp4deploy.train import Config, SegmentationLoss, load_config, train_models, with_settings
 from fp4deploy.train.loop import MAX_CONSECUTIVE_SKIPPED, Trainer
 from fp4deploy.train.schedule import learning_rate
+from tests.modes import LEARNS, LOOKS, Mode, modes
 from tests.train.launch import copy_of
 from tests.train.small_network import SPEC
 
@@ -74,11 +75,35 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, model: str, step: int, error: Ba
     monkeypatch.setattr(Trainer, "step", interrupted)
 
 
+SEEN: dict[str, set[Mode]] = {
+    "step": set(),
+    "evaluate": set(),
+}  # how modules run in methods of the trainer of `straight`
+
+
 @pytest.fixture(scope="module")
 def straight(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     run = create_run(tmp_path_factory.mktemp("runs") / "straight")
-    train_models(load_config(None, [f"data.root={data}", *SMALL]), run, ("fp16", "nvfp4", "fp16_control"))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, seen in SEEN.items():
+            patch.setattr(Trainer, name, watched(getattr(Trainer, name), seen))
+        train_models(load_config(None, [f"data.root={data}", *SMALL]), run, ("fp16", "nvfp4", "fp16_control"))
     return run
+
+
+def watched(method: Callable[..., Any], seen: set[Mode]) -> Callable[..., Any]:
+    def call(*given: Any) -> Any:
+        with modes() as found:
+            result = method(*given)
+        seen.update(found)
+        return result
+
+    return call
+
+
+def test_steps_learn_and_evaluations_look(straight: Run) -> None:
+    assert straight.models()
+    assert {"step": {LEARNS}, "evaluate": {LOOKS}} == SEEN
 
 
 def test_a_run_leaves_the_files_of_the_contract(straight: Run) -> None:

@@ -1,4 +1,4 @@
-"""`fp4deploy telemetry`: heatmaps of what a training tracked; how well NVFP4 fits each tensor of a trained model."""
+"""`fp4deploy telemetry`: heatmaps of what a training tracked; what NVFP4 costs in each tensor and layer of a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...console import done, note, shown, typed
 from ...deferred import deferred
 from ...settings import NamedModelOption, NetworkOption, expect
 
-app = typer.Typer(help="Heatmaps of a training; kurtosis of its tensors.", no_args_is_help=True)
+app = typer.Typer(help="Heatmaps of a training; errors of its layers; kurtosis of its tensors.", no_args_is_help=True)
 
 
 @deferred(app, "plot")
@@ -72,6 +72,41 @@ def study(
     whole = path.resolve()
     files = save_study(found, out or whole.parents[1] / "plots" / "kurtosis" / whole.parent.name)
     done(render_study(found).split("Each layer")[0].strip())
+    for file in files:
+        done(shown(file), file=str(file))
+
+
+@deferred(app, "layers")
+def layers(
+    checkpoint: Annotated[
+        Path | None, typer.Argument(help="Checkpoint.", show_default="nvfp4, else fp16, of the latest run")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option("--data", help="Dataset folder.", show_default="what the run was trained on")
+    ] = None,
+    images: Annotated[int, typer.Option("--images", min=1, help="Validation images to use.")] = 16,
+    recipe: Annotated[
+        str | None, typer.Option("--recipe", help="NVFP4 recipe.", show_default="the checkpoint's, else nvfp4_qat")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder for layers.{json,md,png}.", show_default="the run's plots/")
+    ] = None,
+    model: NamedModelOption = None,
+) -> None:
+    """Say which error each layer in NVFP4 adds: by its input, its weight and block scales, and from which channels."""
+    expect(model)
+    from fp4deploy.bench.locate import data_of
+    from fp4deploy.experiments.sensitivity.layer_files import render_layers, save_layers
+    from fp4deploy.experiments.sensitivity.layers import study_layers
+    from fp4deploy.experiments.sensitivity.study import study_images
+    from fp4deploy.system.progress import progress
+
+    path = checkpoint or _default_checkpoint()
+    with progress("every layer alone, by operand"):
+        found = study_layers(path, study_images(path, data or data_of(path), images), recipe, on_gpu=True)
+    whole = path.resolve()
+    files = save_layers(found, out or whole.parents[1] / "plots" / "layers" / whole.parent.name)
+    done(render_layers(found).strip())
     for file in files:
         done(shown(file), file=str(file))
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fp4deploy.bench.records import ArtifactEntry
     from fp4deploy.bench.runtimes.like import Like
 
+MAX_DROP = 0.5  # points
 MAX_LETTERS = 40  # of the name of a file, before it may be broken over two lines
 ACCURACY, GATE, RUNTIMES, LATENCY = "Accuracy", "Gate", "Runtimes", "Latency"  # headings of the options in --help
 WIDE = 120  # columns of a terminal from which backend and precision have columns of their own
@@ -84,15 +85,16 @@ def bench(
         ),
     ] = None,
     max_drop: Annotated[
-        float,
+        float | None,
         typer.Option(
             "--max-drop",
             rich_help_panel=GATE,
             min=0.0,
             callback=finite,
             help="Points of mIoU or AP that the drop's interval may reach (exit 1).",
+            show_default=f"{MAX_DROP:g}",
         ),
-    ] = 0.5,
+    ] = None,
     baseline_artefact: Annotated[
         str | None,
         typer.Option(
@@ -178,6 +180,9 @@ def bench(
     """Measure mIoU or AP and latency; a drop below the baseline exits 1, an engine neither run nor emulated here 3."""
     expect(model)
     engine = [*(source or []), *(engine or [])]
+    if max_drop is not None and baseline is None and not forms:
+        raise InputError("--max-drop is of the drop below a baseline, and there is none. Add: --baseline FILE")
+    allowed = MAX_DROP if max_drop is None else max_drop
     if layers or streams or trace is not None:
         _moved(engine, layers, streams, trace, batch, iterations, out)
         return
@@ -207,9 +212,9 @@ def bench(
     decisions: list[Decision] = []
     try:
         if reference is not None:
-            decisions = gate_drop(found, reference, max_drop)
+            decisions = gate_drop(found, reference, allowed)
     finally:
-        chosen_form = {**_fastest(found, max_drop), "not_built": refused} if forms else {}
+        chosen_form = {**_fastest(found, allowed), "not_built": refused} if forms else {}
         _write(found, split, reference, decisions, out, limit, chosen_form)
     if keep is not None:
         _draw(found, decisions, reference, where, split, keep, card)
@@ -217,7 +222,7 @@ def bench(
         if (weak := doubt(reference)) is not None:
             note(weak)
         require_passed(decisions)
-        note(f"Within {max_drop:g} points of the baseline's {100 * reference.value:.2f} % {reference.metric}.")
+        note(f"Within {allowed:g} points of the baseline's {100 * reference.value:.2f} % {reference.metric}.")
     if any(not path.is_dir() for path in engine):
         _require_run(found)
 

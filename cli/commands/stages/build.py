@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from fp4deploy.export.engine.build import BuildResult, PreparedEngine
     from fp4deploy.export.engine.profile import Sizes
 
+MAX_DROP = 0.5  # points
+
 
 def build(
     models: Annotated[
@@ -79,14 +81,15 @@ def build(
         ),
     ] = None,
     max_drop: Annotated[
-        float,
+        float | None,
         typer.Option(
             "--max-drop",
             min=0.0,
             callback=finite,
             help="With --data: points of mIoU or AP that the drop's interval may reach.",
+            show_default=f"{MAX_DROP:g}",
         ),
-    ] = 0.5,
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", help="Target .plan (one model) or folder.", show_default="RUN/engines")
     ] = None,
@@ -146,6 +149,9 @@ def build(
     interface = Interface(input_type, input_layout, output_type, output_layout)
     flags = {"version_compatible": version_compatible, "stripped": stripped, "refittable": refittable}
     found = _models([or_of_latest_run(path) for path in models]) if models else _latest()
+    if max_drop is not None and data is None:
+        raise InputError("--max-drop is of the accuracy on labelled images, and there are none. Add: --data DIR")
+    allowed = MAX_DROP if max_drop is None else max_drop
     if data is not None and conv != "auto":
         raise InputError(f"--data is for --conv auto, which chooses by it; here is --conv {conv}.")
     if len(found) > 1 and (log is not None or (out is not None and out.suffix == ".plan")):
@@ -167,11 +173,11 @@ def build(
         with progress("compiling") as bar:
             engine = smallest(partial(prepare, path), bar.phase) if conv == "smallest" else engine
             result = engine.build(target_of(path, out, target), strict, log, require_fp4, bar.phase)
-        if data is not None and path in baselines and not _keeps_accuracy(baselines[path], result.plan, data, max_drop):
+        if data is not None and path in baselines and not _keeps_accuracy(baselines[path], result.plan, data, allowed):
             note(f"Building {shown(path)} again, with --conv qdq ...")
             with progress("compiling") as bar:
                 result = prepare(path, "qdq").build(result.plan, strict, log, require_fp4, bar.phase)
-            _keeps_accuracy(baselines[path], result.plan, data, max_drop)
+            _keeps_accuracy(baselines[path], result.plan, data, allowed)
         done(
             describe(result),
             model=str(path),

@@ -254,7 +254,7 @@ def _of_state_dict(
     from fp4deploy import provenance
     from fp4deploy.data import IMAGE_MEAN, IMAGE_STD, PhotoDataset, are_photos, open_dataset, usual_size
     from fp4deploy.models.spec import parse_spec
-    from fp4deploy.models.state_dict import ADVICE, checkpoint_of, is_state_dict
+    from fp4deploy.models.state_dict import ADVICE, checkpoint_of, is_checkpoint_of
     from fp4deploy.system.files import require_writable
     from fp4deploy.train import load_config
 
@@ -268,8 +268,8 @@ def _of_state_dict(
     images = PhotoDataset(data) if are_photos(data) or not data.is_dir() else open_dataset(data, "train")
     pixels = parse_size(size) or usual_size(images)
     target = source.with_name(f"{source.stem.removesuffix('.fp16')}.fp16.safetensors")
-    if target == source or is_state_dict(target):
-        raise InputError(f"{target} would be replaced, and holds weights of another program. Give it another name.")
+    if target.exists() and not is_checkpoint_of(target, source):
+        raise InputError(f"{target} would be replaced, and was not made of {source.name}. Give it another name.")
     require_writable(target)
     mean, std = (rgb(text, usual) for text, usual in zip(normalisation, (IMAGE_MEAN, IMAGE_STD), strict=True))
     names = tuple(name.strip() for name in classes.split(",") if name.strip()) if classes else images.class_names

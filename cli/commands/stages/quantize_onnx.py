@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp4deploy.errors import InputError
+from fp4deploy.errors import Fp4DeployError, InputError
 
 from ...console import done, note, shown, typed
 
@@ -91,8 +91,8 @@ def of_onnx(
 
 
 def change_of(source: Path, target: Path, data: Path, images: int) -> Change | None:
-    """What quantising changed on so many images; None for 0 images, and with a note where the data cannot say it: the
-    result is written by then."""
+    """What quantising changed on so many images; None for 0 images, and with a note where data or machine cannot
+    say it: the result is written by then."""
     from fp4deploy.bench.change import measure_change
     from fp4deploy.system.progress import progress
 
@@ -101,7 +101,7 @@ def change_of(source: Path, target: Path, data: Path, images: int) -> Change | N
     try:
         with progress("comparing with the source") as bar:
             return measure_change(source, target, data, images, bar.advance)
-    except InputError as error:
+    except Fp4DeployError as error:
         note(f"{shown(target)} was not compared with its source: {error}")
         return None
 

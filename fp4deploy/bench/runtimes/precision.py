@@ -30,6 +30,7 @@ def of_layers(precisions: Iterable[str]) -> str:
 def of_rest(rest: Rest, on_gpu: bool) -> str:
     """Of a network that is not quantised.
 
+    >>> from fp4deploy.rest import FP16
     >>> of_rest(FP16, True), of_rest(FP16, False)
     ('FP16', 'FP16 (run in FP32)')
     """

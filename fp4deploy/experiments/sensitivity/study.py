@@ -33,6 +33,7 @@ import torch
 from torch import nn
 
 from fp4deploy.data import validation_set
+from fp4deploy.data.sample import evenly
 from fp4deploy.errors import InputError
 from fp4deploy.formats import fake_quantize_nvfp4
 from fp4deploy.graph.costs import MULTIPLYING, work_of_layers
@@ -134,9 +135,8 @@ def study_images(checkpoint: Path, data: Path, count: int, batch: int = 4) -> It
     card = read_card(checkpoint)
     dataset = validation_set(card, data)
     transform = task_of(card).transform(card.size, card.mean, card.std)
-    count = min(count, len(dataset))
-    places = [at * len(dataset) // count for at in range(count)]
-    for start in range(0, count, batch):
+    places = evenly(len(dataset), count)
+    for start in range(0, len(places), batch):
         yield torch.stack([transform(dataset.load(place))[0] for place in places[start : start + batch]])
 
 
@@ -204,7 +204,7 @@ def _damage(
     batches: Sequence[torch.Tensor],
     macs: dict[str, int],
 ) -> list[LayerDamage]:
-    reference = _logits(model, batches)
+    reference = logits_of(model, batches)
     parameters = sum(value.numel() for value in model.parameters())
     total = sum(macs.values())
     rows = []
@@ -212,7 +212,7 @@ def _damage(
         for what, change in _changes(name, layer):
             changed = copy.deepcopy(model)
             change(changed, batches)
-            moved, error = _difference(reference, _logits(changed, batches))
+            moved, error = difference_of(reference, logits_of(changed, batches))
             share = sum(value.numel() for value in layer.parameters()) / parameters
             kind = type(layer).__name__
             rows.append(LayerDamage(name, kind, what, kept[name], moved, error, share, macs[name] / max(1, total)))
@@ -246,11 +246,12 @@ def _changes(name: str, layer: nn.Module) -> list[tuple[str, Change]]:
 
 
 @torch.no_grad()
-def _logits(model: nn.Module, batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def logits_of(model: nn.Module, batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The output of a network for each batch."""
     return [model(images) for images in batches]
 
 
-def _difference(reference: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> tuple[float, float]:
+def difference_of(reference: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> tuple[float, float]:
     """(share of pixels with another class, rms of the change over the rms of the logits)."""
     pixels = moved = 0
     error = power = 0.0

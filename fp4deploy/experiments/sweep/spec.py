@@ -48,7 +48,7 @@ class VariantSection(Section):
     """model: what is trained; set: settings; against: the variant to compare with, null for none; note: a text.
 
     base: the FP16 variant to start from, where it is not the one that the settings ask for.
-    teacher: the FP16 or control variant that distils it (`distill.weight`), where it is not the one it starts from.
+    teacher: the FP16 or control variant that distils it (`distill`), where it is not the one it starts from.
     """
 
     model: Literal["fp16", "nvfp4", "fp16_control", "nvfp4_ptq"] = "nvfp4"
@@ -242,11 +242,15 @@ def _wrong_teacher(sweep: Sweep, variant: Variant, by_name: dict[str, Variant]) 
             f"{variant.name} has teacher: {teacher.name}, and a teacher is FP16 or a control without one of its own"
         ]
     try:
-        distilled = sweep.config(variant, sweep.seeds[0] if sweep.seeds else 0).distill.weight > 0
+        distilled = sweep.config(variant, sweep.seeds[0] if sweep.seeds else 0).distill.teaches
     except InputError:  # reported by `_check`
         return []
     return (
-        [] if distilled else [f"{variant.name} has a teacher and distill.weight 0, so that it learns nothing from it"]
+        []
+        if distilled
+        else [
+            f"{variant.name} has a teacher and distill.weight and distill.features 0, so that it learns nothing from it"
+        ]
     )
 
 

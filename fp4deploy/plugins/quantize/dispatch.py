@@ -194,7 +194,7 @@ def previous_amax(x: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         first = formats.tracked_amax(formats.finite_amax(x.detach()), previous, 0.0)
         return torch.where(previous > formats.ZEROS_AMAX, previous, first)
     amax: torch.Tensor = ops.finite_amax(x.detach(), previous.float())
-    return amax
+    return amax.where(amax > 0, formats.ZEROS_AMAX)
 
 
 def mask_gradient(gradient: torch.Tensor, in_range: torch.Tensor, strides: tuple[int, ...], axis: int) -> torch.Tensor:

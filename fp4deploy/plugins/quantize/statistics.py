@@ -32,12 +32,14 @@ class Moments:
     rows: pixels of a part.
     per_item: parts of a batch item; 0 where parts are cut from the pixels of the whole batch.
     tile: height and width of a part that is a tile of the feature map; (0, 0) where parts are runs of pixels.
+    height: of a slice, where tiles are those of the slices of a volume; 0 of a feature map.
     """
 
     parts: torch.Tensor
     rows: int
     per_item: int = 0
     tile: tuple[int, int] = (0, 0)
+    height: int = 0
 
 
 def pop_moments(moments: dict[str, Moments] | None, name: str) -> Moments | None:
@@ -71,17 +73,19 @@ def combine(
     groups: int,
     eps: float,
 ) -> torch.Tensor:
-    """a and b, float32 [N, 2, C], of a feature map of `shape` [N, H, W, C].
+    """a and b, float32 [N, 2, C], of a feature map of `shape` [N, H, W, C]; of a volume, of the rows of all slices.
 
     Raises:
         UnavailableError: the kernel does not compile or launch here.
     """
     n, h, w, c = shape
     ab = torch.empty(n, 2, c, dtype=torch.float32, device=weight.device)
-    run = kernel("norm_statistics.cu", "combine_moments", "PPPPPfqiiqiiiii", {"DTYPE": "__half"}, weight.device)
+    macros: dict[str, str | int] = {"DTYPE": "__half", **({"VOLUME": 1} if moments.height else {})}
+    slices = (moments.height,) if moments.height else ()
+    run = kernel("norm_statistics.cu", "combine_moments", "PPPPPfqiiqiiiii" + "i" * len(slices), macros, weight.device)
     vectors = (moments.parts, bias, weight, beta, ab)
     span = _span(c // groups, groups)
-    sizes = (h * w, c, groups, moments.rows, moments.per_item, *moments.tile, w, span)
+    sizes = (h * w, c, groups, moments.rows, moments.per_item, *moments.tile, w, span, *slices)
     launch_secondary(run, (c // span, n), _threads(moments, h * w, span), *vectors, eps, *sizes)
     return ab
 

@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from fp4deploy.errors import InputError
+from fp4deploy.graph.modes import evaluating
 from fp4deploy.qat.fused_unet import FusedUNet
 from fp4deploy.qat.layers import QUANTIZED, TRANSPOSED, QuantizedLayer
 from fp4deploy.qat.recipes import QuantSpec
@@ -121,13 +122,8 @@ class Watcher:
     @torch.no_grad()
     def probe(self, images: torch.Tensor, seed: int = 0, most: int = 2) -> None:
         """Run and observe an extra forward of at most `most` images, in evaluation mode."""
-        training = self.model.training
-        self.model.eval()
-        try:
-            with self.watching(images, seed):
-                self.model(images[:most])
-        finally:
-            self.model.train(training)
+        with evaluating(self.model), self.watching(images, seed):
+            self.model(images[:most])
 
     @torch.no_grad()
     def snapshot(self, **extras: torch.Tensor) -> Table:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,10 @@ def run_colour(place: int) -> str:
     return RUN_COLOURS[place % len(RUN_COLOURS)]
 
 
-def draw_curves(histories: Histories, fine_tuned: bool) -> str | None:
-    """SVG of loss and score of one run; None when there is nothing to draw."""
+def draw_curves(
+    histories: Histories, fine_tuned: bool, title: Callable[[str], str] = MODEL_TITLES.__getitem__
+) -> str | None:
+    """SVG of loss and score of one run; None when there is nothing to draw. title: of a model."""
     plt = _pyplot()
     drawn = {model: epochs for model, epochs in histories.items() if epochs}
     if not drawn:
@@ -66,7 +68,7 @@ def draw_curves(histories: Histories, fine_tuned: bool) -> str | None:
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(1, 2, figsize=(10, 3.2), layout="constrained")
         for model, epochs in drawn.items():
-            style = {"color": MODEL_COLOURS[model], "label": MODEL_TITLES[model], "linewidth": 2}
+            style = {"color": MODEL_COLOURS[model], "label": title(model), "linewidth": 2}
             _plot(axes, ("loss", metric), epochs, 0 if model == "fp16" else offset, marker="o", markersize=3, **style)
         _finish(axes, ("loss", metric))
         for axis in axes:

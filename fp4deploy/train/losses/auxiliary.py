@@ -1,9 +1,10 @@
-"""Auxiliary losses: distillation from a teacher's logits, and weight dampening.
+"""Auxiliary losses: distillation from a teacher's logits and features (`losses.features`), and weight dampening.
 
 Distillation. With z the logits of the student, t those of the teacher, T the temperature and softmax_T(x) the softmax
 of x / T over the classes,
 
     loss  =  task * loss of the labels  +  weight * T^2 * mean over pixels of KL(softmax_T(t) || softmax_T(z))
+             +  features * loss of the features
 
 T^2 keeps the gradient's size when T changes. The teacher is the FP16 model that fine-tuning starts from, so that at
 first the divergence is the effect of quantisation alone. It needs no labels and covers void pixels as well. A detector
@@ -32,6 +33,7 @@ from torch import nn
 
 from fp4deploy.qat import QuantizedLayer
 from fp4deploy.qat.fused_unet import FusedUNet, fuse_unet
+from fp4deploy.train.losses.features import Features
 from fp4deploy.train.sections import DistillSection
 
 Divergence = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
@@ -51,10 +53,20 @@ class AuxiliaryLosses:
     damping: float = 0.0
     damping_start: float = 0.5
     divergence: Divergence = field(default_factory=lambda: distillation_loss)
+    features: Features | None = None
 
-    def placed(self, device: torch.device, layout: torch.memory_format, fused: bool) -> AuxiliaryLosses:
+    @property
+    def compares_features(self) -> bool:
+        """Every layer has to be called as a module: no fused forward, which calls none, and no compiled one."""
+        return self.teacher is not None and self.distill.features > 0
+
+    def placed(
+        self, student: nn.Module, device: torch.device, layout: torch.memory_format, fused: bool
+    ) -> AuxiliaryLosses:
         """Move the teacher to the device, frozen, in the layout of the student's images."""
         if self.teacher is not None:
+            if self.compares_features:
+                self.features = Features(student, self.teacher)
             if fused:
                 fuse_unet(self.teacher)
             layout = torch.channels_last if isinstance(self.teacher, FusedUNet) else layout
@@ -74,8 +86,11 @@ class AuxiliaryLosses:
         if self.teacher is not None:
             with torch.no_grad(), autocast():
                 teacher_logits = self.teacher(images)
-            divergence = self.divergence(logits, teacher_logits, self.distill.temperature)
-            loss = self.distill.task * loss + self.distill.weight * divergence
+            loss = self.distill.task * loss
+            if self.distill.weight:
+                loss = loss + self.distill.weight * self.divergence(logits, teacher_logits, self.distill.temperature)
+            if self.features is not None:
+                loss = loss + self.distill.features * self.features.loss()
         strength = self.damping * max(0.0, (done - self.damping_start) / (1 - self.damping_start))
         if strength > 0:
             loss = loss + strength * damping_loss(layers)

@@ -21,9 +21,9 @@ TINY = Tile(32, 32, 32, 4, 1)
 
 @dataclass(frozen=True)
 class Case:
-    """A convolution of one or two feature maps."""
+    """A convolution of one or two feature maps or volumes."""
 
-    size: tuple[int, int, int]
+    size: tuple[int, ...]
     channels: tuple[int, ...]
     outputs: int
     k: int = 3
@@ -55,6 +55,11 @@ CASES = {
     "three splits": Case((1, 6, 7), (64,), 48, splits=3),
     "splits of two sources": Case((2, 6, 7), (64, 128), 32, splits=4),
     "more splits than steps of a source": Case((1, 8, 8), (32, 32), 32, splits=7),
+    "volumes": Case((2, 3, 4, 5), (64,), 48),
+    "volumes, four taps a step, splits": Case((1, 4, 4, 4), (16,), 20, splits=2),
+    "volumes, transposed, packed": Case(
+        (1, 2, 3, 4), (64,), 32, k=2, padding=0, transposed=True, packed=True, moments=False
+    ),
     "splits, packed output": Case((1, 6, 7), (128,), 48, k=1, padding=0, splits=2, packed=True, moments=False),
 }
 
@@ -62,12 +67,12 @@ CASES = {
 def run(case: Case) -> dict[str, float]:
     """Errors of output, moments and packed bytes; bias and ReLU in every case."""
     torch.manual_seed(0)
-    n, h, w = case.size
     sources = tuple(
-        quantize_nvfp4(torch.randn(n, h, w, c) * scale, amax=torch.tensor(amax))
+        quantize_nvfp4(torch.randn(*case.size, c) * scale, amax=torch.tensor(amax))
         for c, scale, amax in zip(case.channels, (1.0, 3.0), (4.0, 9.0), strict=False)
     )
-    weight = quantize_nvfp4(torch.randn(case.outputs, case.k, case.k, sum(case.channels)))
+    taps = (case.k,) * (len(case.size) - 1)
+    weight = quantize_nvfp4(torch.randn(case.outputs, *taps, sum(case.channels)))
     bias, amax = torch.randn(case.outputs), torch.tensor(9.0) if case.packed else None
     if case.transposed:
         exact = conv_transpose2d_reference(sources[0], weight, bias, True, torch.float64, None, torch.float64)
@@ -110,7 +115,7 @@ def moments_error(y: torch.Tensor, moments: Moments | None) -> float:
     """Largest difference of the combined moments from those of the feature map itself, relative to its deviation."""
     if moments is None:
         return math.inf
-    n, pixels, channels = y.shape[0], y.shape[1] * y.shape[2], y.shape[3]
+    n, pixels, channels = y.shape[0], math.prod(y.shape[1:-1]), y.shape[-1]
     flat = y.reshape(n, pixels, channels).double()
     worst = 0.0
     for item in range(n):

@@ -67,4 +67,5 @@ def test_which_channels_have_a_kernel() -> None:
     assert not supports((48,), 9)
     assert supports((16,), 1)
     assert supports((32,), 1)
-    assert not supports((16,), 25)
+    assert supports((32, 32), 27)
+    assert not supports((16,), 49)

@@ -222,11 +222,14 @@ def test_an_error_inside_leaves_as_it_is() -> None:
         _ = cache.weights  # type: ignore[attr-defined]
 
 
-def test_another_device() -> None:
-    cache = fp4_quantize(randn(4, 32), randn(4))
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("four_over_six", [None, FourOverSix()])
+def test_another_device(frozen: bool, four_over_six: FourOverSix | None) -> None:
+    cache = fp4_quantize(randn(4, 32), randn(4), four_over_six, frozen=frozen)
     assert cache.to("cpu") is cache
     away = cache.to("meta")
     assert away.device == torch.device("meta")
+    assert (away.frozen, away.weight.e4m3_max, away.weight.shape) == (frozen, cache.weight.e4m3_max, cache.weight.shape)
     assert away.nbytes == cache.nbytes
     with pytest.raises(InputError, match="different devices: cpu, meta"):
         away.forward(randn(2, 32, dtype=torch.float16))

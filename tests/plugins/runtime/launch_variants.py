@@ -179,7 +179,8 @@ def _packed_norms() -> None:
     x, ab, form = torch.zeros(2, 4, 4, 32, dtype=HALF), torch.zeros(2, 2, 32), norm_pack.OutputForm
     norm_pack.apply_kernels(x, ab, [form(_amax()), form(None)])
     norm_pack.apply_kernels(x, ab, [form(_amax()), form(_amax(), pooled=True), form(_amax())])
-    statistics.combine(statistics.chunk_moments(x), x.shape, None, torch.ones(32), torch.zeros(32), 8, 1e-5)
+    for moments in (statistics.chunk_moments(x), statistics.Moments(torch.zeros(8, 2, 2, 32), 4, 4, (2, 2), 2)):
+        statistics.combine(moments, x.shape, None, torch.ones(32), torch.zeros(32), 8, 1e-5)
 
 
 def _row_norms() -> None:
@@ -294,16 +295,27 @@ def _warpgroup(
     splits: int = 1,
     packed: bool = False,
     transposed: bool = False,
+    volume: bool = False,
+    pairs: bool = False,
+    stride: int = 1,
 ) -> Callable[[], object]:
     def exercise() -> None:
-        channels, outputs, taps = 64 * chunks, 128 if joint else 64, 2 if transposed else size
-        sources = (quantize_nvfp4(torch.zeros(1, 4, 4, channels)),)
-        weight = decode_weight(quantize_nvfp4(torch.zeros(outputs, taps, taps, channels)), (channels,), transposed)
-        place, amax = (0, 0) if transposed else (size // 2, size // 2), _amax() if packed else None
-        shape = warpgroup.shape_of(sources, weight, place, 1, transposed, packed)
+        outputs, channels = (32, (32,)) if pairs else (128 if joint else 64, (64 * chunks,))
+        axes = 3 if volume else 2
+        taps = (2 if transposed else size,) * axes
+        sources = (quantize_nvfp4(torch.zeros(1, *(4,) * axes, *channels)),)
+        filters, two = quantize_nvfp4(torch.zeros(outputs, *taps, *channels)), warpgroup.pairs(channels, outputs, taps)
+        weight = decode_weight(filters, channels, transposed, two)
+        place, amax = (0 if transposed else size // 2,) * axes, _amax() if packed else None
+        shape = warpgroup.shape_of(sources, weight, place, 1, transposed, packed, stride)
         chosen = warpgroup.fitted(shape, joint, height, splits, 132)
         warpgroup.conv2d(
-            sources, weight, None, place, out_amax=amax, moments=not packed, transposed=transposed, chosen=chosen
+            *(sources, weight, None, place),
+            out_amax=amax,
+            moments=not packed,
+            transposed=transposed,
+            chosen=chosen,
+            stride=stride,
         )
 
     return exercise
@@ -367,6 +379,10 @@ EXERCISES: list[Callable[[], object]] = [
     _warpgroup(True, 20, 2, size=1, packed=True),
     _warpgroup(False, 16, splits=2, chunks=4),
     _warpgroup(True, 24, 2, transposed=True, packed=True),
+    _warpgroup(False, 16, volume=True),
+    _warpgroup(False, 16, volume=True, pairs=True),
+    _warpgroup(True, 16, volume=True, stride=2),
+    _warpgroup(True, 8, transposed=True, packed=True, volume=True),
     _gemv(1, 8192, HALF, *H200),
     _gemv(8, 4096, BFLOAT, *H200),
     _gemv(9, 40, HALF, *H200),

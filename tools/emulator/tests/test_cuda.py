@@ -220,6 +220,14 @@ FAULTS = {
         ),
         "stores are shifted": planted.replaced(r"(st\.global\.v4\.u32\s+\[%rd\d+)\]", r"\1+16]", None),
     },
+    "warpgroup convolution, pairs of slices": {
+        "slices are read without their padding": planted.replaced(r"_param_33\]", "_param_24]", None),
+        "a slice behind the volume is read": planted.replaced(r"_param_31\]", "_param_13]", None),
+        "a second slice is written that is not there": planted.replaced(r"_param_32\]", "_param_13]", None),
+        "both halves of a chunk are of one slice": planted.replaced(
+            r"and\.b32(\s+%r\d+, %r\d+, )1;", r"and.b32\g<1>0;", None
+        ),
+    },
     "warpgroup convolution, joint, moments": {
         "a tile is not transposed": planted.replaced(r"(stmatrix\.sync\.aligned\.m8n8\.x4)\.trans", r"\1", None),
         "shuffles read another lane": planted.replaced(r"shfl\.sync\.bfly", "shfl.sync.up", None),

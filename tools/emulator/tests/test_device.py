@@ -34,7 +34,7 @@ def test_every_byte_is_the_gpus(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["linear", "W4A16, 100 rows", "split-K"])
 def test_the_accumulator_is_the_gpus(name: str) -> None:
-    (case,) = cases([name])[:1]
+    (case,) = cases([name], setting().capability)[:1]
     hardware, exact = (case.outcome(setting(inexact=True, model=model)).statistics for model in ("hardware", "exact"))
     assert hardware.device_bytes
     assert not hardware.device_wrong

@@ -7,8 +7,11 @@ Where tensor cores take no FP4, decoding a weight in every program that reads it
 bits an element instead of 16. `triton/decoded.py` reads a weight that was decoded at load and decodes activations only,
 which stay packed in memory. Elements are the same numbers in both kernels.
 
-Convolutions of few channels go to `direct`, those of whole chunks of 64 channels on SM90 to `warpgroup`: both decode a
-pixel once for all taps.
+Convolutions of few channels go to `direct`, those of whole chunks of 64 channels, over volumes of 32, on SM90 to
+`warpgroup`: both decode a pixel once for all taps.
+
+**Volumes** have one axis more, of which strides and paddings may differ between the axes. A depth that no tap and no
+stride crosses is part of the batch, and the convolution one of feature maps; moments are of whole volumes in any case.
 
 **Plan.** The tile and the number of splits of K come from a table of measured shapes for the GPU (`plans.json`, written
 by `benchmarks/conv_plans.py`; FP4DEPLOY_PLANS names another), else from `plan`, which knows the shape and the number of
@@ -20,8 +23,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,13 +34,15 @@ from pydantic import Field
 
 from fp4deploy.architecture import Architecture
 from fp4deploy.formats import E2M1_MAX, NVFP4_BLOCK, Nvfp4Tensor
-from fp4deploy.graph.sizes import output_size
 from fp4deploy.plugins.aot import load as aot
 from fp4deploy.plugins.aot.compile import triton_version
 from fp4deploy.plugins.aot.spec import Call, Launch
-from fp4deploy.plugins.gemm.arguments import TYPES, require_offsets, run
+from fp4deploy.plugins.gemm.arguments import TYPES, VOLUME, Sizes, flat, require_offsets, run
 from fp4deploy.plugins.gemm.convolution import direct, warpgroup
 from fp4deploy.plugins.gemm.convolution.decoded_weight import DecodedWeight
+from fp4deploy.plugins.gemm.reference import Sizes as Strides
+from fp4deploy.plugins.gemm.reference import each as for_each
+from fp4deploy.plugins.gemm.reference import output_sizes
 from fp4deploy.plugins.gemm.triton.tiles import NATIVE_FROM, Tile
 from fp4deploy.plugins.quantize.statistics import Moments
 from fp4deploy.plugins.runtime.launch import num_sms
@@ -58,7 +63,6 @@ POINTERS = (
 BYTES = ("x", "x_scales", "x2", "x2_scales", "out_scales")
 ALIGNED = ("x", "x_scales", "x2", "x2_scales", "w", "out", "K")  # to 16
 SIZES = ("H", "W", "CB", "CB2", "OH", "OW", "M", "outputs", "K", "stride", "padding", "dilation", "splits")
-Size3 = tuple[int, int, int]
 Row = Annotated[list[Annotated[Int, Field(ge=1, le=512)]], Field(min_length=6, max_length=6)]
 
 
@@ -145,8 +149,8 @@ def conv2d(
     sources: tuple[Nvfp4Tensor, ...],
     weight: DecodedWeight,
     bias: torch.Tensor | None = None,
-    stride: int = 1,
-    padding: int = 0,
+    stride: Strides = 1,
+    padding: Strides = 0,
     dilation: int = 1,
     relu: bool = False,
     dtype: torch.dtype = torch.float16,
@@ -169,97 +173,165 @@ def conv2d(
         tensor_maps: whether kernels may be used whose arguments a launch plan cannot record (`fp4deploy.native`).
 
     Returns:
-        [N, OH, OW, O] or packed; None instead of moments with `transposed`, and where a tile would span more than two
-        batch items.
+        [N, OH, OW, O] or [N, OD, OH, OW, O], or packed; None instead of moments with `transposed`, and where a tile
+        would span more than two batch items.
 
     Raises:
         InputError: sizes beyond the kernel's 32-bit counters and offsets.
     """
-    n, h, w = sources[0].shape[:3]
-    outputs, kh, kw, _ = weight.shape
-    taps = (1, 1) if transposed else (kh, kw)
-    geometry = (stride, padding, dilation)
-    oh, ow = (h, w) if transposed else (output_size(h, kh, *geometry), output_size(w, kw, *geometry))
-    rows, device = n * oh * ow, sources[0].codes.device
+    extent, (outputs, *filters), device = tuple(sources[0].shape[:-1]), weight.shape[:-1], sources[0].codes.device
+    taps = (1,) * len(filters) if transposed else tuple(filters)
+    strides, paddings = for_each(stride, len(taps)), for_each(padding, len(taps))
+    pixels = (extent[0], *output_sizes(extent[1:], taps, strides, paddings, dilation))
+    grown = tuple(filters) if transposed else taps[:0]
+    shape = (extent[0], *(size * by for size, by in zip(pixels[1:], grown or (1,) * len(taps), strict=True)), outputs)
     depths = tuple(x.codes.shape[-1] for x in sources)
-    factor = 2 if transposed else 1
-    shape = (n, factor * oh, factor * ow, outputs)
-    require_offsets(depths, (n, h, w), (n, oh, ow), shape, taps, stride, padding, dilation)
-    if (
-        chosen is None
-        and directly(weight, (n, oh, ow), stride, dilation, transposed, device)
-        and direct.is_available(device)
-    ):
-        with direct.fallback.guard(device):
-            return direct.conv2d(sources, weight, bias, (padding, padding), relu, dtype, out_amax, moments, transposed)
-    if chosen is None and tensor_maps and warpgroup.is_available(device):
-        with warpgroup.fallback.guard(device):
-            done = _by_warpgroups(
-                sources, weight, bias, stride, padding, dilation, relu, dtype, out_amax, moments, transposed
-            )
-            if done is not None:
-                return done
-    chosen = chosen or chosen_plan(rows, outputs, depths, taps[0] * taps[1], transposed, device)
+    require_offsets(depths, extent, pixels, shape, taps, strides, paddings, dilation)
+    work = Convolution(sources, weight, bias, strides, paddings, dilation, relu, dtype, out_amax, moments, transposed)
+    if chosen is None:
+        done = work.of_tiles(tensor_maps)
+        if done is not None:
+            return done
+    items, per_item = extent[0], math.prod(pixels[1:])
+    if not transposed or filters[0] == 1:
+        extent, pixels, taps, strides, paddings = flat(extent, pixels, taps, strides, paddings)
+    rows = math.prod(pixels)
+    chosen = chosen or chosen_plan(rows, outputs, depths, math.prod(taps), transposed, device)
     out, scales = _output(shape, dtype, out_amax, device)
     tall = chosen.tile.bm if chosen.splits == 1 else SUM_TILE.bm
-    found, items = _moments_of_rows((n, oh, ow), outputs, tall, device) if moments and not transposed else (None, 0)
+    found, touched = None, 0
+    if moments and not transposed:
+        found, touched = _moments_of_rows(items, per_item, outputs, tall, device)
     target = out
     if chosen.splits > 1:
         target = torch.empty(chosen.splits, math.prod(shape), dtype=torch.float32, device=device)
     secondary = launch is None and secondary_kernels(device.index)
     call = conv_call(
-        sources, weight, bias, (n, h, w), (n, oh, ow), target, scales, out_amax, found, items, dtype, taps, geometry,
-        relu, transposed, chosen, asm, secondary,
+        sources, weight, bias, extent, pixels, target, scales, out_amax, found, touched, per_item, dtype, taps,
+        strides, paddings, dilation, relu, transposed, chosen, asm, secondary,
     )  # fmt: skip
     execute = launch or partial(run, device=device)
     execute(call)
     if chosen.splits > 1:
-        execute(sum_call(target, bias, out, scales, out_amax, found, items, dtype, relu, shape, asm))
+        execute(sum_call(target, bias, out, scales, out_amax, found, touched, dtype, relu, shape, asm))
     if scales is None or out_amax is None:
         return out, found
     return Nvfp4Tensor(out, scales.view(torch.float8_e4m3fn), out_amax, torch.Size(shape)), found
 
 
-def _by_warpgroups(
-    sources: tuple[Nvfp4Tensor, ...],
-    weight: DecodedWeight,
-    bias: torch.Tensor | None,
-    stride: int,
-    padding: int,
-    dilation: int,
-    relu: bool,
-    dtype: torch.dtype,
-    out_amax: torch.Tensor | None,
-    moments: bool,
-    transposed: bool,
-) -> tuple[torch.Tensor | Nvfp4Tensor, Moments | None] | None:
-    """By `warpgroup`; None where it does not take the convolution."""
-    outputs, kh, kw, _ = weight.shape
-    if not warpgroup.supports(weight.channels, outputs, (kh, kw), stride, dilation, transposed):
+Result = tuple[torch.Tensor | Nvfp4Tensor, Moments | None]
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A convolution for the kernels that decode a pixel once for all taps; arguments as of `conv2d`."""
+
+    sources: tuple[Nvfp4Tensor, ...]
+    weight: DecodedWeight
+    bias: torch.Tensor | None
+    strides: Sizes
+    paddings: Sizes
+    dilation: int
+    relu: bool
+    dtype: torch.dtype
+    out_amax: torch.Tensor | None
+    moments: bool
+    transposed: bool
+
+    def of_tiles(self, tensor_maps: bool) -> Result | None:
+        """The result of `direct` or `warpgroup`; None where neither takes the convolution."""
+        taps, device = self.weight.shape[1:-1], self.sources[0].codes.device
+        single = taps[0] == 1 if self.transposed else (taps[0], self.strides[0], self.paddings[0]) == (1, 1, 0)
+        if len(taps) == 3 and single:
+            return self._of_slices(tensor_maps)
+        if len({*self.strides}) > 1 or (self.transposed and {*taps} != {2}):
+            return None
+        if len(taps) == 2 and self._directly() and direct.is_available(device):
+            with direct.fallback.guard(device):
+                return direct.conv2d(
+                    *(self.sources, self.weight, self.bias, (self.paddings[0], self.paddings[1]), self.relu),
+                    *(self.dtype, self.out_amax, self.moments, self.transposed),
+                )
+        if tensor_maps and warpgroup.is_available(device):
+            with warpgroup.fallback.guard(device):
+                return self._by_warpgroups()
         return None
-    device, place = sources[0].codes.device, (padding, padding)
-    shape = warpgroup.shape_of(sources, weight, place, dilation, transposed, out_amax is not None)
-    chosen = warpgroup.variant(shape, num_sms(device))
-    if chosen is None:
-        return None
-    out, scales, found = warpgroup.conv2d(
-        sources, weight, bias, place, dilation, relu, dtype, out_amax, moments, transposed, chosen
-    )
-    if chosen.splits > 1:
-        parts, size = out, tuple(out.shape[1:])
-        out, scales = _output(size, dtype, out_amax, device)
-        found, items = _moments_of_rows(shape.pixels, outputs, SUM_TILE.bm, device) if moments else (None, 0)
-        run(sum_call(parts, bias, out, scales, out_amax, found, items, dtype, relu, size), device)
-    if scales is None or out_amax is None:
-        return out, found
-    size = (*out.shape[:-1], outputs)
-    return Nvfp4Tensor(out, scales.view(torch.float8_e4m3fn), out_amax, torch.Size(size)), found
+
+    def _of_slices(self, tensor_maps: bool) -> Result | None:
+        """Of volumes whose slices are feature maps, each by itself."""
+        n, d = self.sources[0].shape[:2]
+        flattened = tuple(_reshaped(x, (n * d, *x.shape[2:])) for x in self.sources)
+        filters = replace(self.weight, shape=(self.weight.shape[0], *self.weight.shape[2:]))
+        strides, paddings = self.strides[1:], self.paddings[1:]
+        done = replace(self, sources=flattened, weight=filters, strides=strides, paddings=paddings).of_tiles(
+            tensor_maps
+        )
+        if done is None:
+            return None
+        y, found = done
+        if found is not None:
+            if not found.per_item:  # runs of pixels, of any number of slices
+                return None
+            found = replace(found, per_item=d * found.per_item, height=y.shape[1])
+        shape = (n, d, *y.shape[1:])
+        return y.view(shape) if isinstance(y, torch.Tensor) else _reshaped(y, shape), found
+
+    def _directly(self) -> bool:
+        n, *sizes = self.sources[0].shape[:-1]
+        taps = (1, 1) if self.transposed else self.weight.shape[1:-1]
+        pixels = output_sizes(sizes, taps, self.strides, self.paddings, self.dilation)
+        place = (n, pixels[0], pixels[1])
+        device = self.sources[0].codes.device
+        return directly(self.weight, place, self.strides[0], self.dilation, self.transposed, device)
+
+    def _by_warpgroups(self) -> Result | None:
+        """By `warpgroup`; None where it does not take the convolution."""
+        outputs, *taps = self.weight.shape[:-1]
+        geometry = (self.strides[0], self.dilation, self.transposed)
+        if not warpgroup.supports(self.weight.channels, outputs, tuple(taps), *geometry):
+            return None
+        if self.weight.pairs is None and any(
+            warpgroup.pairs(self.weight.channels, outputs, tuple(taps), self.transposed)
+        ):
+            return None
+        device, packed = self.sources[0].codes.device, self.out_amax is not None
+        place = (self.sources, self.weight, self.paddings, self.dilation, self.transposed, packed, self.strides[0])
+        chosen = warpgroup.variant(warpgroup.shape_of(*place), num_sms(device))
+        if chosen is None:
+            return None
+        out, scales, found = warpgroup.conv2d(
+            *(self.sources, self.weight, self.bias, self.paddings, self.dilation, self.relu, self.dtype),
+            *(self.out_amax, self.moments, self.transposed, chosen, self.strides[0]),
+        )
+        if chosen.splits > 1:
+            parts, size = out, tuple(out.shape[1:])
+            out, scales = _output(size, self.dtype, self.out_amax, device)
+            found, items = None, 0
+            if self.moments:
+                found, items = _moments_of_rows(size[0], math.prod(size[1:-1]), outputs, SUM_TILE.bm, device)
+            rest = (scales, self.out_amax, found, items, self.dtype, self.relu, size)
+            run(sum_call(parts, self.bias, out, *rest), device)
+        if scales is None or self.out_amax is None:
+            return out, found
+        size = (*out.shape[:-1], outputs)
+        return Nvfp4Tensor(out, scales.view(torch.float8_e4m3fn), self.out_amax, torch.Size(size)), found
+
+
+def _reshaped(x: Nvfp4Tensor, shape: Sequence[int]) -> Nvfp4Tensor:
+    """Other axes in front of the channels."""
+    codes, scales = (part.reshape(*shape[:-1], -1) for part in (x.codes, x.scales.view(torch.uint8)))
+    return replace(x, codes=codes, scales=scales.view(torch.float8_e4m3fn), shape=torch.Size(shape))
 
 
 def directly(
-    weight: DecodedWeight, pixels: Size3, stride: int, dilation: int, transposed: bool, device: torch.device
+    weight: DecodedWeight,
+    pixels: tuple[int, int, int],
+    stride: int,
+    dilation: int,
+    transposed: bool,
+    device: torch.device,
 ) -> bool:
-    """Whether a convolution goes to `direct`.
+    """Whether a convolution of feature maps goes to `direct`.
 
     pixels: N, height and width of the output; of a transposed convolution of the input.
     """
@@ -269,18 +341,19 @@ def directly(
     return direct.fills_gpu(direct.variant(weight.channels, outputs, (kh, kw), transposed), pixels, device)
 
 
-def leaves_out_rows(tile: Tile, taps: tuple[int, int], width: int, dilation: int) -> bool:
+def leaves_out_rows(tile: Tile, taps: Sizes, width: int, dilation: int) -> bool:
     """Whether many tiles of an output of this width have rows of taps that read padding alone."""
-    return taps[0] > 1 and dilation > 1 and dilation * width > tile.bm
+    return len(taps) == 2 and taps[0] > 1 and dilation > 1 and dilation * width > tile.bm
 
 
-def _moments_of_rows(pixels: Size3, channels: int, tall: int, device: torch.device) -> tuple[Moments | None, int]:
+def _moments_of_rows(
+    items: int, per_item: int, channels: int, tall: int, device: torch.device
+) -> tuple[Moments | None, int]:
     """Where moments of runs of `tall` pixels go, and how many batch items a run may touch; None for more than two."""
-    n, pixels_of_item = pixels[0], pixels[1] * pixels[2]
-    if pixels_of_item < tall:
+    if per_item < tall:
         return None, 0
-    parts = torch.empty(-(-n * pixels_of_item // tall), 2, 2, channels, dtype=torch.float32, device=device)
-    return Moments(parts, tall), 1 if n == 1 or pixels_of_item % tall == 0 else 2
+    parts = torch.empty(-(-items * per_item // tall), 2, 2, channels, dtype=torch.float32, device=device)
+    return Moments(parts, tall), 1 if items == 1 or per_item % tall == 0 else 2
 
 
 def _output(
@@ -297,30 +370,47 @@ def conv_call(
     sources: tuple[Nvfp4Tensor, ...],
     weight: DecodedWeight,
     bias: torch.Tensor | None,
-    extent: Size3,
-    pixels: Size3,
+    extent: Sizes,
+    pixels: Sizes,
     out: torch.Tensor,
     scales: torch.Tensor | None,
     out_amax: torch.Tensor | None,
     moments: Moments | None,
     items: int,
+    per_item: int,
     dtype: torch.dtype,
-    taps: tuple[int, int],
-    geometry: Size3,
+    taps: Sizes,
+    strides: Sizes,
+    paddings: Sizes,
+    dilation: int,
     relu: bool,
     transposed: bool,
     chosen: Plan,
     asm: bool = True,
     secondary: bool = False,
 ) -> Call:
-    """The launch of `decoded_conv_kernel`."""
+    """The launch of `decoded_conv_kernel`.
+
+    extent, pixels: batch, perhaps depth, height and width of the input and of the output (of a transposed convolution:
+    of the input). items: that a part of the moments may touch; per_item: pixels of one.
+    """
     x, second, tile = sources[0], sources[-1], chosen.tile
     two, split = len(sources) == 2, chosen.splits > 1
     cb, cb2 = x.codes.shape[-1], second.codes.shape[-1] if two else 0
     outputs, m = weight.shape[0], math.prod(pixels)
+    volume: tuple[int, ...] = ()
+    if not transposed and len(taps) == 3:
+        volume = (extent[1], pixels[1], strides[0], strides[2], paddings[0], paddings[2])
+    elif not transposed and (len({*strides}) > 1 or len({*paddings}) > 1):
+        volume = (1, 1, 1, strides[1], 0, paddings[1])
+    places = math.prod(weight.shape[1:-1]) if transposed else 1
+    of_slice = moments is None or per_item == pixels[-2] * pixels[-1]
     constants: dict[str, Any] = {
-        "KH": taps[0],
-        "KW": taps[1],
+        **({} if volume else dict.fromkeys(VOLUME)),
+        **({"per_item": None} if of_slice else {}),
+        "KD": places // 4 if transposed else taps[0] if len(taps) == 3 else 1,
+        "KH": taps[-2],
+        "KW": taps[-1],
         "TWO": two,
         "UP": transposed,
         "TAPS": 1 if cb % tile.bk == 0 else tile.bk // cb,
@@ -329,7 +419,10 @@ def conv_call(
         "QUANTIZE": scales is not None and not split,
         "MOMENTS": 0 if split else items,
         "SPLIT": split,
-        "ROWS": not transposed and cb % tile.bk == 0 and leaves_out_rows(tile, taps, pixels[2], geometry[2]),
+        "ROWS": not transposed
+        and not volume
+        and cb % tile.bk == 0
+        and leaves_out_rows(tile, taps, pixels[-1], dilation),
         "FULL": outputs % tile.bn == 0,
         "BF16": dtype == torch.bfloat16,
         "BM": tile.bm,
@@ -341,6 +434,7 @@ def conv_call(
     types = dict.fromkeys(POINTERS, "*fp32") | dict.fromkeys(BYTES, "*u8") | {"w": "*fp16"}
     types["out"] = "*fp32" if split else "*u8" if scales is not None else f"*{TYPES[dtype]}"
     types |= dict.fromkeys(SIZES, "i32") | dict.fromkeys(("x_range", "x2_range", "w_range"), "fp32")
+    types |= dict.fromkeys((*(VOLUME if volume else ()), *(() if of_slice else ("per_item",))), "i32")
     multiples = {*ALIGNED, *(("CB", "CB2") if cb % 16 == 0 and cb2 % 16 == 0 else ())}
     launch = Launch(
         "decoded:decoded_conv_kernel",
@@ -355,22 +449,13 @@ def conv_call(
         *(weight.planes, weight.amax),
         *(x.amax if bias is None else bias, out, out if scales is None else scales),
         *(x.amax if out_amax is None else out_amax, x.amax if moments is None else moments.parts),
-        *(
-            extent[1],
-            extent[2],
-            cb,
-            cb2,
-            pixels[1],
-            pixels[2],
-            m,
-            outputs,
-            weight.planes.shape[2],
-            *geometry,
-            chosen.splits,
-        ),
+        *(extent[-2], extent[-1], cb, cb2, pixels[-2], pixels[-1], m, outputs, weight.planes.shape[2]),
+        *(strides[-2], paddings[-2], dilation, chosen.splits),
         *(E2M1_MAX * value.e4m3_max for value in (x, second, weight)),
+        *volume,
+        *(() if of_slice else (per_item,)),
     )
-    grid = -(-m // tile.bm) * -(-outputs // tile.bn) * (4 if transposed else 1) * chosen.splits
+    grid = -(-m // tile.bm) * -(-outputs // tile.bn) * places * chosen.splits
     return Call(launch, values, (grid, 1, 1))
 
 
@@ -387,13 +472,13 @@ def sum_call(
     shape: tuple[int, ...],
     asm: bool = True,
 ) -> Call:
-    """The launch of `split_sum_kernel`; parts: [splits, ...]; shape: of the output, [N, H, W, O].
+    """The launch of `split_sum_kernel`; parts: [splits, ...]; shape: of the output, [N, H, W, O] or [N, D, H, W, O].
 
     In stream order: a secondary kernel would begin on the few multiprocessors that a division of K leaves idle, and
     most of its programs would share them (1024 to 1024 channels of 22 x 30 on an H200: 41 us instead of 35).
     """
     tile, splits = SUM_TILE, parts.shape[0]
-    whole = (math.prod(shape[:-1]), shape[1] * shape[2], shape[-1])
+    whole = (math.prod(shape[:-1]), math.prod(shape[1:-1]), shape[-1])
     constants: dict[str, Any] = {
         "BIAS": bias is not None,
         "RELU": relu,

@@ -6,7 +6,8 @@
 memory, while the next chunk of channels is decoded. The order of the sum is its own, so that results differ from those
 of `decoded` in the last bits; it depends on the number of splits and on nothing else of a variant.
 
-`supports` says for which convolutions: stride 1, sources of whole chunks of 64 channels, a multiple of 64 outputs.
+`supports` says for which convolutions: stride 1, sources of whole chunks of 64 channels, a multiple of 64 outputs; over
+volumes multiples of 32, of which two slices are taken at a time (`decoded_weight.pairs_of_slices`), and stride 2.
 `variant` chooses tile and splits by an estimate of the cycles that a program takes (`cycles`).
 """
 
@@ -21,6 +22,7 @@ import torch
 
 from fp4deploy.architecture import Architecture
 from fp4deploy.formats import E2M1_MAX, Nvfp4Tensor
+from fp4deploy.graph.sizes import output_size
 from fp4deploy.plugins.gemm.convolution.decoded_weight import PAD, DecodedWeight
 from fp4deploy.plugins.quantize.statistics import Moments
 from fp4deploy.plugins.runtime.context import library
@@ -50,11 +52,35 @@ SIGNATURE = "128sPPPPPPPPPPPPiiiiiiiiiiiiiiifff"
 
 
 @dataclass(frozen=True)
+class Slices:
+    """How slices of a volume are read and written.
+
+    depth: slices, or pairs of them, that a filter spans; inputs, outputs: in pairs, of 32 channels and 32 outputs each;
+    doubled: a transposed convolution of kernel and stride 2 along the depth, too; stride: of all three axes.
+    """
+
+    depth: int = 1
+    inputs: bool = False
+    outputs: bool = False
+    doubled: bool = False
+    stride: int = 1
+
+    @property
+    def macros(self) -> dict[str, int]:
+        """Of `warpgroup_conv.cu`; none for feature maps."""
+        if self == Slices():
+            return {}
+        named = {"VOLUME": not self.doubled, "IN_PAIRS": self.inputs, "OUT_PAIRS": self.outputs}
+        return {"KD": self.depth, "STRIDE": self.stride, **{name: int(flag) for name, flag in named.items()}}
+
+
+@dataclass(frozen=True)
 class Shape:
     """A convolution.
 
-    pixels: N, height and width of the output, of a transposed convolution of the input; chunks: of 64 channels, of each
-    source; taps: height and width of the filter; transposed: of kernel and stride 2; packed: whether the output is.
+    pixels: N, height and width of the output, of a transposed convolution of the input; of volumes N is the number of
+    all slices, or pairs of them; chunks: of 64 channels, of each source, once for each slice; taps: height and width of
+    the filter; transposed: of kernel and stride 2; packed: whether the output is.
     """
 
     pixels: Size3
@@ -64,6 +90,12 @@ class Shape:
     dilation: int = 1
     transposed: bool = False
     packed: bool = False
+    slices: Slices = Slices()
+
+    @property
+    def rows(self) -> int:
+        """Of the weight."""
+        return self.outputs * (2 if self.slices.outputs else 1)
 
     @property
     def steps(self) -> int:
@@ -89,6 +121,7 @@ class Variant:
     stages: int
     buffers: int
     resident: bool
+    slices: Slices = Slices()
 
     @property
     def outputs(self) -> int:
@@ -98,8 +131,9 @@ class Variant:
     @property
     def pixels(self) -> int:
         """That a program decodes for one chunk."""
-        (kh, kw), width = self.taps, WIDTH * (1 if self.joint else CONSUMERS)
-        return (self.height + (kh - 1) * self.dilation) * (width + (kw - 1) * self.dilation)
+        (kh, kw), width, by = self.taps, WIDTH * (1 if self.joint else CONSUMERS), self.slices.stride
+        down, across = (self.height + (kh - 1) * self.dilation // by), (width + (kw - 1) * self.dilation // by)
+        return by * by * down * across
 
     @property
     def rings(self) -> int:
@@ -121,37 +155,62 @@ class Variant:
         """How many tiles an output of this size has, down and across."""
         return -(-oh // self.height), -(-ow // WIDTH)
 
-    def columns(self, outputs: int) -> int:
+    @property
+    def places(self) -> int:
+        """Of an output pixel, relative to the pixel that a transposed convolution reads."""
+        return 8 if self.slices.doubled and not self.slices.outputs else 4 if self.transposed else 1
+
+    def columns(self, shape: Shape) -> int:
         """Units of work that have the same pixels: blocks of outputs, places, splits."""
-        return outputs // self.outputs * (4 if self.transposed else 1) * self.splits
+        return shape.rows // self.outputs * self.places * self.splits
 
     def works(self, shape: Shape) -> int:
         """Units of work."""
         n, oh, ow = shape.pixels
         down, across = self.tiles(oh, ow)
-        return n * down * (across if self.joint else -(-across // CONSUMERS)) * self.columns(shape.outputs)
+        return n * down * (across if self.joint else -(-across // CONSUMERS)) * self.columns(shape)
 
     def programs(self, shape: Shape, num_sms: int) -> int:
         """Thread blocks: one for each multiprocessor. With resident weights a program keeps its block of outputs."""
-        works, columns = self.works(shape), self.columns(shape.outputs)
+        works, columns = self.works(shape), self.columns(shape)
         programs = min(works, num_sms)
         return programs // columns * columns if self.resident else programs
 
     def macros(self, dtype: torch.dtype, moments: bool, packed: bool = False) -> dict[str, str | int]:
         """Of `warpgroup_conv.cu`."""
-        flags = {"JOINT": self.joint, "RESIDENT": self.resident, "UP": self.transposed, "SPLIT": self.splits > 1}
+        flags = {"JOINT": self.joint, "RESIDENT": self.resident, "SPLIT": self.splits > 1}
         flags["PACKED"] = packed and self.splits == 1
         numbers = {"HEIGHT": self.height, "KH": self.taps[0], "KW": self.taps[1], "DILATION": self.dilation}
         numbers |= {"STAGES": self.stages, "BUFFERS": self.buffers, "MOMENTS": int(moments and self.splits == 1)}
+        numbers |= {"UP": 2 if self.slices.doubled else int(self.transposed), **self.slices.macros}
         return {"DTYPE": CUDA_TYPES[dtype], **numbers, **{name: int(flag) for name, flag in flags.items()}}
 
 
 def supports(
-    channels: tuple[int, ...], outputs: int, taps: Pair, stride: int = 1, dilation: int = 1, transposed: bool = False
+    channels: tuple[int, ...],
+    outputs: int,
+    taps: tuple[int, ...],
+    stride: int = 1,
+    dilation: int = 1,
+    transposed: bool = False,
 ) -> bool:
-    """Whether the kernel computes a convolution; arguments as of `direct.supports`."""
-    whole = all(count and count % CHUNK == 0 for count in channels) and outputs % CHUNK == 0 and outputs > 0
-    return whole and len(channels) <= 2 and (transposed or (max(taps) <= MAX_TAPS and stride == 1 and dilation >= 1))
+    """Whether the kernel computes a convolution; arguments as of `direct.supports`, taps perhaps of a volume."""
+    deep = len(taps) == 3 and taps[0] > 1
+    whole = all(count and count % (CHUNK // 2 if deep and not transposed else CHUNK) == 0 for count in channels)
+    whole = whole and outputs > 0 and outputs % (CHUNK // 2 if deep else CHUNK) == 0 and len(channels) <= 2
+    if transposed:
+        return whole
+    near = dilation == 1 if deep else dilation >= 1
+    strided = stride == 1 or (stride == 2 and deep and outputs % CHUNK == 0)
+    return whole and max(taps) <= MAX_TAPS and strided and near
+
+
+def pairs(
+    channels: tuple[int, ...], outputs: int, taps: tuple[int, ...], transposed: bool = False
+) -> tuple[bool, bool]:
+    """Whether channels and outputs of a convolution over volumes are those of two slices; neither without a kernel."""
+    deep = len(taps) == 3 and taps[0] > 1 and supports(channels, outputs, taps, transposed=transposed)
+    return deep and not transposed and any(count % CHUNK for count in channels), deep and outputs % CHUNK > 0
 
 
 def is_available(device: torch.device) -> bool:
@@ -167,21 +226,32 @@ def _is_sm90(index: int | None) -> bool:
 def shape_of(
     sources: tuple[Nvfp4Tensor, ...],
     weight: DecodedWeight,
-    padding: Pair,
+    padding: tuple[int, ...],
     dilation: int,
     transposed: bool,
     packed: bool,
+    stride: int = 1,
 ) -> Shape:
     """The convolution of these operands."""
-    n, h, w = sources[0].shape[:3]
-    outputs, kh, kw, _ = weight.shape
-    taps = (1, 1) if transposed else (kh, kw)
+    n, *sizes = sources[0].shape[:-1]
+    outputs, *filters = weight.shape[:-1]
+    taps = [1] * len(filters) if transposed else filters
     oh, ow = (
-        size if transposed else size + 2 * pad - (each - 1) * dilation
-        for size, pad, each in zip((h, w), padding, taps, strict=True)
+        size if transposed else output_size(size, each, stride, pad, dilation)
+        for size, pad, each in zip(sizes[-2:], padding[-2:], taps[-2:], strict=True)
     )
-    chunks = tuple(source.scales.shape[-1] // 4 for source in sources)
-    return Shape((n, oh, ow), chunks, outputs, taps, dilation, transposed, packed)
+    chunks, slices = tuple(source.scales.shape[-1] // 4 for source in sources), Slices()
+    if len(filters) == 3:
+        inputs, both = pairs(weight.channels, outputs, tuple(filters), transposed)
+        if transposed:
+            slices, n = Slices(outputs=both, doubled=True), n * sizes[0]
+        else:
+            depth, whole = output_size(sizes[0], taps[0], stride, padding[0]), taps[0] + both
+            slices = Slices(-(-whole // 2) if inputs else whole, inputs, both, stride=stride)
+            n *= -(-depth // 2) if both else depth
+        size = CHUNK // 2 if inputs else CHUNK
+        chunks = tuple(slices.depth * count // size for count in weight.channels)
+    return Shape((n, oh, ow), chunks, outputs, (taps[-2], taps[-1]), dilation, transposed, packed, slices)
 
 
 @lru_cache(4096)
@@ -193,8 +263,8 @@ def variant(shape: Shape, num_sms: int) -> Variant | None:
 def variants(shape: Shape, num_sms: int) -> Iterator[Variant]:
     """All that a convolution can be computed with."""
     chunks = sum(shape.chunks)
-    most = 1 if shape.transposed else min(MAX_SPLITS, chunks)
-    for joint in (True, False) if shape.outputs % 128 == 0 else (False,):
+    most = 1 if shape.transposed or shape.slices.outputs else min(MAX_SPLITS, chunks)
+    for joint in (True, False) if shape.rows % 128 == 0 else (False,):
         for height in HEIGHTS:
             for splits in range(1, most + 1):
                 each = fitted(shape, joint, height, splits, num_sms)
@@ -206,9 +276,10 @@ def fitted(shape: Shape, joint: bool, height: int, splits: int, num_sms: int) ->
     """The variant of a tile with as many stages as shared memory has room for; None if those are too few."""
     taps = math.prod(shape.taps)
     buffers = 4 if taps == 1 else 2
-    empty = Variant(shape.taps, shape.dilation, shape.transposed, joint, height, splits, 0, buffers, False)
+    form = (shape.taps, shape.dilation, shape.transposed, joint, height, splits)
+    empty = Variant(*form, 0, buffers, False, shape.slices)
     room = (SHARED - empty.shared_bytes) // (empty.stage_bytes + 16 * empty.rings)
-    columns = empty.columns(shape.outputs)
+    columns = empty.columns(shape)
     resident = splits == 1 and shape.steps <= min(room, MAX_STAGES) and columns <= num_sms
     if resident and empty.works(shape) >= columns:
         stages = shape.steps
@@ -216,7 +287,7 @@ def fitted(shape: Shape, joint: bool, height: int, splits: int, num_sms: int) ->
         resident, stages = False, min(room, MAX_STAGES)
         if stages < FEWEST_STAGES:
             return None
-    return Variant(shape.taps, shape.dilation, shape.transposed, joint, height, splits, stages, buffers, resident)
+    return Variant(*form, stages, buffers, resident, shape.slices)
 
 
 def cycles(each: Variant, shape: Shape, num_sms: int) -> float:
@@ -245,7 +316,7 @@ def cycles(each: Variant, shape: Shape, num_sms: int) -> float:
     total = 11500 + rounds * (chunks * chunk + written + 1150)
     if each.splits > 1:
         n, oh, ow = shape.pixels
-        total += 14600 + 3.25e-3 * each.splits * n * oh * ow * shape.outputs * 132 / num_sms
+        total += 14600 + 3.25e-3 * each.splits * n * oh * ow * shape.rows * 132 / num_sms
     return total
 
 
@@ -253,7 +324,7 @@ def conv2d(
     sources: tuple[Nvfp4Tensor, ...],
     weight: DecodedWeight,
     bias: torch.Tensor | None = None,
-    padding: Pair = (0, 0),
+    padding: tuple[int, ...] = (0, 0),
     dilation: int = 1,
     relu: bool = False,
     dtype: torch.dtype = torch.float16,
@@ -261,34 +332,37 @@ def conv2d(
     moments: bool = False,
     transposed: bool = False,
     chosen: Variant | None = None,
+    stride: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor | None, Moments | None]:
     """relu(conv2d(concatenation of the sources, weight) + bias) on a GPU, and the moments of the output if asked for.
 
     Args:
-        sources: packed [N, H, W, C] each.
-        weight: decoded for these sources.
+        sources: packed [N, H, W, C] each, or volumes [N, D, H, W, C] with a filter of two or more slices.
+        weight: decoded for these sources, in pairs of slices where `pairs` says so.
         bias: float32 [O].
         out_amax: float32 [], the global amax of a packed output; None gives `dtype`.
         moments: of the rounded output, for a GroupNorm; not with `transposed`.
         chosen: instead of what `variant` chooses.
+        stride: of all three axes.
 
     Returns:
-        [N, OH, OW, O], or codes uint8 [N, OH, OW, O / 2]; scales uint8 [N, OH, OW, O / 16] of these; moments. With
-        splits instead of the output float32 [splits, N, OH, OW, O], whose sum, bias, ReLU, rounding and moments are
-        left to the caller.
+        [N, OH, OW, O] or [N, OD, OH, OW, O], or codes uint8 with O / 2; scales uint8 of these, with O / 16; moments.
+        With splits instead of the output float32 [splits, N, OH, OW, O], whose sum, bias, ReLU, rounding and moments
+        are left to the caller.
 
     Raises:
         UnavailableError: the kernel does not compile or launch here.
     """
     x, second, device = sources[0], sources[-1], sources[0].codes.device
-    shape = shape_of(sources, weight, padding, dilation, transposed, out_amax is not None)
+    shape = shape_of(sources, weight, padding, dilation, transposed, out_amax is not None, stride)
     sms = num_sms(device)
     chosen = chosen or variant(shape, sms)
     assert chosen is not None, "`variant` was asked before"
-    (n, oh, ow), (h, w), outputs = shape.pixels, x.shape[1:3], shape.outputs
-    tiles = chosen.tiles(oh, ow)
-    factor = 2 if transposed else 1
-    size = (n, factor * oh, factor * ow, outputs)
+    (n, *sizes), (_, oh, ow), outputs = x.shape[:-1], shape.pixels, shape.outputs
+    (h, w), tiles, factor = sizes[-2:], chosen.tiles(oh, ow), 2 if transposed else 1
+    od = sizes[0] if transposed else output_size(sizes[0], weight.shape[1], stride, padding[0])
+    depth = [factor * od] if len(sizes) == 3 else []
+    size = (n, *depth, factor * oh, factor * ow, outputs)
     scales, found = None, None
     if chosen.splits > 1:
         out = torch.empty((chosen.splits, *size), dtype=torch.float32, device=device)
@@ -299,11 +373,12 @@ def conv2d(
         out = torch.empty((*size[:-1], outputs // 2), dtype=torch.uint8, device=device)
         scales = torch.empty((*size[:-1], outputs // 16), dtype=torch.uint8, device=device)
     if moments and not transposed and chosen.splits == 1:
-        parts = torch.empty(n * math.prod(tiles), 2, 2, outputs, dtype=torch.float32, device=device)
-        found = Moments(parts, chosen.height * WIDTH, math.prod(tiles), (chosen.height, WIDTH))
-    run = kernel(
-        SOURCE, "warpgroup_conv", SIGNATURE, chosen.macros(dtype, found is not None, scales is not None), device
-    )
+        per_item = math.prod((*depth, *tiles))
+        parts = torch.empty(n * per_item, 2, 2, outputs, dtype=torch.float32, device=device)
+        found = Moments(parts, chosen.height * WIDTH, per_item, (chosen.height, WIDTH), oh if depth else 0)
+    macros = chosen.macros(dtype, found is not None, scales is not None)
+    volume = (sizes[0], od, padding[0], shape.pixels[0] // n) if macros.get("VOLUME") else ()
+    run = kernel(SOURCE, "warpgroup_conv", SIGNATURE + "i" * len(volume), macros, device)
     two = len(sources) == 2
     first_width = -(-math.prod(shape.taps) * CHUNK // 2 * shape.chunks[0] // PAD) * PAD
     launch_secondary(
@@ -313,9 +388,10 @@ def conv2d(
         kernel_tensor_map(run, *weight_boxes(weight, chosen)),
         *(x.codes.contiguous(), _bytes(x), x.amax, second.codes.contiguous(), _bytes(second), second.amax),
         *(weight.amax, bias, out, scales, out_amax, None if found is None else found.parts),
-        *(h, w, oh, ow, outputs, *padding, int(relu and chosen.splits == 1), *tiles),
+        *(h, w, oh, ow, outputs, *padding[-2:], int(relu and chosen.splits == 1), *tiles),
         *(shape.chunks[0], shape.chunks[1] if two else 0, first_width, chosen.splits, chosen.works(shape)),
         *(E2M1_MAX * each.e4m3_max for each in (x, second, weight)),
+        *volume,
         shared=chosen.shared_bytes,
     )
     return out, scales, found
@@ -324,11 +400,12 @@ def conv2d(
 def weight_boxes(
     weight: DecodedWeight, chosen: Variant
 ) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
-    """Arguments of `kernel_tensor_map`: bytes [outputs of both planes, places, a row], the innermost axis first."""
-    rows, k = weight.planes.shape[1:]
-    places = 4 if chosen.transposed else 1
+    """Arguments of `kernel_tensor_map`: bytes [rows of both planes, places, a row], the innermost axis first."""
+    planes = weight.planes if weight.pairs is None else weight.pairs
+    rows, k = planes.shape[1:]
+    places = chosen.places
     sizes, strides = (2 * k, places, 2 * rows // places), (2 * k, 2 * k * places)
-    return weight.planes, sizes, strides, (CHUNK, 1, CHUNK), CHUNK
+    return planes, sizes, strides, (CHUNK, 1, CHUNK), CHUNK
 
 
 def _bytes(x: Nvfp4Tensor) -> torch.Tensor:

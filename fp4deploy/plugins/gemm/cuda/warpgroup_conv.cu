@@ -30,10 +30,18 @@
 // 2 x 2 pixels. With MOMENTS the epilogue writes mean and squared deviations of each channel over the tile of each
 // consumer, of the rounded values (norm_statistics.cu).
 //
-// Macros: DTYPE of the output; HEIGHT a multiple of 4 up to 24; KH, KW, DILATION; JOINT, RESIDENT, UP, SPLIT, PACKED,
-// MOMENTS 0 or 1; STAGES; BUFFERS.
-// weights: a tensor map of bytes [2 O, places, 2 K] in boxes of 64 x 1 x 64 with a swizzle of 64 bytes; places: 4
-// with UP, else 1. x, x2: codes uint8 [N, H, W, 32 chunks]; their scales: E4M3 uint8 [N, H, W, 4 chunks]; amax:
+// Volumes are slices: a tile lies in one slice of the output, and a chunk is read once for each of the KD slices that the
+// filter spans, as if there were KD times as many. IN_PAIRS, OUT_PAIRS: with 32 channels a chunk is those of two
+// neighbouring slices, with 32 outputs the 64 rows of weights are those of two neighbouring slices of the output. The
+// weight has zeros where a slice is read that its filter does not span: of 3 slices for each of 2, 4 are read, so that 3
+// of 4 products count.
+//
+// Macros: DTYPE of the output; HEIGHT a multiple of 4 up to 24; KH, KW, DILATION; STRIDE of all axes, 2 with dilation 1; JOINT, RESIDENT, SPLIT, PACKED,
+// MOMENTS, VOLUME, IN_PAIRS, OUT_PAIRS 0 or 1; UP 0, 1, or 2 for 2 x 2 x 2; KD: chunks, or pairs, along the depth; STAGES;
+// BUFFERS.
+// weights: a tensor map of bytes [2 rows, places, 2 K] in boxes of 64 x 1 x 64 with a swizzle of 64 bytes; rows: O, with
+// OUT_PAIRS 2 O; places: 4 with UP, of 2 x 2 x 2 without OUT_PAIRS 8, else 1. chunks, chunks2: times KD. padding_d, D, OD:
+// of volumes, [N, D, H, W, C]; steps: slices of the output, or pairs of them. x, x2: codes uint8 [N, H, W, 32 chunks]; their scales: E4M3 uint8 [N, H, W, 4 chunks]; amax:
 // float32 []; bias: float32 [O] or null; out: DTYPE [N, OH, OW, O], or codes, with SPLIT float32 [splits, N, OH, OW, O];
 // scales: with PACKED those of the output; moments: float32 [N tiles, 2, 2, O].
 // begin2: where the second source begins in a row of a plane, in elements. tiles_y, tiles_x: of 8 x HEIGHT pixels.
@@ -53,6 +61,9 @@
 #endif
 #ifndef DILATION
 #define DILATION 1
+#endif
+#ifndef STRIDE
+#define STRIDE 1
 #endif
 #ifndef JOINT
 #define JOINT 1
@@ -78,6 +89,18 @@
 #ifndef BUFFERS
 #define BUFFERS 2
 #endif
+#ifndef VOLUME
+#define VOLUME 0
+#endif
+#ifndef KD
+#define KD 1
+#endif
+#ifndef IN_PAIRS
+#define IN_PAIRS 0
+#endif
+#ifndef OUT_PAIRS
+#define OUT_PAIRS 0
+#endif
 
 namespace {
 
@@ -85,8 +108,11 @@ namespace {
 constexpr int LOADERS = 64, DECODERS = 192, PRODUCERS = LOADERS + DECODERS, CONSUMER_WARPS = 8;
 constexpr int THREADS = PRODUCERS + 32 * CONSUMER_WARPS;
 constexpr int OUTPUTS = JOINT ? 128 : 64, WIDTH = JOINT ? 8 : 16;
-constexpr int BORDERED = WIDTH + (KW - 1) * DILATION, PIXELS = (HEIGHT + (KH - 1) * DILATION) * BORDERED;
-constexpr int TAPS = KH * KW, PLACES = UP ? 4 : 1;
+// With STRIDE 2 pixels of even and odd rows and columns lie in four planes of a tile, in each of which neighbours of a
+// tap are neighbours.
+constexpr int BORDERED = WIDTH + (KW - 1) * DILATION / STRIDE, DOWN = HEIGHT + (KH - 1) * DILATION / STRIDE;
+constexpr int PIXELS = STRIDE * STRIDE * DOWN * BORDERED;
+constexpr int TAPS = KH * KW, PLACES = UP == 2 && !OUT_PAIRS ? 8 : UP ? 4 : 1, ROWS = OUT_PAIRS ? 2 : 1;
 constexpr int COLUMN = 16 * PIXELS, BUFFER = 8 * COLUMN;           // bytes of 8 and of 64 channels of all pixels
 constexpr int PLANE = 64 * 64, STAGE = 2 * PLANE;                  // bytes of weights
 constexpr int RINGS = JOINT ? 2 : 1, RING = STAGES * STAGE;        // of weights, in bytes
@@ -98,7 +124,8 @@ constexpr int LAG = JOINT && !SPLIT && TAPS > 1 ? (TAPS < 6 ? TAPS : 6) : 0;
 constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 200;  // together what two threads have at the start
 
 struct Problem {
-    int H, W, OH, OW, O, padding_h, padding_w, tiles_y, tiles_x, chunks, chunks2, begin2, splits, works;
+    int H, W, OH, OW, O, padding_h, padding_w, tiles_y, tiles_x, chunks, chunks2, begin2, splits, works, D, OD,
+        padding_d, steps;
 };
 
 struct Source {
@@ -111,14 +138,14 @@ struct Work {
     int index, split, first, position, item, ty, tx, begin, end;  // begin, end: chunks
 
     __device__ __forceinline__ Work(int index_, const Problem& p) : index(index_) {
-        const int blocks = p.O / OUTPUTS, across = JOINT ? p.tiles_x : (p.tiles_x + 1) / 2;
+        const int blocks = p.O * ROWS / OUTPUTS, across = JOINT ? p.tiles_x : (p.tiles_x + 1) / 2;
         int rest = index;
         split = SPLIT ? rest % p.splits : 0;
         if (SPLIT) rest /= p.splits;
         first = rest % blocks * OUTPUTS;
         rest /= blocks;
-        position = UP ? rest % 4 : 0;
-        if (UP) rest /= 4;
+        position = UP ? rest % PLACES : 0;
+        if (UP) rest /= PLACES;
         tx = rest % across * (JOINT ? 1 : 2);
         rest /= across;
         ty = rest % p.tiles_y;
@@ -128,6 +155,13 @@ struct Work {
         end = SPLIT ? total * (split + 1) / p.splits : total;
     }
     __device__ __forceinline__ bool valid(const Problem& p) const { return index < p.works; }
+    // The first slice of the output that this work is of, counted through the batch; a feature map is one slice.
+    __device__ __forceinline__ int slice(const Problem& p) const {
+        if (UP == 2) return 2 * item + (OUT_PAIRS ? 0 : position / 4);
+        return OUT_PAIRS ? item / p.steps * p.OD + 2 * (item % p.steps) : item;
+    }
+    // Of two slices, whether there is the second one.
+    __device__ __forceinline__ bool whole(const Problem& p) const { return UP || 2 * (item % p.steps) + 1 < p.OD; }
 };
 
 // A chunk of a work; `next` goes on to the next work of this program.
@@ -166,12 +200,13 @@ __device__ __forceinline__ void load_weights(
         if (!RESIDENT) mbarrier_wait(barriers.freed + 8 * stage, (step / STAGES & 1) ^ 1);
         const bool second = cursor.chunk >= p.chunks;
         const int chunks = second ? p.chunks2 : p.chunks, chunk = cursor.chunk - (second ? p.chunks : 0);
-        const int element = (second ? p.begin2 : 0) + 32 * (tap * chunks + chunk), first = cursor.work.first + row;
+        const int depth = chunk % KD * TAPS + tap;  // of KD TAPS
+        const int element = (second ? p.begin2 : 0) + 32 * (depth * (chunks / KD) + chunk / KD), first = cursor.work.first + row;
         if (elect_one()) {
             const uint32_t bar = barriers.loaded + 8 * stage, to = ring + STAGE * stage;
             mbarrier_arrive_expect_tx(bar, STAGE);
             tma_load_box(to, weights, 2 * element, cursor.work.position, first, bar);
-            tma_load_box(to + PLANE, weights, 2 * element, cursor.work.position, p.O + first, bar);
+            tma_load_box(to + PLANE, weights, 2 * element, cursor.work.position, p.O * ROWS + first, bar);
         }
         if (++tap < TAPS) continue;
         tap = 0;
@@ -187,25 +222,41 @@ struct Raw {
     uint32_t scales[LOADS];  // of the whole chunk
 };
 
-// Which pixels this thread decodes: indices in the feature map of the batch, -1 outside of the image.
+// Which pixels this thread decodes: indices in the feature map of the batch, in a slice of a volume, -1 outside of it.
 __device__ __forceinline__ void find_pixels(int (&pixels)[LOADS], const Work& work, const Problem& p) {
-    const int top = work.ty * HEIGHT - p.padding_h, left = work.tx * 8 - p.padding_w;
+    const int top = work.ty * HEIGHT * STRIDE - p.padding_h, left = work.tx * 8 * STRIDE - p.padding_w;
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
         const int index = (i * DECODERS + threadIdx.x - LOADERS) / 2;
-        const int y = top + index / BORDERED, x = left + index % BORDERED;
+        const int plane = STRIDE == 1 ? 0 : index / (DOWN * BORDERED), within = STRIDE == 1 ? index : index % (DOWN * BORDERED);
+        const int y = top + within / BORDERED * STRIDE + plane / 2, x = left + within % BORDERED * STRIDE + plane % 2;
         const bool has = index < PIXELS && y >= 0 && y < p.H && x >= 0 && x < p.W;
-        pixels[i] = has ? (work.item * p.H + y) * p.W + x : -1;
+        pixels[i] = !has ? -1 : VOLUME ? y * p.W + x : (work.item * p.H + y) * p.W + x;
     }
 }
 
-__device__ __forceinline__ void fetch(Raw& raw, const int (&pixels)[LOADS], const Source& source, int chunk) {
+__device__ __forceinline__ void fetch(
+    Raw& raw, const int (&pixels)[LOADS], const Source& source, int chunk, const Work& work, const Problem& p) {
+    long long slice = 0;  // its first pixel, with VOLUME
+    bool outside = false;
+    if (VOLUME) {
+        const int z = work.item % p.steps * ROWS * STRIDE - p.padding_d +
+                      (IN_PAIRS ? chunk % KD * 2 + threadIdx.x % 2 : chunk % KD);
+        slice = (long long)(work.item / p.steps * p.D + z) * p.H * p.W;
+        outside = z < 0 || z >= p.D;
+        chunk /= KD;
+    }
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
         raw.codes[i] = make_uint4(0u, 0u, 0u, 0u);
         raw.scales[i] = 0u;
-        if (pixels[i] < 0) continue;
-        const long long at = (long long)pixels[i] * source.chunks + chunk;
+        if (pixels[i] < 0 || outside) continue;
+        const long long at = (VOLUME ? slice + pixels[i] : (long long)pixels[i]) * source.chunks + chunk;
+        if (IN_PAIRS) {
+            raw.codes[i] = reinterpret_cast<const uint4*>(source.codes)[at];
+            raw.scales[i] = uint32_t(reinterpret_cast<const uint16_t*>(source.scales)[at]) << (threadIdx.x % 2 * 16);
+            continue;
+        }
         raw.codes[i] = reinterpret_cast<const uint4*>(source.codes)[2 * at + threadIdx.x % 2];
         raw.scales[i] = reinterpret_cast<const uint32_t*>(source.scales)[at];
     }
@@ -269,7 +320,7 @@ __device__ __forceinline__ void decode_pixels(
         if (!next.work.valid(p)) return;
         const bool second = next.chunk >= p.chunks;
         const Source source{second ? x2.codes : x.codes, second ? x2.scales : x.scales, second ? x2.chunks : x.chunks};
-        fetch(to, pixels, source, next.chunk - (second ? p.chunks : 0));
+        fetch(to, pixels, source, next.chunk - (second ? p.chunks : 0), next.work, p);
         if (next.next(p)) find_pixels(pixels, next.work, p);
     };
     find_pixels(pixels, next.work, p);
@@ -342,7 +393,9 @@ __device__ __forceinline__ void accumulate(
                 const int stage = step % STAGES;
                 mbarrier_wait(barriers.loaded + 8 * stage, RESIDENT ? 0 : step / STAGES & 1);
                 const uint32_t a = ring + STAGE * stage;
-                const uint32_t b = pixels + BUFFER * buffer + 16 * DILATION * (ky * BORDERED + kx);
+                const int from = STRIDE == 1 ? DILATION * (ky * BORDERED + kx)
+                                             : (ky % 2 * 2 + kx % 2) * DOWN * BORDERED + ky / 2 * BORDERED + kx / 2;
+                const uint32_t b = pixels + BUFFER * buffer + 16 * from;
                 wgmma::fence();
 #pragma unroll
                 for (int part = 0; part < 4; ++part) {  // two halves of a plane, two planes
@@ -469,13 +522,14 @@ __device__ __forceinline__ void store(
     const uint32_t address = shared_address(scratch) + (lane / 16 * 8 + lane % 8) * 128 +
                              ((2 * warp + lane / 8 % 2) ^ (lane % 8)) * 16;
     // Where the first row of this warp lies, in eighths of outputs, and how far the next ones are from it.
-    const int y = ty * HEIGHT + warp, x = tx * 8 + lane / 8;
-    const long long pixel = (long long)work.item * p.OH * p.OW * PLACES +
-                            (UP ? (2LL * y + work.position / 2) * 2 * p.OW + 2 * x + work.position % 2
-                                : (long long)y * p.OW + x);
+    const int y = ty * HEIGHT + warp, x = tx * 8 + lane / 8, place = PLACES == 8 ? work.position % 4 : work.position;
+    const int back = OUT_PAIRS ? lane % 8 / 4 : 0;  // 1: of the second slice
+    const long long pixel = (long long)(work.slice(p) + back) * p.OH * p.OW * (UP ? 4 : 1) +
+                            (UP ? (2LL * y + place / 2) * 2 * p.OW + 2 * x + place % 2 : (long long)y * p.OW + x);
     const int eighths = p.O / 8, right = (UP ? 8 : 4) * eighths;
     const long long down = (UP ? 16LL : 4LL) * p.OW * eighths;
-    unsigned long long at = pixel * eighths + first / 8 + lane % 8;
+    unsigned long long at = pixel * eighths + (OUT_PAIRS ? first / 16 + lane % 4 : first / 8 + lane % 8);
+    const bool writes = !back || work.whole(p);
     const Target target{PACKED ? static_cast<uint32_t*>(to.out) : nullptr, PACKED ? to.scales : nullptr,
                         PACKED ? nullptr : static_cast<DTYPE*>(to.out)};
 #pragma unroll
@@ -498,7 +552,7 @@ __device__ __forceinline__ void store(
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const bool has = y + i < p.OH && x + 4 * half < p.OW;
+            const bool has = y + i < p.OH && x + 4 * half < p.OW && writes;
             const unsigned long long place = 8 * (at + half * right);
             if (PACKED) {
                 float v[channels::VECTOR];
@@ -516,7 +570,8 @@ __device__ __forceinline__ void finish(
     const Sums& sums, const Work& work, int ty, int tx, float factor, const fp4::GlobalScale& global, const Epilogue& to,
     uint8_t* scratch, const Problem& p) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    const int first = work.first + (JOINT ? 64 * (threadIdx.x / 128 - 2) : 0), output = first + 16 * warp + lane / 4;
+    const int first = work.first + (JOINT ? 64 * (threadIdx.x / 128 - 2) : 0);
+    const int output = (OUT_PAIRS ? first / 2 + 16 * (warp % 2) : first + 16 * warp) + lane / 4;
     Rounded values;
     round_sums(sums, factor, to.bias, output, to.relu, values);
     const int rows = min(HEIGHT, p.OH - ty * HEIGHT), columns = min(8, p.OW - tx * 8);
@@ -527,8 +582,9 @@ __device__ __forceinline__ void finish(
         } else {
             measure<false>(values, rows, columns, mean, square);
         }
-        if (lane % 4 == 0) {
-            const long long part = ((long long)work.item * p.tiles_y + ty) * p.tiles_x + tx;
+        const int back = OUT_PAIRS ? warp / 2 : 0;
+        if (lane % 4 == 0 && (!back || work.whole(p))) {
+            const long long part = ((long long)(work.slice(p) + back) * p.tiles_y + ty) * p.tiles_x + tx;
             float* const moments = to.moments + part * 4 * p.O + output;
             moments[0] = mean[0];
             moments[8] = mean[1];
@@ -539,6 +595,7 @@ __device__ __forceinline__ void finish(
     }
 
     store(values, work, ty, tx, first, global, to, scratch, p);
+    if (OUT_PAIRS) __syncwarp();  // lanes of a slice that is not there have written nothing
 }
 
 }  // namespace
@@ -548,7 +605,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) warpgroup_conv(
     const uint8_t* x2, const uint8_t* x2_scales, const float* x2_amax, const float* w_amax, const float* bias, void* out,
     uint8_t* scales, const float* out_amax, float* moments, int H, int W, int OH, int OW, int O, int padding_h,
     int padding_w, int relu, int tiles_y, int tiles_x, int chunks, int chunks2, int begin2, int splits, int works,
-    float x_range, float x2_range, float w_range) {
+    float x_range, float x2_range, float w_range
+#if VOLUME
+    , int D, int OD, int padding_d, int steps
+#endif
+) {
+#if !VOLUME
+    constexpr int D = 1, OD = 1, padding_d = 0, steps = 1;
+#endif
     extern __shared__ __align__(1024) uint8_t shared[];
     uint8_t* const buffers = shared + RINGS * RING;
     uint8_t* const scratch = buffers + BUFFERS * BUFFER;
@@ -556,7 +620,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) warpgroup_conv(
     Barriers barriers{bars, bars + 8 * RINGS * STAGES, bars + 16 * RINGS * STAGES};
     barriers.read = barriers.decoded + 8 * BUFFERS;
     barriers.begin = barriers.read + 8 * BUFFERS;
-    const Problem p{H, W, OH, OW, O, padding_h, padding_w, tiles_y, tiles_x, chunks, chunks2, begin2, splits, works};
+    const Problem p{H, W, OH, OW, O, padding_h, padding_w, tiles_y, tiles_x, chunks, chunks2, begin2, splits, works,
+                    D, OD, padding_d, steps};
     if (threadIdx.x == 0) {
         for (int i = 0; i < RINGS * STAGES; ++i) {
             mbarrier_init(barriers.loaded + 8 * i, 1);
@@ -582,7 +647,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) warpgroup_conv(
         if (warp < RINGS) {
             load_weights(weights, ring, 64 * number, barriers, p);
         } else if (warp >= LOADERS / 32) {
-            decode_pixels({x, x_scales, chunks}, {x2, x2_scales, chunks2}, buffers, barriers, p);
+            decode_pixels({x, x_scales, chunks / KD}, {x2, x2_scales, chunks2 / KD}, buffers, barriers, p);
         }
     } else {
         take_registers<CONSUMER_REGISTERS>();

@@ -14,6 +14,8 @@ The result depends on `splits` and BK, as on any order of a sum, and never on wh
 **Rows of padding.** With a large dilation most tiles of a small feature map read nothing but padding for the upper or
 the lower taps. With ROWS the K steps of such rows of taps are left out: they would add zeros, so that the bits stay.
 
+**Depth** is one more digit of a pixel and one more loop of taps, as in `gemm`.
+
 **Moments.** GroupNorm needs mean and variance of what a convolution writes. With MOMENTS the epilogue stores both for
 each tile and channel, of the rounded values, so that no further pass reads the feature map:
 
@@ -25,10 +27,12 @@ import triton
 import triton.language as tl
 
 from fp4deploy.plugins.gemm.triton.decode import SCALED, begin_after_primary, decode, finished
-from fp4deploy.plugins.gemm.triton.epilogue import finish, quantize
+from fp4deploy.plugins.gemm.triton.epilogue import divide, finish, quantize
+
+VOLUME = ["D", "OD", "stride_z", "stride_x", "padding_z", "padding_x", "per_item"]
 
 
-@triton.jit(do_not_specialize=["H", "W", "OH", "OW", "M", "stride", "padding", "dilation", "splits"])
+@triton.jit(do_not_specialize=["H", "W", "OH", "OW", "M", "stride", "padding", "dilation", "splits", *VOLUME])
 def decoded_conv_kernel(
     x,  # codes, uint8 [batch, H, W, CB]
     x_scales,  # E4M3 bytes, uint8 [batch, H, W, CB // 8]
@@ -59,10 +63,18 @@ def decoded_conv_kernel(
     x_range,  # 6 * 448, or 6 * 256 with 4/6
     x2_range,
     w_range,
+    D,  # None: feature maps have two axes, whose strides and paddings are equal. Else those above are of the height
+    OD,
+    stride_z,
+    stride_x,
+    padding_z,
+    padding_x,
+    per_item,  # pixels of a batch item; None: OH OW
+    KD: tl.constexpr,
     KH: tl.constexpr,
     KW: tl.constexpr,
     TWO: tl.constexpr,
-    UP: tl.constexpr,
+    UP: tl.constexpr,  # a transposed convolution of KD x 2 x 2
     TAPS: tl.constexpr,  # taps of a step; with 1, BK divides CB and CB2; with more, each is BK / TAPS
     BIAS: tl.constexpr,
     RELU: tl.constexpr,
@@ -83,29 +95,42 @@ def decoded_conv_kernel(
     split = pid % splits if SPLIT else 0
     pid = pid // splits if SPLIT else pid
     tiles = tl.cdiv(outputs, BN)
-    columns = 4 * tiles if UP else tiles
+    columns = 4 * KD * tiles if UP else tiles
     tile = pid // columns
     m = tile * BM + tl.arange(0, BM)
-    position = (pid % columns) // tiles  # which of the four output pixels of a transposed convolution
+    position = (pid % columns) // tiles  # which of the output pixels of a transposed convolution
     n = (pid % tiles) * BN + tl.arange(0, BN)
     has = n < outputs
 
-    # Row m of the GEMM as (batch item, oy, ox), and one bit for each tap that reads a pixel instead of padding.
+    # Row m of the GEMM as (batch item, oz, oy, ox), and one bit for each tap that reads a pixel instead of padding.
+    TD: tl.constexpr = 1 if UP else KD  # slices that an output pixel sums
+    FILTER: tl.constexpr = TD * KH * KW
     ox, t = m % OW, m // OW
     oy, item = t % OH, t // OH
-    top, left = oy * stride - padding, ox * stride - padding
-    tap_mask = tl.zeros((BM,), tl.int32 if KH * KW <= 32 else tl.int64)
-    for tap in tl.static_range(KH * KW):
-        iy, ix = top + (tap // KW) * dilation, left + (tap % KW) * dilation
-        tap_mask |= ((iy >= 0) & (iy < H) & (ix >= 0) & (ix < W) & (m < M)).to(tap_mask.dtype) << tap
-    pixel = (item.to(tl.int64) * H + top) * W + left
-    rows = outputs * 4 if UP else outputs
-    row = n.to(tl.int64) * 4 + position if UP else n.to(tl.int64)
+    if D is None:
+        top, left = oy * stride - padding, ox * stride - padding
+    else:
+        top, left = oy * stride - padding, ox * stride_x - padding_x
+        front, item = (item % OD) * stride_z - padding_z, item // OD
+    tap_mask = tl.zeros((BM,), tl.int32 if FILTER <= 32 else tl.int64)
+    for tap in tl.static_range(FILTER):
+        iy, ix = top + (tap // KW % KH) * dilation, left + (tap % KW) * dilation
+        reads = (iy >= 0) & (iy < H) & (ix >= 0) & (ix < W) & (m < M)
+        if D is not None:
+            iz = front + (tap // (KH * KW)) * dilation
+            reads = reads & (iz >= 0) & (iz < D)
+        tap_mask |= reads.to(tap_mask.dtype) << tap
+    if D is None:
+        pixel = (item.to(tl.int64) * H + top) * W + left
+    else:
+        pixel = ((item.to(tl.int64) * D + front) * H + top) * W + left
+    rows = outputs * 4 * KD if UP else outputs
+    row = n.to(tl.int64) * (4 * KD) + position if UP else n.to(tl.int64)
     even = w + (row * K)[:, None] + tl.arange(0, BK)[None, :]
     odd = even + rows.to(tl.int64) * K
 
-    steps = _steps(CB, KH * KW, TAPS, BK)
-    total = steps + _steps(CB2, KH * KW, TAPS, BK) if TWO else steps
+    steps = _steps(CB, FILTER, TAPS, BK)
+    total = steps + _steps(CB2, FILTER, TAPS, BK) if TWO else steps
     low = (total * split) // splits if SPLIT else 0
     high = (total * (split + 1)) // splits if SPLIT else total
     upper, lower = 0, KH
@@ -116,34 +141,40 @@ def decoded_conv_kernel(
     acc = tl.zeros((BM, BN), tl.float32)
     acc = _accumulate(
         acc, x, x_scales, CB, pixel, tap_mask, even, odd, has, 0, tl.minimum(low, steps), tl.minimum(high, steps),
-        upper, lower, W, dilation, KH, KW, TAPS, ROWS, FULL, BM, BN, BK, ASM,
+        upper, lower, H, W, dilation, TD, KH, KW, TAPS, ROWS, FULL, BM, BN, BK, ASM,
     )  # fmt: skip
-    factor = tl.load(x_amax) / x_range
+    factor = divide(tl.load(x_amax), x_range, ASM)
     if TWO:
-        second = tl.load(x2_amax) / x2_range
+        second = divide(tl.load(x2_amax), x2_range, ASM)
         second += (second == 0.0).to(tl.float32)  # no division by zero; an amax of 0 means that all its values are 0
-        padded = tl.cdiv(KH * KW * CB, 64) * 64  # where the second source begins in a row of the planes
+        padded = tl.cdiv(FILTER * CB, 64) * 64  # where the second source begins in a row of the planes
         acc = _accumulate(
-            acc * (factor / second), x2, x2_scales, CB2, pixel, tap_mask, even, odd, has, padded,
+            acc * divide(factor, second, ASM), x2, x2_scales, CB2, pixel, tap_mask, even, odd, has, padded,
             tl.maximum(low, steps) - steps, tl.maximum(high, steps) - steps,
-            upper, lower, W, dilation, KH, KW, TAPS, ROWS, FULL, BM, BN, BK, ASM,
+            upper, lower, H, W, dilation, TD, KH, KW, TAPS, ROWS, FULL, BM, BN, BK, ASM,
         )  # fmt: skip
         factor = second
-    acc = acc * (factor * (tl.load(w_amax) / w_range) * (SCALED * SCALED))
+    acc = acc * (factor * divide(tl.load(w_amax), w_range, ASM) * (SCALED * SCALED))
 
     place = m
     if UP:
-        place = 2 * m + 2 * OW * (m // OW) + 2 * OW * (position // 2) + position % 2
+        within = position % 4 if KD > 1 else position
+        place = 2 * m + 2 * OW * (m // OW) + 2 * OW * (within // 2) + within % 2
+        if KD > 1:
+            place += (m // (OH * OW) + position // 4) * (4 * OH * OW)
     place = place.to(tl.int64)
     if SPLIT:
-        pixels = M.to(tl.int64) * (4 if UP else 1)
+        pixels = M.to(tl.int64) * (4 * KD if UP else 1)
         at = out + split * pixels * outputs + (place * outputs)[:, None] + n[None, :]
         tl.store(at, acc, mask=(m < M)[:, None] & has[None, :])
     else:
         y = finish(acc, bias, n, has, RELU, BIAS).to(tl.bfloat16 if BF16 else tl.float16)
         _write(y, m < M, place, n, has, (pid % tiles) * BN, outputs, out, out_scales, out_amax, QUANTIZE, BM, BN, ASM)
         if MOMENTS:
-            store_moments(y, moments, m, M, OH * OW, outputs, n, has, tile, MOMENTS, BM)
+            if per_item is None:
+                store_moments(y, moments, m, M, OH * OW, outputs, n, has, tile, MOMENTS, BM)
+            else:
+                store_moments(y, moments, m, M, per_item, outputs, n, has, tile, MOMENTS, BM)
 
 
 @triton.jit(do_not_specialize=["M", "pixels"])
@@ -239,8 +270,8 @@ def _rows_of_taps(tile, M, OH, OW, H, stride, padding, dilation, KH: tl.constexp
 @triton.jit
 def _accumulate(
     acc, x, x_scales, CB, pixel, tap_mask, even, odd, has, begin, low, high, upper, lower,
-    W, dilation, KH: tl.constexpr, KW: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, FULL: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ASM: tl.constexpr,
+    H, W, dilation, KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr,
+    FULL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """acc + K steps `low` to `high` of one source, whose elements begin at `begin` in a row of the planes."""
     byte, scale = tl.arange(0, BK), tl.arange(0, BK // 8)
@@ -253,7 +284,10 @@ def _accumulate(
             low, high = tl.maximum(low, upper * KW * depth), tl.minimum(high, lower * KW * depth)
         tap, c = low // depth, (low % depth) * BK
         for step in range(low, high):
-            offset = ((tap // KW) * W + tap % KW) * dilation
+            row_of_taps = tap // KW
+            if KD > 1:
+                row_of_taps = tap // (KH * KW) * H + row_of_taps % KH
+            offset = (row_of_taps * W + tap % KW) * dilation
             reads = (((tap_mask >> tap) & 1) != 0)[:, None]
             a = tl.load(xp + (offset * CB + c), mask=reads, other=0)
             sa = tl.load(xsp + (offset * SB + c // 8), mask=reads, other=0)
@@ -273,14 +307,18 @@ def _accumulate(
     else:
         BYTES: tl.constexpr = BK // TAPS  # of a pixel; a constant, so that the compiler knows the alignment of loads
         BLOCKS: tl.constexpr = BYTES // 8
-        LAST: tl.constexpr = KH * KW - 1
+        LAST: tl.constexpr = KD * KH * KW - 1
         xp, xsp = x + (pixel * BYTES)[:, None], x_scales + (pixel * BLOCKS)[:, None]
         for step in range(low, high):
             tap, tap_scale = step * TAPS + byte // BYTES, step * TAPS + scale // BLOCKS
             reads = ((tap_mask[:, None] >> tl.minimum(tap, LAST)[None, :]) & 1) != 0
             reads_scale = ((tap_mask[:, None] >> tl.minimum(tap_scale, LAST)[None, :]) & 1) != 0
-            offset = (((tap // KW) * W + tap % KW) * dilation) * BYTES + byte % BYTES
-            offset_scale = (((tap_scale // KW) * W + tap_scale % KW) * dilation) * BLOCKS + scale % BLOCKS
+            row_of_taps, row_of_scales = tap // KW, tap_scale // KW
+            if KD > 1:
+                row_of_taps = tap // (KH * KW) * H + row_of_taps % KH
+                row_of_scales = tap_scale // (KH * KW) * H + row_of_scales % KH
+            offset = ((row_of_taps * W + tap % KW) * dilation) * BYTES + byte % BYTES
+            offset_scale = ((row_of_scales * W + tap_scale % KW) * dilation) * BLOCKS + scale % BLOCKS
             a = tl.load(xp + offset[None, :], mask=reads & (tap <= LAST)[None, :], other=0)
             sa = tl.load(xsp + offset_scale[None, :], mask=reads_scale & (tap_scale <= LAST)[None, :], other=0)
             at = begin + step * BK

@@ -35,7 +35,7 @@ def quantize(y, amax, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RN_DIVIDE: tl.c
     block_amax = tl.where(finite, largest, 0).to(tl.float32, bitcast=True)
 
     amax += tl.zeros((1, 1), tl.float32)
-    scale = tl.minimum(_divide(RANGE, amax, RN_DIVIDE), FLOAT_MAX)
+    scale = tl.minimum(divide(RANGE, amax, RN_DIVIDE), FLOAT_MAX)
     scale = tl.where((scale == 0.0) | (amax == 0.0), 1.0, scale)
     d = tl.minimum(tl.minimum(block_amax * (scale * SIXTH), FLOAT_MAX), 448.0)
     # Adding and subtracting 1.5 * 2^20 times the binade rounds to E4M3's three mantissa bits, ties to even.
@@ -43,7 +43,7 @@ def quantize(y, amax, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RN_DIVIDE: tl.c
     d8 = tl.where(amax > 0.0, (d + rounder) - rounder, 0.0)
     small = (d8 * 512.0).to(tl.int32)
     byte = tl.where(d8 < 0.015625, small, (d8.to(tl.int32, bitcast=True) >> 20) - 960)
-    encode = tl.minimum(_divide(1.0, d8 * _divide(1.0, scale, RN_DIVIDE), RN_DIVIDE), FLOAT_MAX)
+    encode = tl.minimum(divide(1.0, d8 * divide(1.0, scale, RN_DIVIDE), RN_DIVIDE), FLOAT_MAX)
     encode = tl.where(d8 > 0.0, encode, 0.0)
 
     u = blocks * tl.expand_dims(encode, 2)
@@ -58,7 +58,8 @@ def quantize(y, amax, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RN_DIVIDE: tl.c
 
 
 @triton.jit
-def _divide(a, b, RN: tl.constexpr):
+def divide(a, b, RN: tl.constexpr):
+    """a / b as IEEE divides; `/` of Triton is off by an ulp at times, and codes and products would be, too."""
     if RN:
         return tl.math.div_rn(a + b * 0, b)
     # The interpreter divides like IEEE. Triton 3.7 makes a constexpr of constexpr / tensor, hence the zeros.

@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 
 from fp4deploy.plugins.gemm.triton.decode import SCALED, decode
-from fp4deploy.plugins.gemm.triton.epilogue import finish, quantize
+from fp4deploy.plugins.gemm.triton.epilogue import divide, finish, quantize
 
 
 @triton.jit
@@ -147,17 +147,17 @@ def implicit_gemm_kernel(
         acc, x, x_scales, CB, pixel, tap_mask, w, w_scales, row, has, CB + CB2, 0,
         H, W, dilation, TD, TH, TW, EVEN, TAPS, BM, BN, BK, NATIVE, ASM,
     )  # fmt: skip
-    factor = tl.load(x_amax) / x_range
+    factor = divide(tl.load(x_amax), x_range, ASM)
     if TWO:
-        second = tl.load(x2_amax) / x2_range
+        second = divide(tl.load(x2_amax), x2_range, ASM)
         second += (second == 0.0).to(tl.float32)  # no division by zero; an amax of 0 means that all its values are 0
         acc = _accumulate(
-            acc * (factor / second), x2, x2_scales, CB2, pixel, tap_mask, w, w_scales, row, has, CB + CB2, CB,
+            acc * divide(factor, second, ASM), x2, x2_scales, CB2, pixel, tap_mask, w, w_scales, row, has, CB + CB2, CB,
             H, W, dilation, TD, TH, TW, EVEN, TAPS, BM, BN, BK, NATIVE, ASM,
         )  # fmt: skip
         factor = second
     # Epilogue: both global scales, bias, ReLU, rounding; then the store or the quantisation for the next layer.
-    factor = factor * (tl.load(w_amax) / w_range)
+    factor = factor * divide(tl.load(w_amax), w_range, ASM)
     if not NATIVE:
         factor = factor * (SCALED * SCALED)
     y = finish(acc * factor, bias, n, has, RELU, BIAS).to(OUT)

@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 
 from fp4deploy.plugins.gemm.triton.decode import SCALED, decode, permute
+from fp4deploy.plugins.gemm.triton.epilogue import divide
 
 
 @triton.jit
@@ -77,6 +78,7 @@ def gather_gemm_kernel(
     byte, scale = tl.arange(0, BK), tl.arange(0, BK // BLOCK)
     steps = tl.cdiv(CB, BK)
     row = n.to(tl.int64) * (KH * KW)
+    left_scale, right_scale = _global_scales(x_amax, x_range, w_amax, w_range, MX, NATIVE, ASM)
     acc = tl.zeros((BM, BN), tl.float32)
     for step in range(KH * KW * steps):
         tap, first = step // steps, (step % steps) * BK
@@ -99,7 +101,8 @@ def gather_gemm_kernel(
             w_scales + ((row + tap) * (CB // BLOCK))[:, None] + at_scale, mask=has[:, None] & left_scales, other=0
         )
         acc = _multiply(acc, a, sa, b, sb, BM, BN, BK, MX, NATIVE, ASM)
-    acc = _rescale(acc, x_amax, x_range, w_amax, w_range, MX, NATIVE)
+    if not MX:
+        acc = (acc * left_scale) * right_scale  # one after the other: their product may underflow
     if BIAS:
         acc += tl.load(bias + n, mask=has, other=0.0)[None, :]
     y = acc.to(tl.float16) if OUT == "fp16" else acc.to(tl.bfloat16) if OUT == "bf16" else acc
@@ -145,6 +148,7 @@ def rows_gemm_kernel(
         of_split = segments + tl.program_id(1)
         base, KE = tl.load(of_split) // 128 * 64, tl.load(of_split + 1) // 128 * 64
         begin, end = 0, tl.cdiv(KE - base, BK)
+    left_scale, right_scale = _global_scales(a_amax, a_range, b_amax, b_range, MX, NATIVE, ASM)
     acc = tl.zeros((BM, BN), tl.float32)
     for step in range(begin, end):
         if segments is None:
@@ -159,7 +163,8 @@ def rows_gemm_kernel(
         codes_b = tl.load(b + row_b * KB + at, mask=has_n & left, other=0)
         sb = tl.load(b_scales + row_b * (KB // BLOCK) + at_scale, mask=has_n & left_scales, other=0)
         acc = _multiply(acc, codes_a, sa, codes_b, sb, BM, BN, BK, MX, NATIVE, ASM)
-    acc = _rescale(acc, a_amax, a_range, b_amax, b_range, MX, NATIVE)
+    if not MX:
+        acc = (acc * left_scale) * right_scale
     place = (tl.program_id(1).to(tl.int64) * rows + m) * columns
     tl.store(out + place[:, None] + n[None, :], acc, mask=has_m & (n < columns)[None, :])
 
@@ -187,14 +192,14 @@ def _multiply(
 
 
 @triton.jit
-def _rescale(acc, a_amax, a_range, b_amax, b_range, MX: tl.constexpr, NATIVE: tl.constexpr):
-    """The two global scales of NVFP4, one after the other: their product may underflow."""
+def _global_scales(a_amax, a_range, b_amax, b_range, MX: tl.constexpr, NATIVE: tl.constexpr, ASM: tl.constexpr):
+    """Those of NVFP4, before the loop: divisions behind it would take registers from the accumulators."""
+    first, second = 1.0, 1.0
     if not MX:
-        first = tl.load(a_amax) / a_range
+        first, second = divide(tl.load(a_amax), a_range, ASM), divide(tl.load(b_amax), b_range, ASM)
         if not NATIVE:
             first = first * (SCALED * SCALED)
-        acc = (acc * first) * (tl.load(b_amax) / b_range)
-    return acc
+    return first, second
 
 
 @triton.jit

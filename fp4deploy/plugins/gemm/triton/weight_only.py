@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from fp4deploy.plugins.gemm.triton.decode import SCALED, decode, permute
-from fp4deploy.plugins.gemm.triton.epilogue import finish
+from fp4deploy.plugins.gemm.triton.epilogue import divide, finish
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def weight_only_kernel(
         else:
             acc = tl.dot(a_even, tl.trans(b_even), acc)
             acc = tl.dot(a_odd, tl.trans(b_odd), acc)
-    factor = tl.load(w_amax) / w_range * SCALED
+    factor = divide(tl.load(w_amax), w_range, ASM) * SCALED
     if SWAP:
         acc = tl.trans(acc)
     y = finish(acc * factor, bias, n, n < N, RELU, BIAS).to(OUT)

@@ -2,7 +2,7 @@
 //
 // finite_amax: amax int32 [1], zero before (the bits of non-negative floats order like the numbers). Any grid, block
 // 256.
-//   If *previous is given and positive, amax becomes that, and x is not read.
+//   If *previous is given and not that of zeros, amax becomes that, and x is not read.
 // row_amax: the tensor seen as (outer, K, inner); amax float32 [outer * inner]. Block 256; grid ceil(outer / 8) for
 //   inner = 1 (a warp has a row), ceil(outer * inner / 256) otherwise (a thread has one).
 #include <cuda_bf16.h>
@@ -30,7 +30,7 @@ __device__ __forceinline__ float warp_max(float value) {
 
 extern "C" __global__ void __launch_bounds__(256) finite_amax(
     const DTYPE* x, int* amax, const float* previous, long long count) {
-    if (previous && *previous > 0.f) {
+    if (previous && *previous > fp4::ZEROS_AMAX) {
         if (blockIdx.x == 0 && threadIdx.x == 0) *amax = __float_as_int(*previous);
         return;
     }

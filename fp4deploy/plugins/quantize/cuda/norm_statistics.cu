@@ -17,6 +17,10 @@
 // of a block are whole groups, no more than it has threads, and where there are as many a sector of memory or more.
 #include "channels.cuh"
 
+#ifndef VOLUME
+#define VOLUME 0
+#endif
+
 using channels::BATCH;
 using channels::VECTOR;
 using channels::Walk;
@@ -89,11 +93,12 @@ constexpr int AT_ONCE = 8;  // parts whose loads a thread has in flight
 // How the pixels of one batch item are divided into parts.
 struct Division {
     long long begin, end, rows;  // pixels of the item in the batch; pixels of a run
-    int tile_h, tile_w, H, W, across;
+    int tile_h, tile_w, H, W, across, per_slice;
 
     // Pixels of the item in its part `index`, which as a run of pixels begins at `low`.
     __device__ float count(int index, long long low) const {
         if (!tile_w) return float(min(low + rows, end) - max(low, begin));
+        if (VOLUME) index %= per_slice;
         const int y = index / across * tile_h, x = index % across * tile_w;
         return float(min(tile_h, H - y) * min(tile_w, W - x));
     }
@@ -101,18 +106,27 @@ struct Division {
 
 // ab [N, 2, C] of `span` channels of one batch item. Without tile_w, a part is a run of `rows` pixels: with per_item = 0 of the
 // pixels of the whole batch, so that one may touch two items; otherwise every item has per_item parts of its own. With
-// tile_w, the per_item parts of an item are tiles of tile_h x tile_w pixels of its feature map, whose width is W.
+// tile_w, the per_item parts of an item are tiles of tile_h x tile_w pixels of its feature map, whose width is W; with
+// VOLUME of its slices, whose height is `slice`.
 extern "C" __global__ void __launch_bounds__(1024) combine_moments(
     const float* moments, const float* bias, const float* gamma, const float* beta, float* ab, float eps,
-    long long pixels, int C, int groups, long long rows, int per_item, int tile_h, int tile_w, int W, int span) {
+    long long pixels, int C, int groups, long long rows, int per_item, int tile_h, int tile_w, int W, int span
+#if VOLUME
+    , int slice
+#endif
+) {
+#if !VOLUME
+    constexpr int slice = 0;
+#endif
     __shared__ float sums[3][1024];
     const int width = C / groups, lanes = blockDim.x / span, lane = threadIdx.x / span;
     const int c = blockIdx.x * span + threadIdx.x % span;
     const long long n = blockIdx.y, begin = n * pixels, end = begin + pixels;
     const long long first = per_item ? n * per_item : begin / rows;
     const int parts = per_item ? per_item : int((end - 1) / rows - first) + 1;
-    const int H = tile_w ? int(pixels / W) : 0, across = tile_w ? (W + tile_w - 1) / tile_w : 1;
-    const Division division{begin, end, rows, tile_h, tile_w, H, W, across};
+    const int H = VOLUME ? slice : tile_w ? int(pixels / W) : 0, across = tile_w ? (W + tile_w - 1) / tile_w : 1;
+    const int per_slice = VOLUME ? (H + tile_h - 1) / tile_h * across : 1;
+    const Division division{begin, end, rows, tile_h, tile_w, H, W, across, per_slice};
     // Where a run begins before this item, it has the previous item's pixels first.
     const auto before = [&](int part) { return !per_item && (first + part) * rows < begin; };
     begin_after_primary();

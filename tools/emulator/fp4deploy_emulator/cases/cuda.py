@@ -218,12 +218,15 @@ def tiles(setting: Setting, outcome: Outcome) -> None:
 
 
 def amaxes(setting: Setting, outcome: Outcome) -> None:
-    """The finite amax of a tensor, and of its rows; one value is not finite."""
+    """The finite amax of a tensor, one value not finite, and of its rows; a tracked one, unless it is of zeros."""
     x = _values(setting, (24, 40), BFLOAT)
     x[3, 7] = float("inf")
     with emulated(setting, outcome):
         outcome.compare(operators._finite_amax(x), formats.finite_amax(x))
         outcome.compare(operators._row_amax(x, 1), formats.finite_amax(x, 1))
+        for tracked in (0.0, formats.ZEROS_AMAX, 0.5):
+            expected = torch.tensor(0.5) if tracked == 0.5 else formats.finite_amax(x)
+            outcome.compare(operators._finite_amax(x, torch.tensor(tracked)), expected)
 
 
 def all_weights(setting: Setting, outcome: Outcome) -> None:

@@ -16,7 +16,7 @@ from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.plugins.aot.spec import Call
 from fp4deploy.plugins.gemm.convolution import decoded
 from fp4deploy.plugins.gemm.convolution.decoded_weight import decode_weight
-from fp4deploy.plugins.gemm.reference import conv2d_reference, conv_transpose2d_reference
+from fp4deploy.plugins.gemm.reference import Sizes, conv2d_reference, conv_transpose2d_reference, each
 from fp4deploy.plugins.gemm.triton.tiles import NATIVE_FROM, Tile
 from fp4deploy.plugins.quantize.statistics import Moments
 from fp4deploy_emulator.cases.case import Case, Outcome, Setting, multiples, packed
@@ -29,13 +29,17 @@ NEAR = 2e-6
 
 @dataclass(frozen=True)
 class Convolution:
-    """A convolution with a decoded weight. amax: of a packed output; transposed: of kernel 2 x 2."""
+    """A convolution with a decoded weight. amax: of a packed output; transposed: of 2 along each axis.
+
+    image: batch, perhaps depth, height and width; size, stride: of all axes, or of each; transposed: `size` where it
+    is of each, else 2.
+    """
 
     channels: tuple[int, ...] = (64,)
     outputs: int = 40
-    size: int = 3
-    image: tuple[int, int, int] = (1, 9, 11)
-    stride: int = 1
+    size: Sizes = 3
+    image: tuple[int, ...] = (1, 9, 11)
+    stride: Sizes = 1
     dilation: int = 1
     splits: int = 1
     tile: Tile = SMALL
@@ -50,11 +54,12 @@ class Convolution:
             packed(setting, *self.image, channels, power=8 + i, seed=2 + i, binary=True)
             for i, channels in enumerate(self.channels)
         )
-        taps = 2 if self.transposed else self.size
-        weight = packed(setting, self.outputs, taps, taps, sum(self.channels), seed=1, weight=True)
+        axes, size = len(self.image) - 1, 2 if self.transposed and isinstance(self.size, int) else self.size
+        taps = each(size, axes)
+        weight = packed(setting, self.outputs, *taps, sum(self.channels), seed=1, weight=True)
         bias = multiples(setting, self.outputs, seed=7)
         amax = None if self.amax is None else torch.tensor(self.amax)
-        padding = 0 if self.transposed else self.dilation * (self.size // 2)
+        padding = tuple(0 if self.transposed else self.dilation * (count // 2) for count in taps)
 
         def launch(call: Call) -> None:
             outputs = _outputs(call)
@@ -100,19 +105,20 @@ def _outputs(call: Call) -> list[torch.Tensor]:
         found.append(values["out_scales"])
     if constants["MOMENTS"]:
         values["moments"].fill_(float("nan"))
-    return [each for each in found if isinstance(each, torch.Tensor)]
+    return [out for out in found if isinstance(out, torch.Tensor)]
 
 
 def _compare_moments(y: torch.Tensor | Nvfp4Tensor, moments: Moments, outcome: Outcome) -> None:
     """Mean and squared deviations of every part, of the rounded output, near those of float64."""
     assert isinstance(y, torch.Tensor)
-    n, h, w, channels = y.shape
-    flat, item = y.double().reshape(-1, channels), torch.arange(n * h * w) // (h * w)
+    n, channels = y.shape[0], y.shape[-1]
+    flat = y.double().reshape(-1, channels)
+    item = torch.arange(len(flat)) // (len(flat) // n)
     near = []
     for part in range(len(moments.parts)):
         here = slice(part * moments.rows, (part + 1) * moments.rows)
-        for index, each in enumerate(item[here].unique()):
-            values = flat[here][item[here] == each]
+        for index, number in enumerate(item[here].unique()):
+            values = flat[here][item[here] == number]
             mean, square = values.mean(0), (values - values.mean(0)).square().sum(0)
             got = moments.parts[part, index].double()
             near.append((got - torch.stack([mean, square])).abs() <= NEAR * torch.stack([values.abs().amax(0), square]))
@@ -155,6 +161,28 @@ CASES = tuple(
         ),
         ("decoded weights, transposed 2x2", WEIGHTS, Convolution(transposed=True, image=(1, 5, 7))),
         ("decoded weights, packed output", WEIGHTS, Convolution(outputs=48, amax=24.0)),
+        (
+            "decoded weights, volume, stride 2",
+            WEIGHTS,
+            Convolution(image=(2, 9, 8, 7), stride=2),
+        ),
+        (
+            "decoded weights, volume of thick slices, two taps a step",
+            WEIGHTS,
+            Convolution(channels=(32, 32), image=(1, 4, 7, 6), stride=(1, 2, 2), amax=24.0, outputs=48),
+        ),
+        (
+            "decoded weights, slices of a volume, moments",
+            WEIGHTS,
+            Convolution(channels=(32,), size=(1, 3, 3), image=(2, 8, 8, 4), moments=True, dtype=torch.bfloat16),
+        ),
+        ("decoded weights, transposed 2x2x2", WEIGHTS, Convolution(transposed=True, image=(2, 3, 5, 4))),
+        (
+            "decoded weights, transposed 1x2x2",
+            WEIGHTS,
+            Convolution(transposed=True, size=(1, 2, 2), image=(1, 3, 5, 4)),
+        ),
+        ("split-K, volume, moments", SPLIT, Convolution(splits=3, image=(1, 3, 6, 8), moments=True)),
         ("split-K", SPLIT, Convolution(splits=3)),
         (
             "split-K, two sources, moments",

@@ -70,7 +70,7 @@ class Convolution:
 
 def compare_moments(y: torch.Tensor, moments: Moments, outcome: Outcome) -> None:
     """Mean and squared deviations of every tile or run of pixels of an item, of the rounded output, near float64's."""
-    (height, width), near = moments.tile, []
+    (height, width), near, y = moments.tile, [], y.flatten(0, -4)  # slices of volumes
     if not width:
         y, height, width = y.flatten(1, 2)[:, None], 1, moments.rows
     tiles = [

@@ -25,8 +25,8 @@ FAMILY = "warpgroup convolution"
 class Convolution:
     """A convolution by wgmma.
 
-    joint, height, splits: of the variant; stages: fewer than shared memory has room for; amax: of a packed output; up:
-    transposed, 2 x 2.
+    joint, height, splits: of the variant; stages: fewer than shared memory has room for; image: batch, perhaps depth,
+    height and width; amax: of a packed output; transposed: of 2 along each axis.
     """
 
     joint: bool
@@ -37,13 +37,14 @@ class Convolution:
     outputs: int = 64
     size: int = 3
     dilation: int = 1
-    image: tuple[int, int, int] = (1, 5, 11)
+    image: tuple[int, ...] = (1, 5, 11)
     dtype: torch.dtype = torch.float16
     transposed: bool = False
     relu: bool = True
     bias: bool = True
     amax: float | None = None
     moments: bool = False
+    stride: int = 1
 
     def __call__(self, setting: Setting, outcome: Outcome) -> None:
         """Launch, execute, compare."""
@@ -51,30 +52,30 @@ class Convolution:
             packed(setting, *self.image, channels, power=8 + i, seed=2 + i, binary=True)
             for i, channels in enumerate(self.channels)
         )
-        taps = 2 if self.transposed else self.size
-        weight = packed(setting, self.outputs, taps, taps, sum(self.channels), seed=1, weight=True)
+        taps = (2 if self.transposed else self.size,) * (len(self.image) - 1)
+        weight = packed(setting, self.outputs, *taps, sum(self.channels), seed=1, weight=True)
         bias = multiples(setting, self.outputs, seed=7) if self.bias else None
         amax = None if self.amax is None else torch.tensor(self.amax)
-        padding = 0 if self.transposed else self.size // 2 * self.dilation
-        decoded = decode_weight(weight, self.channels, self.transposed)
-        assert warpgroup.supports(self.channels, self.outputs, (taps, taps), 1, self.dilation, self.transposed)
-        shape = warpgroup.shape_of(
-            sources, decoded, (padding, padding), self.dilation, self.transposed, amax is not None
-        )
+        padding = (0 if self.transposed else self.size // 2 * self.dilation,) * len(taps)
+        pairs = warpgroup.pairs(self.channels, self.outputs, taps, self.transposed)
+        decoded = decode_weight(weight, self.channels, self.transposed, pairs)
+        assert warpgroup.supports(self.channels, self.outputs, taps, self.stride, self.dilation, self.transposed)
+        place = (padding, self.dilation, self.transposed, amax is not None, self.stride)
+        shape = warpgroup.shape_of(sources, decoded, *place)
         chosen = warpgroup.fitted(shape, self.joint, self.height, self.splits, 1)
         assert chosen is not None
         if self.stages is not None:
             chosen = replace(chosen, stages=self.stages, resident=False)
-        with emulated(setting, outcome, (decoded.planes,)):
+        with emulated(setting, outcome, (decoded.planes if decoded.pairs is None else decoded.pairs,)):
             y, scales, moments = warpgroup.conv2d(
-                *(sources, decoded, bias, (padding, padding), self.dilation, self.relu, self.dtype, amax),
-                *(self.moments, self.transposed, chosen),
+                *(sources, decoded, bias, padding, self.dilation, self.relu, self.dtype, amax),
+                *(self.moments, self.transposed, chosen, self.stride),
             )
         common = (self.relu, self.dtype, amax, torch.float64)
         if self.transposed:
             expected = conv_transpose2d_reference(sources[0], weight, bias, *common)
         else:
-            expected = conv2d_reference(sources, weight, bias, 1, padding, self.dilation, *common)
+            expected = conv2d_reference(sources, weight, bias, self.stride, padding, self.dilation, *common)
         if isinstance(expected, Nvfp4Tensor):
             assert scales is not None
             outcome.compare(y, expected.codes)
@@ -99,5 +100,19 @@ CASES = tuple(
         ("transposed 2x2", Convolution(False, 8, channels=(128,), transposed=True, image=(1, 5, 20))),
         ("transposed, packed output", Convolution(True, 4, outputs=128, transposed=True, image=(2, 3, 5), amax=24.0)),
         ("height 24, moments", Convolution(True, 24, outputs=128, size=1, image=(1, 25, 9), moments=True)),
+        ("volume, moments", Convolution(True, 4, outputs=128, image=(2, 2, 5, 9), moments=True, stages=5)),
+        ("volume, two sources, divided", Convolution(False, 4, 2, channels=(64, 128), image=(1, 4, 4, 17),
+                                                     bias=False, relu=False)),
+        ("pairs of slices", Convolution(False, 4, channels=(32,), outputs=32, image=(2, 5, 6, 9), moments=True)),
+        ("pairs, two sources, packed", Convolution(False, 8, channels=(32, 32), outputs=32, image=(1, 3, 9, 5),
+                                                   amax=24.0, stages=6)),
+        ("pairs of inputs", Convolution(False, 4, channels=(96,), image=(1, 4, 3, 7), dtype=torch.bfloat16)),
+        ("volume, stride 2, pairs of inputs", Convolution(False, 4, channels=(32,), image=(2, 6, 9, 20), stride=2,
+                                                          moments=True)),
+        ("volume, stride 2, joint", Convolution(True, 4, outputs=128, image=(1, 5, 8, 17), stride=2, amax=24.0)),
+        ("pairs of outputs", Convolution(False, 4, outputs=96, image=(1, 3, 5, 8), moments=True, relu=False)),
+        ("transposed 2x2x2", Convolution(True, 4, outputs=128, transposed=True, image=(2, 2, 3, 5))),
+        ("transposed, pairs, packed", Convolution(False, 4, outputs=32, transposed=True, image=(1, 3, 5, 9),
+                                                  amax=24.0)),
     )
 )  # fmt: skip

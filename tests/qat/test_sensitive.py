@@ -1,0 +1,71 @@
+"""Layers chosen by their errors: which, how many, and what a training makes of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fp4deploy.models import read_card
+from fp4deploy.qat import calibrate, load_model, prepare, quantized_layers
+from fp4deploy.qat.sensitive import sensitive_layers
+from fp4deploy.runs import create_run
+from fp4deploy.train import Config, train_models, with_settings
+from fp4deploy.train.loop import Trainer
+from fp4deploy.train.models import FP8_LAYERS
+
+
+def network() -> nn.Sequential:
+    """Four layers of 16 channels, at 8 x 8 pixels and at 4 x 4; one has weights that blocks hold badly."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Conv2d(16, 16, 1, stride=1 + (number == 2)) for number in range(4)))
+    with torch.no_grad():
+        model[1].weight[:, 0] *= 40  # of 16 weights of a block 15 keep few codes
+    return model
+
+
+def test_the_worst_for_their_work_come_first_and_no_more_than_fit() -> None:
+    model, images = network(), torch.randn(2, 16, 8, 8)
+    calibrate(prepare(model, include=["*"]), [images])
+    expected = {}
+    whole = network()(images)
+    for name in "0123":
+        alone = prepare(network(), include=[name])
+        calibrate(alone, [images])
+        expected[name] = (alone.eval()(images) - whole).square().sum().item()
+    macs = {"0": 4, "1": 4, "2": 1, "3": 1}  # of ten
+    order = sorted(macs, key=lambda name: -expected[name] / macs[name])
+    assert sensitive_layers(model, [images], 1.0) == order
+    assert sensitive_layers(model, [images], 0.2) == [name for name in order if macs[name] == 1]
+    assert sensitive_layers(model, [images], 0.05) == []
+    assert all(layer.quantizing for layer in quantized_layers(model).values())
+    eight = prepare(model, include=["*"], fp8=["1", "2"])
+    assert set(sensitive_layers(eight, [images], 1.0)) == {"0", "3"}
+
+
+def test_a_training_has_them_in_fp8_and_resumes_with_them(
+    tiny: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = with_settings(tiny, ["quant.fp8_macs=0.1", "train.epochs=1", "train.finetune_epochs=2"])
+    run, original = create_run(tmp_path / "run"), Trainer.step
+    train_models(config, run, ("fp16",))
+
+    def signalled(self: Trainer, *batch: torch.Tensor) -> None:
+        original(self, *batch)
+        self.interrupt.requested = True
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "step", signalled)
+        with pytest.raises(KeyboardInterrupt):
+            train_models(config, run, ("nvfp4",))
+    assert not run.checkpoint("nvfp4").exists()
+    names = json.loads((run.model_dir("nvfp4") / FP8_LAYERS).read_text())
+    train_models(config, run, ("nvfp4",), resume=True)
+    assert list(read_card(run.checkpoint("nvfp4")).fp8) == names
+    model, _ = load_model(run.checkpoint("nvfp4"))
+    formats = {name: layer.recipe.activation.format for name, layer in quantized_layers(model).items()}
+    assert [name for name in formats if formats[name] == "fp8"] == [name for name in formats if name in names]
+    assert 0 < len(names) < len(formats)
