@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -360,7 +361,8 @@ def _without_sensitive(
             _say(f"In {form.upper()}, for the largest errors in FP4: {', '.join(chosen[form]) or 'no layer'}")
         if names := chosen.get(form):
             field = "exclude" if form == "fp16" else form
-            card = replace(card, **{field: (*(getattr(card, field) or ()), *names)})
+            patterns: dict[str, Any] = {field: (*(getattr(card, field) or ()), *names)}
+            card = replace(card, **patterns)
     if is_first_process() and not resume:
         write_whole(path, json.dumps(chosen) + "\n")
     return card
