@@ -2,6 +2,7 @@
 #             a smaller one: make demo DEMO="--epochs 2 --size 64"
 # make test   formatting, lint, types, layers, sizes (make check) and, beside them, tests: of long lists of kernels a sample
 # make emulate   the whole lists: kernels in the PTX emulator, with planted faults, and compiled for every architecture
+# make headers   headers of ONNX Runtime and TensorRT from packages that have them, in build/headers: tests compile the C++ examples
 # make libraries   tests that skip where the libraries of networks, ModelOpt, Ray or a tracker are missing; here they fail
 # make gpu-log   on a machine with an NVIDIA GPU: the GPU tests, and their log in benchmarks/logs, which a release keeps
 # make nightly   compilers and package indexes rather than the code: pins, macros, machine code, engines, torch.compile
@@ -16,7 +17,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test check pytest emulate libraries gpu-log nightly fuzz mutants release rehearsal docs \
+.PHONY: demo test check pytest emulate headers libraries gpu-log nightly fuzz mutants release rehearsal docs \
 	install install-dev install-docs clean
 
 demo: install
@@ -92,6 +93,21 @@ $(VENV)/.installed-dev: $(VENV)/.installed tools/emulator/pyproject.toml
 $(VENV)/.installed-docs: $(VENV)/.installed
 	$(INSTALL) --editable '.[rtx,docs]'
 	touch $@
+
+# The wheels of ONNX Runtime and TensorRT have libraries alone. These two packages have the headers, of any version whose C
+# interface the libraries keep: a package of ONNX Runtime for Unity, 150 MB, and one of plugins for TensorRT.
+headers: build/headers/onnxruntime build/headers/tensorrt
+
+build/headers/onnxruntime:
+	mkdir -p $@.part
+	cd $@.part && npm pack --silent com.github.asus4.onnxruntime@0.4.9 && tar -xzf *.tgz --wildcards --no-anchored \
+		--transform='s|.*/||' 'ios-arm64/onnxruntime.framework/Headers/*.h' && rm *.tgz
+	mv $@.part $@
+
+build/headers/tensorrt:
+	$(PYTHON) -m pip install --quiet --no-deps --target $@.part kernel-lens==2.0.1
+	mv $@.part/kernel_lens/include/tensorrt $@
+	rm -r $@.part
 
 clean:
 	rm -rf $(VENV) build dist site *.egg-info tools/*/build tools/*/*.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -6,6 +6,7 @@
     python -m benchmarks.architectures --only net.py:build --size 64x64
     python -m benchmarks.architectures --size 16x32x32 --no-engine --json FILE
     python -m benchmarks.architectures --engines --json benchmarks/results/architectures_cpu.json
+    python -m benchmarks.architectures --engines --size 16x32x32 --json FILE
     python -m benchmarks.architectures --add --only timm:davit_tiny --json benchmarks/results/architectures_cpu.json
 
 | stage | what it shows |
@@ -125,8 +126,8 @@ def measure(
     with tempfile.TemporaryDirectory() as folder:
         made = _scenes(Path(folder) / "scenes", size, scenes) if len(size) == 2 else _volumes(size, scenes)
         batches, images, classes = made
-        inputs = NetworkInput(size=size, spacing=None if len(size) == 2 else (2.0, 1.0, 1.0))
-        model: Any = _stage(row, "build", lambda: build_model(parse_spec(text, arguments), classes, inputs=inputs))
+        spec = parse_spec(text, arguments)
+        model: Any = _stage(row, "build", lambda: build_model(spec, classes, inputs=_inputs(size)))
         if model is None or _stage(row, "prepare", lambda: _prepare(model, batches)) is None:
             return row
         _stage(row, "train", lambda: _train(model, batches, 2e-4))
@@ -142,7 +143,7 @@ def measure(
     return row
 
 
-def measure_engine(text: str, arguments: dict[str, Any], size: tuple[int, int] = SIZE) -> dict[str, Any]:
+def measure_engine(text: str, arguments: dict[str, Any], size: tuple[int, ...] = SIZE) -> dict[str, Any]:
     """The stage `engine` alone, of an untrained network."""
     row: dict[str, Any] = {"model": text, "arguments": arguments}
     torch.manual_seed(0)
@@ -151,14 +152,20 @@ def measure_engine(text: str, arguments: dict[str, Any], size: tuple[int, int] =
         canonical = Path(folder) / "model.onnx"
 
         def export() -> None:
-            model = fd.prepare(build_model(parse_spec(text, arguments), CLASSES))
-            fd.calibrate(model, torch.rand(BATCH, 3, *size))
-            onnx.save(fd.export_graph(model.eval(), (3, *size)), canonical)
+            inputs = _inputs(size)
+            model = fd.prepare(build_model(parse_spec(text, arguments), CLASSES, inputs=inputs))
+            fd.calibrate(model, torch.rand(BATCH, inputs.channels, *size))
+            onnx.save(fd.export_graph(model.eval(), (inputs.channels, *size)), canonical)
 
         _stage(row, "engine", export)
         if "error" not in row["engine"]:
             _stage(row, "engine", lambda: _engine(canonical))
     return row
+
+
+def _inputs(size: tuple[int, ...]) -> NetworkInput:
+    """Images of three channels, or volumes."""
+    return NetworkInput(size=size, spacing=None if len(size) == 2 else (2.0, 1.0, 1.0))
 
 
 def _stage(row: dict[str, Any], name: str, run: Callable[[], Any]) -> Any:
@@ -331,7 +338,7 @@ def _child(answer: Any, text: str, options: argparse.Namespace, engine: bool) ->
     known = VOLUMES if len(size) == 3 else {**ARCHITECTURES, **UNTUNED}
     given = json.loads(options.args) if options.args else known.get(text, {})
     if options.engines:
-        answer.send(measure_engine(text, given, (size[0], size[1])))
+        answer.send(measure_engine(text, given, size))
     else:
         answer.send(measure(text, given, engine, size, options.scenes))
 

@@ -69,6 +69,7 @@ MEASURED = {  # by script, or command of fp4deploy: folders of fp4deploy
     "packed_digits": _PACKED,
     "packed_latency": _PACKED,
     "packed_unet": _PACKED,
+    "packed_volumes": _PACKED,
     "plain_conv": ("plugins/gemm",),
     "products": ("plugins/gemm",),
     "qdq_placement": ("interop/placement.py", *_ENGINES),

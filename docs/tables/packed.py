@@ -39,6 +39,11 @@ def packed_latency() -> str:
     return _latencies("packed_latency_h200", LATENCY_FORMS)
 
 
+def packed_ratio(case: str) -> str:
+    """Time of a packed UNet over the fastest form of torch's FP16."""
+    return next(f"{row['ratio_nvfp4']:.2f}" for row in result("packed_latency_h200")["cases"] if row["case"] == case)
+
+
 def packed_fp16_over_nvfp4() -> str:
     """Time of our packed UNets with FP16 weights over NVFP4's, from and to."""
     runs = [case["runs"] for case in result("packed_latency_h200")["cases"]]

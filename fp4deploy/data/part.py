@@ -6,7 +6,7 @@ import copy
 from typing import TypeVar, cast
 
 from fp4deploy.data.coco.dataset import CocoDataset
-from fp4deploy.data.sample import Sample, SegmentationDataset
+from fp4deploy.data.sample import Sample, SegmentationDataset, evenly
 from fp4deploy.data.volumes.dataset import VolumeDataset
 
 Dataset = TypeVar("Dataset", bound=SegmentationDataset)
@@ -19,7 +19,7 @@ def part_of(dataset: Dataset, count: int | None) -> Dataset:
     """
     if count is None or count >= len(dataset):
         return dataset
-    places = [place * len(dataset) // count for place in range(count)]
+    places = evenly(len(dataset), count)
     if isinstance(dataset, CocoDataset | VolumeDataset):
         part = copy.copy(dataset)
         part.keep(places)

@@ -16,7 +16,7 @@ import numpy as np
 from fp4deploy.data.dataset import has_split
 from fp4deploy.data.images import IMAGE_SUFFIXES, ImageError, read_image
 from fp4deploy.data.importing.pairs import MASKS
-from fp4deploy.data.sample import ALL_SPLITS, IGNORE, TRAIN, Sample, SegmentationDataset
+from fp4deploy.data.sample import ALL_SPLITS, IGNORE, TRAIN, Sample, SegmentationDataset, evenly
 from fp4deploy.errors import InputError
 
 EVERY = 5
@@ -79,8 +79,7 @@ def usual_size(dataset: SegmentationDataset) -> tuple[int, int]:
     Raises:
         InputError: an image cannot be decoded.
     """
-    count = min(len(dataset), MEASURED)
-    shapes = np.array([dataset.load(at * len(dataset) // count).image.shape[:2] for at in range(count)])
+    shapes = np.array([dataset.load(at).image.shape[:2] for at in evenly(len(dataset), MEASURED)])
     median = np.median(shapes, axis=0)
     height, width = np.maximum(1, np.round(median * min(1, LONGEST / median.max()) / MULTIPLE)) * MULTIPLE
     return int(height), int(width)

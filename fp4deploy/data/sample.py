@@ -123,6 +123,15 @@ def select_classes(names: Sequence[str], requested: Sequence[str] | None, source
     return chosen
 
 
+def evenly(count: int, most: int) -> list[int]:
+    """Up to `most` of `count` places, evenly spaced: where as many equal parts begin.
+
+    >>> evenly(10, 4), evenly(2, 4)
+    ([0, 2, 5, 7], [0, 1])
+    """
+    return [at * count // most for at in range(most)] if most < count else list(range(count))
+
+
 def spread(count: int, most: int) -> list[int]:
     """Up to `most` of `count` places, evenly spaced, the first and the last among them.
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fp4deploy.data import IMAGE_MEAN, IMAGE_STD, EvalTransform, PhotoDataset, are_photos, open_dataset
-from fp4deploy.data.sample import TRAIN
+from fp4deploy.data.sample import TRAIN, evenly
 from fp4deploy.errors import GateError, InputError
 from fp4deploy.export.onnx.canonical import foreign_graph, read_onnx
 from fp4deploy.export.onnx.session import portable_session
@@ -88,8 +88,7 @@ def folder_images(
     transform = EvalTransform(*size, mean, std)
     has_labels = folder.is_dir() and not are_photos(folder)
     dataset = open_dataset(folder, TRAIN) if has_labels else PhotoDataset(folder, TRAIN)
-    count = min(count, len(dataset))
-    images = [transform(dataset.load(at * len(dataset) // count))[0] for at in range(count)]
+    images = [transform(dataset.load(at))[0] for at in evenly(len(dataset), count)]
     return [torch.stack(images[start : start + batch]) for start in range(0, len(images), batch)]
 
 

@@ -1,20 +1,21 @@
 """Kernel bundles: launch plans of one network and the machine code of their kernels, as one file for `libfp4deploy`.
 
 safetensors with the suffix `.kernels`: each kernel's cubin is a tensor of bytes, and the metadata entry
-`fp4deploy.kernels` is a JSON object of strings: `format` (`kernels/1`), `version`, `body` and the `sha256` over these
+`fp4deploy.kernels` is a JSON object of strings: `format` (`kernels/2`), `version`, `body` and the `sha256` over these
 three. `body` is JSON:
 
 | key | what it is |
 |---|---|
 | `arch`, `gpu`, `processors` | the architecture that the code is for; the GPU that the plans are for |
-| `network` | SHA-256 of the graph that the plans launch (`graph_digest`): the library refuses another network |
+| `network` | SHA-256 of the graph that the plans launch: the library refuses another network |
+| `bound` | whether that is with the digests of its tensors, of which the bundle then holds what was made |
 | `kernels` | `code` (a tensor) and its `sha256`, entry point `name`, `parameters`, most dynamic `shared` memory |
-| `constants` | what is made from tensors of the `.fp4` file at load, with its bytes on the GPU (`plan.Constant`) |
-| `plans` | for each shape of the input: output shapes, bytes of the arena, and the launches of each stage |
+| `constants` | what is made from tensors of the `.fp4` file at load, or held here, with its bytes (`plan.Constant`) |
+| `plans` | for each set of input shapes: output shapes, bytes of the arena, and the launches of each stage |
 
 A launch is [kernel, grid x, grid y, grid z, block, shared, arguments]. Parameters are letters, one an argument: `P` a
 pointer, `q` and `i` integers of 64 and 32 bits, `f` a float. A pointer is null or [kind, number]: of a constant, the
-input, an output, or a byte of the arena.
+input or output, or a byte of the arena.
 
 **Trust.** The library checks a bundle as it checks a network: digests, limits, every pointer inside its buffer. It
 cannot check what machine code does: a kernel runs with all rights of a GPU process, so take bundles from those you
@@ -37,7 +38,7 @@ import torch
 from fp4deploy import __version__
 from fp4deploy.errors import InputError
 from fp4deploy.models.checkpoint import write_tensors
-from fp4deploy.native.plan import Argument, Buffer, CudaKernel, Plan, Recorded
+from fp4deploy.native.plan import Argument, Buffer, Constant, CudaKernel, Plan, Recorded
 from fp4deploy.packed import Graph, PackedFile
 from fp4deploy.plugins.aot.build import build
 from fp4deploy.plugins.aot.compile import signature
@@ -47,7 +48,7 @@ from fp4deploy.system.files import digest_of
 from fp4deploy.system.processors import cores
 
 SUFFIX = ".kernels"
-FORMAT = "kernels/1"
+FORMAT = "kernels/2"
 KEY = "fp4deploy.kernels"
 SIGNED = ("format", "version", "body")
 
@@ -83,8 +84,9 @@ def write_bundle(path: Path, file: PackedFile, plans: Sequence[Plan], jobs: int 
     kernels = list(dict.fromkeys(launch.kernel for launch in launches))
     codes = compiled(kernels, plans[0], jobs)
     constants = list(dict.fromkeys(constant for plan in plans for constant in plan.constants))
+    held = {name: memory for plan in plans for name, memory in plan.stored.items()}
     distinct = list(dict.fromkeys(code.cubin for code in codes))
-    tensors = {f"code.{number:03}": _bytes(cubin) for number, cubin in enumerate(distinct)}
+    tensors = {f"code.{number:03}": _bytes(cubin) for number, cubin in enumerate(distinct)} | held
     most = dict.fromkeys(range(len(kernels)), 0)
     written = []
     for plan in plans:
@@ -96,13 +98,15 @@ def write_bundle(path: Path, file: PackedFile, plans: Sequence[Plan], jobs: int 
                 most[row[0]] = max(most[row[0]], row[5])
             stages[stage] = rows
         outputs = [list(shape) for shape in plan.outputs]
-        written.append({"input": list(plan.shape), "outputs": outputs, "arena": plan.arena, "stages": stages})
+        inputs = [list(shape) for shape in plan.inputs]
+        written.append({"inputs": inputs, "outputs": outputs, "arena": plan.arena, "stages": stages})
     gpu = plans[0].gpu
     body = {
         "arch": gpu.arch.number,
         "gpu": gpu.name,
         "processors": gpu.processors,
-        "network": graph_digest(file.graph),
+        "network": hashlib.sha256(file.graph.to_json().encode()).hexdigest() if held else graph_digest(file.graph),
+        "bound": bool(held),
         "kernels": [
             {
                 "code": f"code.{distinct.index(code.cubin):03}",
@@ -113,10 +117,7 @@ def write_bundle(path: Path, file: PackedFile, plans: Sequence[Plan], jobs: int 
             }
             for number, code in enumerate(codes)
         ],
-        "constants": [
-            {"kind": each.kind, "tensor": each.tensor, "bytes": each.size, "sources": list(each.sources), "up": each.up}
-            for each in constants
-        ],
+        "constants": [_constant(each) for each in constants],
         "plans": written,
     }
     metadata = {"format": FORMAT, "version": __version__, "body": json.dumps(body, separators=(",", ":"))}
@@ -152,6 +153,11 @@ def _row(launch: Recorded, kernel: int, codes: Sequence[Code], constants: dict[i
     code = codes[kernel]
     block, shared = code.block or launch.block, code.shared if code.shared is not None else launch.shared
     return [kernel, *launch.grid, block, shared, [_argument(each, constants) for each in launch.arguments]]
+
+
+def _constant(each: Constant) -> dict[str, Any]:
+    about = {"kind": each.kind, "tensor": each.tensor, "bytes": each.size, "sources": list(each.sources), "up": each.up}
+    return about | ({"sha256": each.tensor} if each.kind == "stored" else {})
 
 
 def _argument(value: Argument, constants: dict[int, int]) -> Any:

@@ -80,35 +80,39 @@ class Network:
         self.library.functions.fp4d_network_close(self.handle)
         self.library.functions.fp4d_model_close(self.model)
 
-    def run(self, shape: Sequence[int]) -> Run:
-        """Forward passes of one input shape."""
-        return Run(self, shape)
+    def run(self, *shapes: Sequence[int]) -> Run:
+        """Forward passes of one shape of each input."""
+        return Run(self, shapes)
 
 
 class Run:
-    """Forward passes of one input shape; closed with the object."""
+    """Forward passes of one shape of each input; closed with the object."""
 
-    def __init__(self, network: Network, shape: Sequence[int]) -> None:
-        self.network, self.handle = network, ctypes.c_void_p()
-        wanted = _Shape(len(shape), (ctypes.c_int64 * 8)(*shape))
-        network.library.call("fp4d_run_create", network.handle, ctypes.byref(wanted), None, ctypes.byref(self.handle))
+    def __init__(self, network: Network, shapes: Sequence[Sequence[int]]) -> None:
+        self.network, self.handle, self.inputs = network, ctypes.c_void_p(), len(shapes)
+        wanted = (_Shape * len(shapes))(*(_Shape(len(shape), (ctypes.c_int64 * 8)(*shape)) for shape in shapes))
+        network.library.call("fp4d_run_create", network.handle, wanted, None, ctypes.byref(self.handle))
 
     def __del__(self) -> None:
         self.network.library.functions.fp4d_run_close(self.handle)
 
-    def enqueue(self, x: torch.Tensor, *outputs: torch.Tensor) -> None:
-        """One forward pass on torch's current stream; all tensors contiguous and on the GPU.
+    def enqueue(self, *tensors: torch.Tensor) -> None:
+        """One forward pass on torch's current stream: inputs, then outputs; all contiguous, and on the GPU.
 
-        x: float32 or float16; outputs: all float32, all float16, or one uint8 of class numbers.
+        Inputs are float32 or float16, whole numbers int64; outputs all float32, all float16, or one uint8 of classes.
         """
-        pointers = (ctypes.c_void_p * len(outputs))(*(y.data_ptr() for y in outputs))
-        stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
-        types = TYPES[x.dtype], TYPES[outputs[0].dtype]
-        self.network.library.call(
-            "fp4d_run_enqueue", self.handle, types[0], ctypes.c_void_p(x.data_ptr()), types[1], pointers, stream
-        )
+        inputs, outputs = (_pointers(part) for part in (tensors[: self.inputs], tensors[self.inputs :]))
+        image = next((x.dtype for x in tensors[: self.inputs] if x.is_floating_point()), torch.float32)
+        device = tensors[0].device
+        stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None)
+        types = TYPES[image], TYPES[tensors[-1].dtype]
+        self.network.library.call("fp4d_run_enqueue", self.handle, types[0], inputs, types[1], outputs, stream)
 
     def host(self, x: torch.Tensor, y: torch.Tensor) -> None:
         """One forward pass on tensors of the CPU: `x` float32, `y` of any type."""
         where = ctypes.c_void_p(x.data_ptr()), TYPES[y.dtype], ctypes.c_void_p(y.data_ptr())
         self.network.library.call("fp4d_run_host", self.handle, *where)
+
+
+def _pointers(tensors: Sequence[torch.Tensor]) -> Any:
+    return (ctypes.c_void_p * len(tensors))(*(x.data_ptr() for x in tensors))

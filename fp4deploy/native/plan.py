@@ -7,13 +7,16 @@ A plan has three stages. `input` and `output` exist once for each type that the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import torch
 
 from fp4deploy.architecture import Architecture
 from fp4deploy.packed.shapes import Shape
 from fp4deploy.plugins.aot.spec import Launch
 
 STAGES = ("input.float32", "input.float16", "body", "output.float32", "output.float16", "output.classes")
+MAX_CLASSES = 256  # of a class map of bytes
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,9 @@ class CudaKernel:
 class Constant:
     """What the library computes from tensors of the file, once, when a network is loaded.
 
-    kind: "bytes" as stored; "float32", widened; "planes", a weight decoded by `decoded_weight.decode_weight`.
-    tensor: its name; of planes the layer's.
+    kind: "bytes" as stored; "float32", widened; "planes", a weight decoded by `decoded_weight.decode_weight`;
+        "stored", made when the plan was recorded.
+    tensor: its name; of planes the layer's; of a stored one the digest of its bytes.
     sources, up: of planes: channels of each source; of a transposed convolution.
     size: bytes on the GPU.
     """
@@ -76,11 +80,15 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Plan:
-    """All launches for one shape of the input; `arena`: bytes of memory for activations."""
+    """All launches for one shape of each input; `arena`: bytes of memory for activations.
+
+    stored: tensors that constants of the kind "stored" name; a plan that has some is of one file, with its weights.
+    """
 
     gpu: Gpu
-    shape: Shape
+    inputs: tuple[Shape, ...]
     outputs: tuple[Shape, ...]
     arena: int
     constants: tuple[Constant, ...]
     stages: dict[str, tuple[Recorded, ...]]
+    stored: dict[str, torch.Tensor] = field(default_factory=dict)

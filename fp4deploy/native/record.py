@@ -6,8 +6,8 @@ constant that the library makes from tensors of the `.fp4` file, the network's i
 What a plan holds is what `PackedNetwork(file, "cuda", plain="kernel")` launches on that GPU, in the same order, with
 the same grids.
 
-**What has a plan.** One input, a feature map, and the nodes that the C library runs (`RUNS`). Others are refused here,
-by name, whether `PackedNetwork` has kernels for them (`affine`, `add`) or calls torch (`max_pool`, `resize`).
+**What has such a plan.** One input, a feature map, and the nodes of `RUNS`, where kernels take their sizes. Any other
+network has one of generated kernels (`program`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ import torch
 from fp4deploy.errors import InputError
 from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.graph.sizes import output_size
-from fp4deploy.native.plan import Gpu, Plan
+from fp4deploy.native.plan import MAX_CLASSES, Gpu, Plan
+from fp4deploy.native.program import record_program
 from fp4deploy.native.recording import META, Recording
 from fp4deploy.packed import PackedFile
 from fp4deploy.packed.check import REST_TYPES
-from fp4deploy.packed.graph import Concat, Conv2d, ConvTranspose2d, Form, GroupNormReLU, Node, named, weight_names
+from fp4deploy.packed.graph import Concat, Conv2d, ConvTranspose2d, Form, GroupNormReLU, Node, weight_names
 from fp4deploy.packed.network import dilation_of, has_kernel, is_flat
 from fp4deploy.packed.plain_layers import plain_geometry, plain_kernel
 from fp4deploy.packed.shapes import Shape, fitting, weight_shape
@@ -43,21 +44,42 @@ from fp4deploy.plugins.runtime.torch_library import THREADS
 from fp4deploy.rest import rest_of
 
 PLAIN_NVFP4 = [0, 448, 0, 0, 0, 0]  # the variant of `operators`: NVFP4, E = 448, nearest, no transform
-MAX_CLASSES = 256  # of a class map of bytes
 RUNS = ("conv2d", "conv_transpose2d", "group_norm_relu", "concat")  # concat over channels
 
 
-def record(file: PackedFile, gpu: Gpu, shape: Shape, weights: str | None = None) -> Plan:
-    """The plan of a network.
+def record(file: PackedFile, gpu: Gpu, *shapes: Shape, weights: str | None = None) -> Plan:
+    """The plan of a network: of kernels of this package where they cover all its nodes, else of generated ones.
 
     Args:
-        shape: of the input, [N, C, H, W].
+        shapes: of each input, such as [N, C, H, W].
         weights: "decoded" or "packed", as of `PackedNetwork`; None chooses as it does.
 
     Raises:
-        InputError: the network has nodes or sizes that only torch computes, or does not take the shape.
+        InputError: the network does not take the shapes, or has an operator that nothing compiles.
+        UnavailableError: Triton is missing, and kernels would be generated.
     """
-    return _Network(file, gpu, weights).plan(shape)
+    graph = file.graph
+    if len(shapes) != len(graph.inputs):
+        raise InputError(f"The network has {len(graph.inputs)} inputs, and {len(shapes)} shapes were given.")
+    fitting(graph, {each.name: shape for each, shape in zip(graph.inputs, shapes, strict=True)})
+    if _is_covered(file):
+        try:
+            return _Network(file, gpu, weights).plan(shapes[0])
+        except NoKernelError:
+            pass
+    return record_program(file, gpu, shapes)
+
+
+def _is_covered(file: PackedFile) -> bool:
+    """Whether kernels of this package compute every node."""
+    graph = file.graph
+    images = len(graph.inputs) == 1 and len(graph.inputs[0].shape) == 4
+    ours = all(each.op in RUNS and getattr(each, "dim", 1) == 1 for each in graph.nodes)
+    return images and ours and graph.rest != "fp32" and not graph.wide
+
+
+class NoKernelError(InputError):
+    """Kernels of this package do not compute a node."""
 
 
 class _Network:
@@ -71,19 +93,6 @@ class _Network:
 
     def plan(self, shape: Shape) -> Plan:
         graph = self.file.graph
-        if graph.rest == "fp32" or graph.wide:
-            raise InputError(
-                f"The C library runs a rest in FP16 or BF16, and this network's is {rest_of(graph).described}. "
-                "Run its file with Python: fp4deploy predict --model FILE."
-            )
-        if len(graph.inputs) != 1 or len(graph.inputs[0].shape) != 4:
-            raise InputError("A launch plan is for a network of one input [N, C, H, W].")
-        others = dict.fromkeys(each.op for each in graph.nodes if each.op not in RUNS or getattr(each, "dim", 1) != 1)
-        if others:
-            raise InputError(
-                f"The C library runs {', '.join(RUNS[:-1])} and {RUNS[-1]} over channels; this network also has "
-                f"{', '.join(others)}. Run its file with Python: fp4deploy predict --model FILE."
-            )
         image = graph.inputs[0]
         shapes = fitting(graph, {image.name: shape})
         with substituted(self.recording.cuda, self.gpu.processors):
@@ -91,17 +100,14 @@ class _Network:
             moments: dict[str, Moments] = {}
             x = self.read(shape)
             live.update(zip([form.name for form in image.outputs], self.forms(x, image.outputs), strict=True))
-            for number, node in enumerate(graph.nodes):
-                try:
-                    results = self.run(node, [live[name] for name in node.inputs], moments)
-                except InputError as error:
-                    raise InputError(f"Node {number} of the graph ({node.op} '{named(node)}'): {error}") from None
+            for node in graph.nodes:
+                results = self.run(node, [live[name] for name in node.inputs], moments)
                 live.update(zip([form.name for form in node.outputs], results, strict=True))
             outputs = [shapes[each.activation] for each in graph.outputs]
             self.write([cast(torch.Tensor, live[each.activation]) for each in graph.outputs])
         stages, arena = self.recording.placed()
         constants = tuple(self.recording.constants)
-        return Plan(self.gpu, shape, tuple(outputs), arena, constants, stages)
+        return Plan(self.gpu, (shape,), tuple(outputs), arena, constants, stages)
 
     def read(self, shape: Shape) -> torch.Tensor:
         """The input in the network's type, NHWC, from either of the caller's."""
@@ -128,18 +134,15 @@ class _Network:
             return self.norm(node, cast(torch.Tensor, inputs[0]), moments.pop(node.inputs[0], None))
         if isinstance(node, Concat):
             return self.forms(plain.concat(cast("list[torch.Tensor]", inputs)), node.outputs)
-        return self.layer(cast("Conv2d | ConvTranspose2d", node), inputs, moments)  # `plan` has refused all others
+        return self.layer(cast("Conv2d | ConvTranspose2d", node), inputs, moments)
 
     def norm(self, node: GroupNormReLU, x: torch.Tensor, given: Moments | None) -> list[FeatureMap]:
         channels = x.shape[-1]
         if not channels_fit(channels) or channels > node.groups * THREADS:
-            raise InputError(
-                f"its kernels take multiples of 16 channels, of a group at most {THREADS}; it has {channels}. A UNet "
-                "of model.scale 0.25 has such channels; run this file with Python"
-            )
+            raise NoKernelError(f"its kernels take multiples of 16 channels, of a group at most {THREADS}")
         forms = [OutputForm(self.amax(form), form.pooled) for form in node.outputs]
         if any(form.pooled for form in forms) and (x.shape[1] % 2 or x.shape[2] % 2):
-            raise InputError(f"only torch pools {x.shape[1]} x {x.shape[2]} pixels; take a size that halves evenly")
+            raise NoKernelError(f"only torch pools {x.shape[1]} x {x.shape[2]} pixels")
         bias = self.vector(node.bias) if node.bias else None
         weight, beta = (self.vector(f"{node.layer}.{part}") for part in ("weight", "bias"))
         ab = combine(given or chunk_moments(x), x.shape, bias, weight, beta, node.groups, node.eps)
@@ -150,7 +153,7 @@ class _Network:
 
     def packed(self, y: torch.Tensor, form: Form) -> Nvfp4Tensor:
         if form.axis != "channels":
-            raise InputError("an activation is packed along its last axis")
+            raise NoKernelError("an activation is packed along its last axis")
         amax = cast(torch.Tensor, self.amax(form))
         codes, scales = operators._pack_along(y, 3, amax, None, PLAIN_NVFP4, False)
         return Nvfp4Tensor(codes, scales.view(torch.float8_e4m3fn), amax, y.shape, 448)
@@ -166,7 +169,7 @@ class _Network:
         sources = cast("list[Nvfp4Tensor]", inputs)
         shape = weight_shape(self.file.graph, node, sum(x.shape[-1] for x in inputs))
         if node.precision != "nvfp4" or not has_kernel(node, shape[1:3]):
-            raise InputError("no kernel has its form (see docs/native.md): run the file with Python")
+            raise NoKernelError("no kernel has its form")
         transposed, channels = isinstance(node, ConvTranspose2d), tuple(x.shape[-1] for x in sources)
         taps = 1 if transposed else math.prod(shape[1:3])
         if self.decodes and is_flat(node, shape[1:3]) and supports(channels, taps):

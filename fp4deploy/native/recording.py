@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 
+from fp4deploy.models.checkpoint import digest
 from fp4deploy.native.arena import Lifetime, place
 from fp4deploy.native.plan import STAGES, Argument, Buffer, Constant, CudaKernel, Recorded
 from fp4deploy.plugins.aot.spec import Call, Launch
@@ -37,6 +38,7 @@ class Recording:
     constants: dict[Constant, torch.Tensor] = field(default_factory=dict)
     roles: dict[int, tuple[str, int]] = field(default_factory=dict)
     alias: dict[int, int] = field(default_factory=dict)
+    contents: dict[str, torch.Tensor] = field(default_factory=dict)
     kept: list[torch.Tensor] = field(default_factory=list)
     stage: str = "body"
 
@@ -81,6 +83,15 @@ class Recording:
         if constant not in self.constants:
             self.constants[constant] = self.role(like, "constant", len(self.constants))
         return self.constants[constant]
+
+    def stored(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that is kept with the plan, without data but with its strides."""
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        memory = tensor.as_strided((extent,), (1,)).clone().view(torch.uint8)
+        name = digest(memory)
+        self.contents[name] = memory
+        like = self.constant("stored", name, torch.empty(memory.shape, dtype=torch.uint8, device=META))
+        return like.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
     def same(self, tensor: torch.Tensor, other: torch.Tensor) -> None:
         """Say that two tensors are the same memory."""

@@ -30,8 +30,9 @@ numbers, or expressions of the inputs' axes (`graph.sizes`).
 
 `precision` "nvfp4": both operands are packed. A convolution of one group, of equal dilations and at most 49 taps, is a
 kernel; so is a transposed one whose kernel is its stride, 1 or 2 along each axis. Any other is decoded and computed in
-FP16, or where the rest is another in FP32; before Blackwell so are those over one or three axes and of unequal strides
-or paddings. A convolution of two packed inputs reads them as their concatenation, which is never written.
+FP16, or where the rest is another in FP32; before Blackwell so are those over one axis, and over three or of unequal
+strides those of channels that `decoded_weight.supports` does not take. A convolution of two packed inputs reads them as
+their concatenation, which is never written.
 
 A layer's weight is `<layer>.weight`, of the rest's type O,KH,KW,C (O,C of a linear layer; FP32 where the module's code
 computes it from its parameters, as a standardised weight), or where the layer is quantised `<layer>.weight.codes`,

@@ -23,7 +23,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -168,11 +168,11 @@ def remember(name: str, choice: str) -> None:
 
 
 def trace(
-    writer: Writer, inputs: Sequence[torch.Tensor]
+    writer: Writer, inputs: Sequence[torch.Tensor], mode: Literal["real", "fake"] = "real"
 ) -> tuple[fx.GraphModule, list[torch.Tensor], list[Key | None]]:
     """The graph of a network for inputs of these sizes, the tensors that it takes before them, and their keys.
 
-    A key is that of `Writer.tensors`, or None for a tensor that was computed here.
+    A key is that of `Writer.tensors`, or None for a tensor that was computed here. mode: "fake" computes no activation.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -185,7 +185,7 @@ def trace(
 
     make_no_folder()
     with torch.no_grad():
-        module = make_fx(run, pre_dispatch=True)(*tensors.values(), *inputs)
+        module = make_fx(run, pre_dispatch=True, tracing_mode=mode)(*tensors.values(), *inputs)
         return module, *_folded(module, tensors)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4deploy.data.sample import TRAIN
+from fp4deploy.data.sample import TRAIN, evenly
 from fp4deploy.errors import InputError
 from fp4deploy.models import ModelCard, load_weights, read_card, save_checkpoint
 from fp4deploy.models.checkpoint import network_of
@@ -33,9 +33,8 @@ def calibration_images(checkpoint: Path, data: Path, count: int, batch: int = 4)
     card = read_card(checkpoint)
     dataset = images_for(card, data, TRAIN, known=True)
     transform = task_of(card).transform(card.size, card.mean, card.std)
-    count = min(count, len(dataset))
-    places = [at * len(dataset) // count for at in range(count)]
-    for start in range(0, count, batch):
+    places = evenly(len(dataset), count)
+    for start in range(0, len(places), batch):
         yield torch.stack([transform(dataset.load(place))[0] for place in places[start : start + batch]])
 
 

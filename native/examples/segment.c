@@ -49,7 +49,7 @@ int main(int count, char **words) {
     float *image = malloc(3 * area * sizeof *image);
     unsigned char *mask = malloc(area);
     FILE *out = NULL;
-    fp4d_shape shape = {4, {1, 3, height, width}};
+    fp4d_shape shape = {4, {1, 3, height, width}}, logits;
 
     if (!image || !mask) goto end;
     if (fp4d_model_open(words[1], &model)) { failed(words[1]); goto end; }
@@ -59,6 +59,11 @@ int main(int count, char **words) {
             image[colour * area + pixel] = (pixels[3 * pixel + colour] / 255.0f - mean[colour]) / std[colour];
 
     if (fp4d_network_open(model, words[2], 0, &network)) { failed(words[2]); goto end; }
+    if (fp4d_network_output_shape(network, &shape, 0, &logits)) { failed("this size"); goto end; }
+    if (logits.rank != 4 || logits.size[2] != height || logits.size[3] != width) {
+        fprintf(stderr, "segment: the network gives no class for each pixel\n");
+        goto end;
+    }
     if (fp4d_run_create(network, &shape, NULL, &run)) { failed("this size"); goto end; }
     if (fp4d_run_host(run, image, FP4D_CLASSES, mask)) { failed("the forward pass"); goto end; }
 

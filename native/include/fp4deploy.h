@@ -2,8 +2,8 @@
  *
  *     fp4d_model *model;        fp4d_model_open("unet.fp4", &model);
  *     fp4d_network *network;    fp4d_network_open(model, "unet.kernels", 0, &network);
- *     fp4d_run *run;            fp4d_run_create(network, shape, NULL, &run);
- *     fp4d_run_enqueue(run, FP4D_FLOAT32, images, FP4D_FLOAT16, logits, stream);
+ *     fp4d_run *run;            fp4d_run_create(network, shapes, NULL, &run);
+ *     fp4d_run_enqueue(run, FP4D_FLOAT32, images, FP4D_FLOAT16, logits, stream);      arrays of one element an input and output
  *
  * Errors. Functions that can fail return a status; FP4D_OK is 0. `fp4d_last_error` has the cause of the last failure of
  * the calling thread. No exception leaves the library, no function ends the process. After a failure nothing was written
@@ -38,7 +38,7 @@ typedef enum fp4d_status {
     FP4D_OK = 0,
     FP4D_INVALID_FILE = 1,     /* a file that cannot be read, is damaged, or does not pass the checks */
     FP4D_INVALID_ARGUMENT = 2, /* a shape, type or number that the network does not take */
-    FP4D_UNSUPPORTED = 3,      /* a valid file with nodes that this library has no kernels for */
+    FP4D_UNSUPPORTED = 3,      /* no function returns it: a bundle has the kernels of any network */
     FP4D_NO_GPU = 4,           /* no driver, no such device, or one of another architecture */
     FP4D_CUDA_ERROR = 5,       /* the driver reports an error; it can be an earlier kernel's */
     FP4D_OUT_OF_MEMORY = 6     /* of the host or of the GPU */
@@ -76,11 +76,8 @@ FP4D_API int32_t fp4d_model_outputs(const fp4d_model *model);
 /* Names; the single output of most networks is called "". NULL: no such number. */
 FP4D_API const char *fp4d_model_input_name(const fp4d_model *model, int32_t number);
 FP4D_API const char *fp4d_model_output_name(const fp4d_model *model, int32_t number);
-/* The example shape of an input, [1, channels, height, width], and which of its axes may have other sizes (bit 0: the batch). */
+/* The example shape of an input, such as [1, channels, height, width], and which of its axes may have other sizes (bit 0: the batch). */
 FP4D_API fp4d_status fp4d_model_input_shape(const fp4d_model *model, int32_t number, fp4d_shape *shape, uint32_t *free_axes);
-/* The shape of an output for a shape of the (first) input. */
-FP4D_API fp4d_status fp4d_model_output_shape(const fp4d_model *model, int32_t number, const fp4d_shape *input, fp4d_shape *shape);
-
 /* What the model card says. Without a card: no classes, mean 0, std 1, and the size of the example. */
 FP4D_API int32_t fp4d_model_classes(const fp4d_model *model);
 FP4D_API const char *fp4d_model_class_name(const fp4d_model *model, int32_t number); /* NULL: no such number */
@@ -95,29 +92,32 @@ FP4D_API fp4d_status fp4d_network_open_memory(
     const fp4d_model *model, const void *kernels, size_t bytes, int32_t device, fp4d_network **network);
 FP4D_API void fp4d_network_close(fp4d_network *network); /* NULL is allowed */
 
-/* The shapes of the input that the bundle has plans for. */
+/* How many plans the bundle has, and the shape of an input in one of them. */
 FP4D_API int32_t fp4d_network_shapes(const fp4d_network *network);
-FP4D_API fp4d_status fp4d_network_shape(const fp4d_network *network, int32_t number, fp4d_shape *shape);
-/* Bytes on the GPU: of weights (0: no shape needed) and of the workspace of a run with this shape. */
+FP4D_API fp4d_status fp4d_network_shape(const fp4d_network *network, int32_t number, int32_t input, fp4d_shape *shape);
+/* The shape of an output. Here and below, inputs: an array with the shape of each input. */
+FP4D_API fp4d_status fp4d_network_output_shape(const fp4d_network *network, const fp4d_shape *inputs, int32_t number, fp4d_shape *shape);
+/* Bytes on the GPU: of weights (0: no shape needed) and of the workspace of a run with these shapes. */
 FP4D_API size_t fp4d_network_weight_bytes(const fp4d_network *network);
-FP4D_API fp4d_status fp4d_network_workspace_bytes(const fp4d_network *network, const fp4d_shape *input, size_t *bytes);
+FP4D_API fp4d_status fp4d_network_workspace_bytes(const fp4d_network *network, const fp4d_shape *inputs, size_t *bytes);
 
-/* Prepare forward passes of one shape. workspace: device memory of at least `fp4d_network_workspace_bytes`, aligned to
+/* Prepare forward passes of one plan. workspace: device memory of at least `fp4d_network_workspace_bytes`, aligned to
  * 256 bytes, that the caller keeps until the run is closed; NULL: the run allocates it. */
-FP4D_API fp4d_status fp4d_run_create(fp4d_network *network, const fp4d_shape *input, void *workspace, fp4d_run **run);
+FP4D_API fp4d_status fp4d_run_create(fp4d_network *network, const fp4d_shape *inputs, void *workspace, fp4d_run **run);
 FP4D_API void fp4d_run_close(fp4d_run *run); /* waits for the device if it owns its workspace; NULL is allowed */
 
 /* Put one forward pass on a stream, and return at once. Nothing is allocated and nothing synchronises, so that a stream
  * that is being captured takes it: a CUDA graph of the caller then holds the launches.
  *
- * input: device pointer, [N, C, H, W] of FP4D_FLOAT32 or FP4D_FLOAT16, contiguous.
- * outputs: device pointers, one for each output: [N, C, H, W] of FP4D_FLOAT32 or FP4D_FLOAT16; with FP4D_CLASSES of the
- * first output only, uint8 [N, H, W], the number of the largest of at most 256 channels (the first of equals). */
+ * inputs: device pointers, one for each input, contiguous: FP4D_FLOAT32 or FP4D_FLOAT16; whole numbers are int64, and
+ * truth values bytes, whatever input_type says.
+ * outputs: device pointers, one for each output, contiguous, of FP4D_FLOAT32 or FP4D_FLOAT16; with FP4D_CLASSES of the
+ * first output only, uint8 [N, ...], the number of the largest of at most 256 channels (the first of equals). */
 FP4D_API fp4d_status fp4d_run_enqueue(
-    fp4d_run *run, int32_t input_type, const void *input, int32_t output_type, void *const *outputs, fp4d_stream stream);
+    fp4d_run *run, int32_t input_type, const void *const *inputs, int32_t output_type, void *const *outputs, fp4d_stream stream);
 
-/* The same with host memory, and wait for the result: input float32 [N, C, H, W]; output of the first output, of any type.
- * Slower than `fp4d_run_enqueue`: it allocates and copies. */
+/* The same with host memory, of a network of one image, and wait for the result: input float32; output of the first output,
+ * of any type. Slower than `fp4d_run_enqueue`: it allocates and copies. */
 FP4D_API fp4d_status fp4d_run_host(fp4d_run *run, const float *input, int32_t output_type, void *output);
 
 #ifdef __cplusplus

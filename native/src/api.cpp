@@ -66,11 +66,6 @@ std::vector<uint8_t> copy_of(const void* content, size_t bytes) {
     return {first, first + bytes};
 }
 
-fp4d::Shape shape_of(const fp4d_shape& shape) {
-    if (shape.rank < 1 || shape.rank > 8) fp4d::refuse_argument("a shape has 1 to 8 axes");
-    return {shape.size, shape.size + shape.rank};
-}
-
 void write(const fp4d::Shape& shape, fp4d_shape* into) {
     *into = fp4d_shape{};
     into->rank = int32_t(shape.size());
@@ -123,7 +118,7 @@ const char* fp4d_model_input_name(const fp4d_model* model, int32_t number) {
 
 const char* fp4d_model_output_name(const fp4d_model* model, int32_t number) {
     const auto* const output = at(model->model.graph.outputs, number);
-    return output ? output->name.c_str() : nullptr;
+    return output ? output->c_str() : nullptr;
 }
 
 fp4d_status fp4d_model_input_shape(const fp4d_model* model, int32_t number, fp4d_shape* shape, uint32_t* free_axes) {
@@ -135,15 +130,6 @@ fp4d_status fp4d_model_input_shape(const fp4d_model* model, int32_t number, fp4d
         if (!free_axes) return;
         *free_axes = 0;
         for (const int64_t axis : input->free) *free_axes |= 1u << axis;
-    });
-}
-
-fp4d_status fp4d_model_output_shape(const fp4d_model* model, int32_t number, const fp4d_shape* input, fp4d_shape* shape) {
-    return guarded([&] {
-        given(model && input && shape);
-        const auto* const output = at(model->model.graph.outputs, number);
-        if (!output) fp4d::refuse_argument("there is no such output");
-        write(fp4d::fitting(model->model.graph, shape_of(*input)).at(output->activation), shape);
     });
 }
 
@@ -195,38 +181,48 @@ void fp4d_network_close(fp4d_network* network) { delete network; }
 
 int32_t fp4d_network_shapes(const fp4d_network* network) { return int32_t(network->network.plans().size()); }
 
-fp4d_status fp4d_network_shape(const fp4d_network* network, int32_t number, fp4d_shape* shape) {
+fp4d_status fp4d_network_shape(const fp4d_network* network, int32_t number, int32_t input, fp4d_shape* shape) {
     return guarded([&] {
         given(network && shape);
         const auto* const plan = at(network->network.plans(), number);
-        if (!plan) fp4d::refuse_argument("there is no such plan");
-        write(plan->input, shape);
+        const auto* const found = plan ? at(plan->inputs, input) : nullptr;
+        if (!found) fp4d::refuse_argument("there is no such plan or input");
+        write(*found, shape);
+    });
+}
+
+fp4d_status fp4d_network_output_shape(const fp4d_network* network, const fp4d_shape* inputs, int32_t number, fp4d_shape* shape) {
+    return guarded([&] {
+        given(network && inputs && shape);
+        const auto* const found = at(network->network.plan(inputs).outputs, number);
+        if (!found) fp4d::refuse_argument("there is no such output");
+        write(*found, shape);
     });
 }
 
 size_t fp4d_network_weight_bytes(const fp4d_network* network) { return network->network.weight_bytes(); }
 
-fp4d_status fp4d_network_workspace_bytes(const fp4d_network* network, const fp4d_shape* input, size_t* bytes) {
+fp4d_status fp4d_network_workspace_bytes(const fp4d_network* network, const fp4d_shape* inputs, size_t* bytes) {
     return guarded([&] {
-        given(network && input && bytes);
-        *bytes = network->network.plan(shape_of(*input)).arena;
+        given(network && inputs && bytes);
+        *bytes = network->network.plan(inputs).arena;
     });
 }
 
-fp4d_status fp4d_run_create(fp4d_network* network, const fp4d_shape* input, void* workspace, fp4d_run** run) {
+fp4d_status fp4d_run_create(fp4d_network* network, const fp4d_shape* inputs, void* workspace, fp4d_run** run) {
     if (run) *run = nullptr;
     return guarded([&] {
-        given(network && input && run);
-        *run = new fp4d_run{fp4d::Run(network->network, shape_of(*input), workspace)};
+        given(network && inputs && run);
+        *run = new fp4d_run{fp4d::Run(network->network, inputs, workspace)};
     });
 }
 
 void fp4d_run_close(fp4d_run* run) { delete run; }
 
-fp4d_status fp4d_run_enqueue(fp4d_run* run, int32_t input_type, const void* input, int32_t output_type, void* const* outputs, fp4d_stream stream) {
+fp4d_status fp4d_run_enqueue(fp4d_run* run, int32_t input_type, const void* const* inputs, int32_t output_type, void* const* outputs, fp4d_stream stream) {
     return guarded([&] {
         given(run);
-        run->run.enqueue(input_type, input, output_type, outputs, stream);
+        run->run.enqueue(input_type, inputs, output_type, outputs, stream);
     });
 }
 

@@ -9,7 +9,7 @@
 namespace fp4d {
 namespace {
 
-constexpr char BUNDLE_KEY[] = "fp4deploy.kernels", BUNDLE_FORMAT[] = "kernels/1";
+constexpr char BUNDLE_KEY[] = "fp4deploy.kernels", BUNDLE_FORMAT[] = "kernels/2";
 constexpr Dialect BODY{true, false, true, true, 64};
 constexpr const char* NAMES[STAGES] = {"input.float32", "input.float16", "body", "output.float32", "output.float16", "output.classes"};
 constexpr int64_t MAX_SHARED = 227 << 10, MAX_MEMORY = int64_t(1) << 46;
@@ -36,7 +36,11 @@ const std::vector<Value>& list(const Value& value, const char* name, size_t most
 Shape shape(const Value& value) {
     if (value.kind != Value::Array || value.items.size() > 8) refuse("the kernel bundle has a shape that is none");
     Shape found;
-    for (const Value& each : value.items) found.push_back(whole(each, 1, int64_t(1) << 31));
+    int64_t elements = 1;
+    for (const Value& each : value.items) {
+        found.push_back(whole(each, 1, int64_t(1) << 31));
+        if (__builtin_mul_overflow(elements, found.back(), &elements) || elements > MAX_MEMORY / 8) refuse("the kernel bundle has a tensor that no memory holds");
+    }
     return found;
 }
 
@@ -67,10 +71,7 @@ public:
         found.name = field(value, "name", Value::String).text;
         found.parameters = field(value, "parameters", Value::String).text;
         found.shared = int(number(value, "shared", 0, MAX_SHARED));
-        const auto code = bundle_.file.tensors.find(found.code);
-        if (code == bundle_.file.tensors.end() || code->second.dtype != "U8") refuse("the kernel bundle lacks the code " + shown(found.code));
-        const Tensor& cubin = code->second;
-        if (sha256(cubin.content, cubin.bytes) != field(value, "sha256", Value::String).text) refuse("the kernel bundle is damaged: " + shown(found.code) + " is not what was written");
+        const Tensor& cubin = own(found.code, value);
         if (cubin.bytes < 64 || std::memcmp(cubin.content, "\x7f" "ELF\x02", 5) != 0 || cubin.content[18] != 190) refuse("the kernel bundle holds code that is no CUDA machine code");
         if (found.name.empty() || found.name.size() > 200 || found.name.find('\0') != std::string::npos || found.parameters.size() > 256 ||
             found.parameters.find_first_not_of("Pqif") != std::string::npos)
@@ -89,6 +90,9 @@ public:
         if (kind == "planes") {
             found.kind = Constant::Planes;
             needed = planes(found);
+        } else if (kind == "stored") {
+            found.kind = Constant::Stored;
+            needed = own(found.tensor, value).bytes;
         } else {
             const auto tensor = model_.tensors.find(found.tensor);
             if (tensor == model_.tensors.end() || (kind != "bytes" && kind != "float32")) refuse("the kernel bundle has a constant of an unknown kind or tensor");
@@ -105,12 +109,12 @@ public:
 
     Plan plan(const Value& value) const {
         Plan found;
-        found.input = shape(field(value, "input", Value::Array));
-        const Shapes shapes = fitting(model_.graph, found.input);
+        for (const Value& each : list(value, "inputs", 8)) found.inputs.push_back(shape(each));
         for (const Value& each : list(value, "outputs", 64)) found.outputs.push_back(shape(each));
-        std::vector<Shape> expected;
-        for (const Output& each : model_.graph.outputs) expected.push_back(shapes.at(each.activation));
-        require(found.outputs == expected, "the kernel bundle has a plan with other output shapes than the network");
+        const Graph& graph = model_.graph;
+        bool same = found.inputs.size() == graph.inputs.size() && found.outputs.size() == graph.outputs.size();
+        for (size_t at = 0; same && at < found.inputs.size(); ++at) same = fits(graph.inputs[at], found.inputs[at]);
+        require(same, "the kernel bundle has a plan with other inputs or outputs than the network");
         found.arena = size_t(number(value, "arena", 0, MAX_MEMORY));
         const Value& stages = field(value, "stages", Value::Object);
         for (int stage = 0; stage < STAGES; ++stage)
@@ -119,16 +123,24 @@ public:
     }
 
 private:
+    // A tensor of the bundle, with the digest that `owner` gives.
+    const Tensor& own(const std::string& name, const Value& owner) const {
+        const auto found = bundle_.file.tensors.find(name);
+        if (found == bundle_.file.tensors.end() || found->second.dtype != "U8") refuse("the kernel bundle lacks the tensor " + shown(name));
+        const Tensor& tensor = found->second;
+        if (sha256(tensor.content, tensor.bytes) != field(owner, "sha256", Value::String).text) refuse("the kernel bundle is damaged: " + shown(name) + " is not what was written");
+        return tensor;
+    }
+
     size_t planes(const Constant& wanted) const {
-        for (const Node& node : model_.graph.nodes) {
-            if (!node.is_layer() || !node.packed || node.layer != wanted.tensor) continue;
-            const Shape& codes = model_.tensors.at(node.layer + ".weight.codes").shape;
+        const auto codes = model_.tensors.find(wanted.tensor + ".weight.codes"), scales = model_.tensors.find(wanted.tensor + ".weight.scales");
+        const auto none = model_.tensors.end();
+        if (codes != none && scales != none && codes->second.shape.size() == 4 && codes->second.bytes == 8 * scales->second.bytes && codes->second.bytes) {
+            const Shape& shape = codes->second.shape;
             int64_t bytes = 0, steps = 0;
             for (const int64_t source : wanted.sources) bytes += (source + 15) / 16 * 8;
-            const bool up = node.op == Op::ConvTranspose2d;
-            if (bytes != codes[3] || up != wanted.up || wanted.sources.empty()) break;
-            for (const int64_t source : wanted.sources) steps += ((up ? 1 : codes[1] * codes[2]) * ((source + 15) / 16 * 8) + 63) / 64 * 64;
-            return size_t(2 * codes[0] * (up ? codes[1] * codes[2] : 1) * steps * 2);
+            for (const int64_t source : wanted.sources) steps += ((wanted.up ? 1 : shape[1] * shape[2]) * ((source + 15) / 16 * 8) + 63) / 64 * 64;
+            if (bytes == shape[3]) return size_t(2 * shape[0] * (wanted.up ? shape[1] * shape[2] : 1) * steps * 2);
         }
         refuse("the kernel bundle decodes a weight that the network has not: '" + shown(wanted.tensor) + "'");
     }
@@ -163,7 +175,7 @@ private:
             int64_t most = -1;
             if (kind == "constant") found.kind = Argument::ConstantPointer, most = int64_t(bundle_.constants.size()) - 1;
             if (kind == "arena") found.kind = Argument::ArenaPointer, most = int64_t(plan.arena) - 1;
-            if (kind == "input" && stage <= InputFloat16) found.kind = Argument::InputPointer, most = 0;
+            if (kind == "input" && stage <= InputFloat16) found.kind = Argument::InputPointer, most = int64_t(plan.inputs.size()) - 1;
             if (kind == "output" && stage >= OutputFloat32) found.kind = Argument::OutputPointer, most = stage == OutputClasses ? 0 : int64_t(plan.outputs.size()) - 1;
             found.value = uint64_t(whole(value.items[1], 0, most));
         }
@@ -193,7 +205,10 @@ Bundle::Bundle(std::vector<uint8_t> bytes, const Model& model) : content(std::mo
     }
     require(sum.hex() == field(metadata, "sha256", Value::String).text, "the kernel bundle was changed after it was written");
     const Value body = parse_json(field(metadata, "body", Value::String).text, BODY, "the kernel bundle");
-    if (field(body, "network", Value::String).text != graph_digest(model.graph_text)) refuse("the kernel bundle is for another network: write one for this file with fp4deploy kernels --for FILE.fp4");
+    // A bundle that holds weights is of one file; one that reads them from the file, of every file with the same graph.
+    const bool bound = field(body, "bound", Value::Bool).truth;
+    const std::string digest = bound ? sha256(model.graph_text.data(), model.graph_text.size()) : graph_digest(model.graph_text);
+    if (field(body, "network", Value::String).text != digest) refuse("the kernel bundle is for another network: write one for this file with fp4deploy kernels --for FILE.fp4");
     arch = int(number(body, "arch", 50, 999));
     const Reader read(*this, model);
     for (const Value& each : list(body, "kernels", 4096)) kernels.push_back(read.kernel(each));

@@ -15,8 +15,8 @@ struct KernelCode {
 };
 
 struct Constant {
-    enum Kind { Bytes, Float32, Planes } kind;
-    std::string tensor;  // of Planes: the layer
+    enum Kind { Bytes, Float32, Planes, Stored } kind;
+    std::string tensor;  // of Planes: the layer; of Stored: a tensor of the bundle
     size_t bytes = 0;
     std::vector<int64_t> sources;
     bool up = false;
@@ -24,7 +24,7 @@ struct Constant {
 
 struct Argument {
     enum Kind { Number, ConstantPointer, ArenaPointer, InputPointer, OutputPointer } kind = Number;
-    uint64_t value = 0;  // the bits of a number; the number of a constant or output; an offset
+    uint64_t value = 0;  // the bits of a number; the number of a constant, input or output; an offset
 };
 
 struct Launch {
@@ -36,8 +36,7 @@ struct Launch {
 enum Stage { InputFloat32, InputFloat16, Body, OutputFloat32, OutputFloat16, OutputClasses, STAGES };
 
 struct Plan {
-    Shape input;
-    std::vector<Shape> outputs;
+    std::vector<Shape> inputs, outputs;
     size_t arena = 0;
     std::vector<Launch> stages[STAGES];
 };

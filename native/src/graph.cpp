@@ -1,227 +1,90 @@
-#include <cmath>
+#include <algorithm>
 #include <initializer_list>
 
 #include "error.hpp"
 #include "model.hpp"
 
-// The types of fp4deploy/packed/graph.py: no unknown field, no conversion, each number within its limits.
+// Inputs, outputs and tensors of fp4deploy/packed/graph.py.
 namespace fp4d {
 namespace {
 
-constexpr size_t MAX_NODES = 4096, MAX_FORMS = 64, MAX_NAME = 200;
-const char* const OTHERS[] = {"conv1d", "conv3d", "conv_transpose1d", "conv_transpose3d", "linear", "affine", "group_norm", "instance_norm",
-                              "layer_norm", "activation", "prelu", "add", "sub", "mul", "div", "pow", "maximum", "minimum", "greater",
-                              "greater_equal", "less", "less_equal", "equal", "not_equal", "where", "constant", "max_pool", "avg_pool",
-                              "adaptive_pool", "reduce", "variance", "cumulative_sum", "argmax", "resize", "pixel_shuffle", "pixel_unshuffle",
-                              "unfold", "fold", "reshape", "expand", "permute", "slice", "select", "roll", "flip", "repeat", "take", "pad", "matmul", "softmax",
-                              "log_softmax", "attention", "experts", "aten"};
+constexpr size_t MAX_NAME = 200;
 
-class Fields {
-public:
-    Fields(const Value& value, std::initializer_list<const char*> known, const char* what) : value_(value), what_(what) {
-        if (value.kind != Value::Object) fail("is no object");
-        for (const auto& [name, _] : value.fields) {
-            bool found = false;
-            for (const char* each : known) found = found || name == each;
-            if (!found) fail("has the unknown field '" + shown(name) + "'");
-        }
-    }
+const Value& part(const Value& owner, const char* name, Value::Kind kind) {
+    const Value* found = owner.kind == Value::Object ? owner.find(name) : nullptr;
+    if (!found || found->kind != kind) refuse(std::string("its graph cannot be read: ") + name + " is missing, or has another type");
+    return *found;
+}
 
-    [[noreturn]] void fail(const std::string& cause) const { refuse(std::string("its graph cannot be read: ") + what_ + " " + cause); }
+const std::vector<Value>& list(const Value& owner, const char* name, size_t least, size_t most) {
+    const auto& items = part(owner, name, Value::Array).items;
+    if (items.size() < least || items.size() > most) refuse(std::string("its graph cannot be read: ") + name + " is no list of its length");
+    return items;
+}
 
-    const Value& get(const char* name) const {
-        const Value* found = value_.find(name);
-        if (!found) fail(std::string("lacks the field ") + name);
-        return *found;
-    }
-    const Value* maybe(const char* name) const { return value_.find(name); }
+std::string name_of(const std::string& text, size_t least, size_t most = MAX_NAME) {
+    const size_t count = characters(text);
+    if (count < least || count > most) refuse("its graph cannot be read: a name is empty or too long");
+    return text;
+}
 
-    const std::vector<Value>& list(const char* name, size_t least, size_t most) const {
-        const Value& value = get(name);
-        if (value.kind != Value::Array || value.items.size() < least || value.items.size() > most)
-            fail(std::string(name) + " is no list of its length");
-        return value.items;
-    }
-
-    std::string text(const Value& value, size_t least = 1, size_t most = MAX_NAME) const {
-        if (value.kind != Value::String) fail("has a name that is no text");
-        const size_t count = characters(value.text);
-        if (count < least || count > most) fail("has a name that is empty or too long");
-        return value.text;
-    }
-    std::string name(const char* field) const { return text(get(field)); }
-    std::string maybe_name(const char* field) const {
-        const Value* value = maybe(field);
-        return value && value->kind != Value::Null ? text(*value) : "";
-    }
-    std::vector<std::string> names(const char* field, size_t least, size_t most) const {
-        std::vector<std::string> found;
-        for (const Value& each : list(field, least, most)) found.push_back(text(each));
-        return found;
-    }
-
-    int64_t integer(const Value& value, int64_t least, int64_t most) const {
-        if (value.kind != Value::Int || value.large || value.integer < least || value.integer > most)
-            fail("has a number that is none, or beyond its limits");
-        return value.integer;
-    }
-    int64_t integer(const char* field, int64_t usual, int64_t least, int64_t most) const {
-        const Value* value = maybe(field);
-        return value ? integer(*value, least, most) : usual;
-    }
-    void pair(const char* field, int64_t least, int64_t most, int64_t (&into)[2]) const {
-        if (!maybe(field)) return;
-        const auto& items = list(field, 2, 2);
-        for (int at = 0; at < 2; ++at) into[at] = integer(items[size_t(at)], least, most);
-    }
-    bool flag(const char* field) const {
-        const Value* value = maybe(field);
-        if (!value) return false;
-        if (value->kind != Value::Bool) fail(std::string(field) + " is neither true nor false");
-        return value->truth;
-    }
-
-private:
-    const Value& value_;
-    const char* what_;
-};
-
-std::vector<Form> forms(const Fields& owner) {
-    std::vector<Form> found;
-    for (const Value& each : owner.list("outputs", 1, MAX_FORMS)) {
-        const Fields fields(each, {"name", "amax", "axis", "pooled"}, "an activation");
-        Form form;
-        form.name = fields.name("name");
-        form.amax = fields.maybe_name("amax");
-        if (const Value* axis = fields.maybe("axis")) {
-            if (axis->kind != Value::String || (axis->text != "channels" && axis->text != "last")) fields.fail("has an unknown axis");
-            form.along_last = axis->text == "last";
-        }
-        form.pooled = fields.flag("pooled");
-        found.push_back(form);
+std::vector<int64_t> numbers(const std::vector<Value>& items, int64_t least, int64_t most) {
+    std::vector<int64_t> found;
+    for (const Value& each : items) {
+        if (each.kind != Value::Int || each.large || each.integer < least || each.integer > most) refuse("its graph cannot be read: a number is none, or beyond its limits");
+        found.push_back(each.integer);
     }
     return found;
 }
 
-void layer(const Fields& fields, Node& node) {
-    node.layer = fields.name("layer");
-    const Value& precision = fields.get("precision");
-    if (precision.kind != Value::String || (precision.text != "nvfp4" && precision.text != "fp16" && precision.text != "bf16")) fields.fail("has an unknown precision");
-    node.precision = precision.text;
-    node.packed = precision.text == "nvfp4";
-    if (const Value* most = fields.maybe("e4m3_max")) {
-        const bool number = (most->kind == Value::Int && !most->large) || most->kind == Value::Float;
-        if (!number || (most->number != 448 && most->number != 256)) fields.fail("has an e4m3_max that is neither 448 nor 256");
-        node.e4m3_max = int64_t(most->number);
-    }
-    node.bias = fields.maybe_name("bias");
-}
-
-Node read_node(const Value& value, size_t number) {
-    if (value.kind != Value::Object) refuse("its graph cannot be read: a node is no object");
-    const Value* op = value.find("op");
-    if (!op || op->kind != Value::String) refuse("its graph cannot be read: a node has no op");
-    constexpr int64_t EXTENT = 1 << 12, STEPS = 1 << 10, COUNT = 1 << 16;
-    Node node;
-    node.name_of_op = op->text;
-    if (op->text == "conv2d") {
-        const Fields fields(value, {"op", "inputs", "outputs", "layer", "precision", "e4m3_max", "bias", "stride", "padding", "dilation", "groups", "relu"}, "a conv2d");
-        node.op = Op::Conv2d;
-        node.inputs = fields.names("inputs", 1, 2);
-        node.outputs = forms(fields);
-        layer(fields, node);
-        fields.pair("stride", 1, STEPS, node.stride);
-        fields.pair("padding", 0, EXTENT, node.padding);
-        fields.pair("dilation", 1, STEPS, node.dilation);
-        node.groups = fields.integer("groups", 1, 1, COUNT);
-        node.relu = fields.flag("relu");
-    } else if (op->text == "conv_transpose2d") {
-        const Fields fields(value, {"op", "inputs", "outputs", "layer", "precision", "e4m3_max", "bias", "stride", "padding", "output_padding", "dilation", "groups"}, "a conv_transpose2d");
-        node.op = Op::ConvTranspose2d;
-        node.inputs = fields.names("inputs", 1, 1);
-        node.outputs = forms(fields);
-        layer(fields, node);
-        node.stride[0] = node.stride[1] = 2;
-        fields.pair("stride", 1, STEPS, node.stride);
-        fields.pair("padding", 0, EXTENT, node.padding);
-        fields.pair("output_padding", 0, EXTENT, node.output_padding);
-        fields.pair("dilation", 1, STEPS, node.dilation);
-        node.groups = fields.integer("groups", 1, 1, COUNT);
-    } else if (op->text == "group_norm_relu") {
-        const Fields fields(value, {"op", "inputs", "outputs", "layer", "groups", "eps", "bias"}, "a group_norm_relu");
-        node.op = Op::GroupNormReLU;
-        node.inputs = fields.names("inputs", 1, 1);
-        node.outputs = forms(fields);
-        node.layer = fields.name("layer");
-        node.groups = fields.integer(fields.get("groups"), 1, COUNT);
-        const Value& eps = fields.get("eps");
-        if ((eps.kind != Value::Int && eps.kind != Value::Float) || !(eps.number > 1e-12 && eps.number < 1)) fields.fail("has an eps beyond its limits");
-        node.bias = fields.maybe_name("bias");
-    } else if (op->text == "concat") {
-        const Fields fields(value, {"op", "inputs", "outputs", "dim"}, "a concat");
-        node.op = Op::Concat;
-        node.inputs = fields.names("inputs", 2, 256);
-        node.outputs = forms(fields);
-        node.dim = fields.integer("dim", 1, 0, 7);
-    } else {
-        for (const char* other : OTHERS)
-            if (op->text == other)
-                unsupported("node " + std::to_string(number) + " of the graph is a '" + op->text +
-                            "', and this library computes conv2d, conv_transpose2d, group_norm_relu and concat: run the file with Python");
-        refuse("its graph cannot be read: there is no node '" + shown(op->text) + "'");
-    }
-    return node;
+bool is_one_of(const std::string& text, std::initializer_list<const char*> valid) {
+    return std::any_of(valid.begin(), valid.end(), [&](const char* each) { return text == each; });
 }
 
 bool is_digest(const std::string& text) {
-    if (text.size() != 64) return false;
-    for (const char letter : text)
-        if (!((letter >= '0' && letter <= '9') || (letter >= 'a' && letter <= 'f'))) return false;
-    return true;
+    return text.size() == 64 && text.find_first_not_of("0123456789abcdef") == std::string::npos;
 }
 
 }  // namespace
 
 Graph read_graph(const std::string& text) {
     const Value value = parse_json(text, GRAPH, "its graph");
-    const Fields fields(value, {"inputs", "nodes", "outputs", "tensors", "digits", "rest", "wide"}, "the graph");
     Graph graph;
-    if (fields.maybe("rest")) graph.rest = fields.text(fields.get("rest"), 0);
-    const Value* wide = fields.maybe("wide");
-    if (graph.rest == "fp32" || (wide && !(wide->kind == Value::Object && wide->fields.empty()))) unsupported("this library computes networks in FP16 or BF16, and this one, or a part of it, is FP32: run the file with Python");
-    if (graph.rest != "fp16" && graph.rest != "bf16") fields.fail("has an unknown rest");
-    for (const Value& each : fields.list("inputs", 1, 8)) {
-        const Fields about(each, {"name", "shape", "free", "outputs"}, "an input");
+    for (const Value& each : list(value, "inputs", 1, 8)) {
         Input input;
-        input.name = about.name("name");
-        for (const Value& size : about.list("shape", 1, 6)) input.shape.push_back(about.integer(size, 1, 1 << 20));
-        for (const Value& axis : about.list("free", 0, SIZE_MAX)) input.free.push_back(about.integer(axis, 0, 7));
-        input.outputs = forms(about);
+        input.name = name_of(part(each, "name", Value::String).text, 1);
+        input.shape = numbers(list(each, "shape", 1, 6), 1, 1 << 20);
+        input.free = numbers(list(each, "free", 0, SIZE_MAX), 0, 7);
+        if (each.find("dtype")) input.dtype = part(each, "dtype", Value::String).text;
+        require(is_one_of(input.dtype, {"float32", "int64", "bool"}), "its graph cannot be read: an input has an unknown type");
         graph.inputs.push_back(input);
     }
-    size_t number = 0;
-    for (const Value& each : fields.list("nodes", 1, MAX_NODES)) graph.nodes.push_back(read_node(each, number++));
-    for (const Value& each : fields.list("outputs", 1, 64)) {
-        const Fields about(each, {"name", "activation"}, "an output");
-        graph.outputs.push_back({about.text(about.get("name"), 0), about.name("activation")});
-    }
-    const Value& tensors = fields.get("tensors");
-    if (tensors.kind != Value::Object) fields.fail("has no list of tensors");
-    for (const auto& [name, each] : tensors.fields) {
-        const Fields about(each, {"dtype", "shape", "sha256"}, "a tensor");
-        Value key;
-        key.kind = Value::String;
-        key.text = name;
+    list(value, "nodes", 1, SIZE_MAX);
+    for (const Value& each : list(value, "outputs", 1, 64)) graph.outputs.push_back(name_of(part(each, "name", Value::String).text, 0));
+    for (const auto& [name, each] : part(value, "tensors", Value::Object).fields) {
         TensorInfo info;
-        info.dtype = about.text(about.get("dtype"), 0, SIZE_MAX);
-        if (info.dtype != "U8" && info.dtype != "F8_E4M3" && info.dtype != "F16" && info.dtype != "BF16" && info.dtype != "F32") about.fail("has an unknown type");
-        for (const Value& size : about.list("shape", 0, SIZE_MAX)) info.shape.push_back(about.integer(size, 0, int64_t(1) << 31));
-        info.sha256 = about.text(about.get("sha256"), 0, SIZE_MAX);
-        if (!is_digest(info.sha256)) about.fail("has a sha256 that is none");
-        graph.tensors[about.text(key)] = info;
+        info.dtype = part(each, "dtype", Value::String).text;
+        info.shape = numbers(list(each, "shape", 0, SIZE_MAX), 0, int64_t(1) << 31);
+        info.sha256 = part(each, "sha256", Value::String).text;
+        require(is_one_of(info.dtype, {"U8", "F8_E4M3", "F16", "BF16", "F32"}) && is_digest(info.sha256), "its graph cannot be read: a tensor has an unknown type, or no sha256");
+        graph.tensors[name_of(name, 1)] = info;
     }
-    graph.digits = fields.flag("digits");
     return graph;
+}
+
+bool fits(const Input& input, const Shape& shape) {
+    bool same = shape.size() == input.shape.size();
+    for (size_t axis = 0; same && axis < shape.size(); ++axis) {
+        const bool free = std::find(input.free.begin(), input.free.end(), int64_t(axis)) != input.free.end();
+        same = shape[axis] >= 1 && (free || shape[axis] == input.shape[axis]);
+    }
+    return same;
+}
+
+std::string text_of(const Shape& shape) {
+    std::string text = "[";
+    for (const int64_t size : shape) text += (text.size() > 1 ? ", " : "") + std::to_string(size);
+    return text + "]";
 }
 
 }  // namespace fp4d

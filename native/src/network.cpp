@@ -92,8 +92,8 @@ void Network::upload() {
             decode_planes(model_, constant, into);
             continue;
         }
-        const Tensor& tensor = model_.tensors.at(constant.tensor);
-        if (constant.kind == Constant::Bytes || tensor.dtype == "F32") {
+        const Tensor& tensor = (constant.kind == Constant::Stored ? bundle_.file.tensors : model_.tensors).at(constant.tensor);
+        if (constant.kind != Constant::Float32 || tensor.dtype == "F32") {
             std::memcpy(into, tensor.content, tensor.bytes);
             continue;
         }
@@ -106,15 +106,25 @@ void Network::upload() {
     if (weight_bytes_) check(driver().to_device(weights_.address(), content.data(), weight_bytes_), "the weights were not copied to the GPU");
 }
 
-const Plan& Network::plan(const Shape& input) const {
+const Plan& Network::plan(const fp4d_shape* inputs) const {
+    std::vector<Shape> wanted;
+    for (size_t at = 0; at < model_.graph.inputs.size(); ++at) {
+        if (inputs[at].rank < 1 || inputs[at].rank > 8) refuse_argument("a shape has 1 to 8 axes");
+        wanted.emplace_back(inputs[at].size, inputs[at].size + inputs[at].rank);
+    }
     for (const Plan& plan : bundle_.plans)
-        if (plan.input == input) return plan;
+        if (plan.inputs == wanted) return plan;
+    const auto text = [](const std::vector<Shape>& shapes) {
+        std::string found;
+        for (const Shape& each : shapes) found += (found.empty() ? "" : " and ") + text_of(each);
+        return found;
+    };
     std::string known;
-    for (const Plan& plan : bundle_.plans) known += (known.empty() ? "" : ", ") + text_of(plan.input);
-    refuse_argument("the kernel bundle has no plan for an input of " + text_of(input) + "; it has plans for " + known);
+    for (const Plan& plan : bundle_.plans) known += (known.empty() ? "" : ", ") + text(plan.inputs);
+    refuse_argument("the kernel bundle has no plan for an input of " + text(wanted) + "; it has plans for " + known);
 }
 
-Run::Run(const Network& network, const Shape& input, void* workspace) : network_(network), plan_(network.plan(input)) {
+Run::Run(const Network& network, const fp4d_shape* inputs, void* workspace) : network_(network), plan_(network.plan(inputs)) {
     const Current current(network_.context());
     const Address given = Address(reinterpret_cast<uintptr_t>(workspace));
     if (given % ALIGNMENT) refuse_argument("the workspace is not aligned to 256 bytes");
@@ -147,10 +157,10 @@ Run::~Run() {
     driver().context_pop(&popped);
 }
 
-void Run::submit(std::vector<Ready>& stage, const void* input, void* const* outputs, Stream stream) {
+void Run::submit(std::vector<Ready>& stage, const void* const* inputs, void* const* outputs, Stream stream) {
     for (Ready& ready : stage) {
         for (const auto& [at, argument] : ready.pointers) {
-            const void* const pointer = argument->kind == Argument::InputPointer ? input : outputs[argument->value];
+            const void* const pointer = argument->kind == Argument::InputPointer ? inputs[argument->value] : outputs[argument->value];
             std::memcpy(ready.parameters.data() + at, &pointer, sizeof pointer);
         }
         size_t size = ready.parameters.size();
@@ -161,31 +171,38 @@ void Run::submit(std::vector<Ready>& stage, const void* input, void* const* outp
     }
 }
 
-void Run::enqueue(int32_t input_type, const void* input, int32_t output_type, void* const* outputs, Stream stream) {
+void Run::enqueue(int32_t input_type, const void* const* inputs, int32_t output_type, void* const* outputs, Stream stream) {
     if (input_type != FP4D_FLOAT32 && input_type != FP4D_FLOAT16) refuse_argument("the input is float32 or float16");
     if (output_type != FP4D_FLOAT32 && output_type != FP4D_FLOAT16 && output_type != FP4D_CLASSES) refuse_argument("an output is float32, float16 or classes");
     const Stage last = output_type == FP4D_FLOAT32 ? OutputFloat32 : output_type == FP4D_FLOAT16 ? OutputFloat16 : OutputClasses;
-    if (stages_[last].empty()) refuse_argument("the first output has more than 256 channels, and classes are bytes");
+    if (stages_[last].empty()) refuse_argument("the first output has no channels, or more than 256, and classes are bytes");
     const size_t count = output_type == FP4D_CLASSES ? 1 : plan_.outputs.size(), widths[] = {4, 2, 1};
-    if (!input || !outputs || reinterpret_cast<uintptr_t>(input) % widths[input_type]) refuse_argument("the input is a null pointer, or not aligned to its elements");
+    if (!inputs || !outputs) refuse_argument("the inputs or the outputs are a null pointer");
+    for (size_t at = 0; at < plan_.inputs.size(); ++at) {
+        const std::string& dtype = network_.model().graph.inputs[at].dtype;
+        const size_t width = dtype == "int64" ? 8 : dtype == "bool" ? 1 : widths[input_type];
+        if (!inputs[at] || reinterpret_cast<uintptr_t>(inputs[at]) % width) refuse_argument("an input is a null pointer, or not aligned to its elements");
+    }
     for (size_t at = 0; at < count; ++at)
         if (!outputs[at] || reinterpret_cast<uintptr_t>(outputs[at]) % widths[output_type]) refuse_argument("an output is a null pointer, or not aligned to its elements");
     const Current current(network_.context());
-    submit(stages_[input_type == FP4D_FLOAT32 ? InputFloat32 : InputFloat16], input, outputs, stream);
-    submit(stages_[Body], input, outputs, stream);
-    submit(stages_[last], input, outputs, stream);
+    submit(stages_[input_type == FP4D_FLOAT32 ? InputFloat32 : InputFloat16], inputs, outputs, stream);
+    submit(stages_[Body], inputs, outputs, stream);
+    submit(stages_[last], inputs, outputs, stream);
 }
 
 void Run::host(const float* input, int32_t output_type, void* output) {
     if (!input || !output) refuse_argument("the input or the output is a null pointer");
     if (output_type < FP4D_FLOAT32 || output_type > FP4D_CLASSES) refuse_argument("an output is float32, float16 or classes");
+    if (plan_.inputs.size() != 1 || network_.model().graph.inputs[0].dtype != "float32") refuse_argument("the network has other inputs than one image: use fp4d_run_enqueue");
+    if (output_type == FP4D_CLASSES && stages_[OutputClasses].empty()) refuse_argument("the first output has no channels, or more than 256, and classes are bytes");
     const Current current(network_.context());
     const size_t widths[] = {4, 2, 1};
     const auto bytes = [&](size_t number) {
         const Shape& shape = plan_.outputs[number];
-        return output_type == FP4D_CLASSES ? elements(shape) / size_t(shape[1]) : elements(shape) * widths[output_type];
+        return output_type == FP4D_CLASSES ? elements(shape) / size_t(shape.size() > 1 ? shape[1] : 1) : elements(shape) * widths[output_type];
     };
-    const size_t given = elements(plan_.input) * 4;
+    const size_t given = elements(plan_.inputs[0]) * 4;
     DeviceMemory image(given);
     std::vector<DeviceMemory> results;
     std::vector<void*> pointers;
@@ -202,7 +219,8 @@ void Run::host(const float* input, int32_t output_type, void* output) {
     // The copy above is complete when it returns for memory of the host that is not pinned; for pinned memory the default
     // stream is waited for here.
     check(driver().stream_synchronize(nullptr), "the input was not copied to the GPU");
-    enqueue(FP4D_FLOAT32, reinterpret_cast<const void*>(uintptr_t(image.address())), output_type, pointers.data(), own.stream);
+    const void* const images[] = {reinterpret_cast<const void*>(uintptr_t(image.address()))};
+    enqueue(FP4D_FLOAT32, images, output_type, pointers.data(), own.stream);
     check(driver().stream_synchronize(own.stream), "the forward pass failed");
     check(driver().to_host(output, results[0].address(), bytes(0)), "the result was not copied from the GPU");
 }

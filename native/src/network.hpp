@@ -31,7 +31,7 @@ public:
 
     const Model& model() const { return model_; }
     const std::vector<Plan>& plans() const { return bundle_.plans; }
-    const Plan& plan(const Shape& input) const;  // raises Error: none for this shape
+    const Plan& plan(const fp4d_shape* inputs) const;  // raises Error: none for these shapes
     size_t weight_bytes() const { return weight_bytes_; }
     Context context() const { return device_.context(); }
 
@@ -53,11 +53,11 @@ private:
 
 class Run {
 public:
-    Run(const Network& network, const Shape& input, void* workspace);
+    Run(const Network& network, const fp4d_shape* inputs, void* workspace);
     ~Run();
     Run(const Run&) = delete;
 
-    void enqueue(int32_t input_type, const void* input, int32_t output_type, void* const* outputs, Stream stream);
+    void enqueue(int32_t input_type, const void* const* inputs, int32_t output_type, void* const* outputs, Stream stream);
     void host(const float* input, int32_t output_type, void* output);
 
 private:
@@ -68,7 +68,7 @@ private:
         std::vector<uint8_t> parameters;
         std::vector<std::pair<size_t, const Argument*>> pointers;
     };
-    void submit(std::vector<Ready>& stage, const void* input, void* const* outputs, Stream stream);
+    void submit(std::vector<Ready>& stage, const void* const* inputs, void* const* outputs, Stream stream);
 
     const Network& network_;
     const Plan& plan_;

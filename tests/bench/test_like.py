@@ -42,6 +42,18 @@ def test_a_file_without_its_card_scores_as_with_it(untrained: Run, shapes: Path,
         assert found.latency_ms is not None
 
 
+def test_height_and_width_are_not_exchanged(tmp_path: Path) -> None:
+    path = saved(tmp_path / "net.onnx", size=("N", 3, 24, 40))
+    for like in (WHOLE, Like(NAMES, height=24, width=40), Like(NAMES, height=24), Like(NAMES, width=40)):
+        card = open_for_images(path, like=like).card
+        assert (card.height, card.width) == (24, 40)
+    opened = saved(tmp_path / "open.onnx", size=("N", 3, "H", "W"))
+    card = open_for_images(opened, like=Like(NAMES, height=24, width=40)).card
+    assert (card.height, card.width) == (24, 40)
+    with pytest.raises(InputError, match="--like says 40x24"):
+        open_for_images(path, like=Like(NAMES, height=40, width=24))
+
+
 def test_a_fixed_number_of_images_is_fed_in_parts(shapes: Path, tmp_path: Path) -> None:
     fixed, free = (saved(tmp_path / f"{n}.onnx", size=(n, 3, 32, 32)) for n in (2, "N"))
     images = np.random.default_rng(0).standard_normal((5, 3, 32, 32)).astype(np.float32)

@@ -71,6 +71,17 @@ def test_counts_are_kept_and_redone_when_they_do_not_fit(tmp_path: Path) -> None
     assert len(data.read) == 3
     cached_counts(data, path, "elsewhere")
     assert len(data.read) == 6
+    for name, value in (
+        ("class_names", ("pole", "road", "never")),
+        ("masks", Masks.masks[:2]),
+    ):  # what counts depend on
+        other = Masks()
+        setattr(other, name, value)
+        assert cached_counts(other, tmp_path / "other.json", "elsewhere") == count_classes(other)
+        assert cached_counts(other, path, "elsewhere") == count_classes(other)
+        path.write_text(json.dumps({}))
+        cached_counts(data, path, "elsewhere")
+    data.read = data.read[:6]
     for damage in ("{", json.dumps({"of": 3}), json.dumps([1])):
         path.write_text(damage)
         assert cached_counts(data, path, "elsewhere") == first

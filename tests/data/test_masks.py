@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from fp4deploy.data import IGNORE, open_dataset
+from fp4deploy.data.images import read_class_ids
 from fp4deploy.errors import InputError
 from tests.data.hand_made import HEIGHT, WIDTH
 
@@ -22,6 +23,24 @@ def test_a_pixel_value_is_a_class_and_values_without_one_are_ignored(make_masks)
     expected = np.zeros((HEIGHT, WIDTH), dtype=np.uint8)
     expected[2:5], expected[8:] = 3, IGNORE
     np.testing.assert_array_equal(mask, expected)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "I;16", "I"])
+def test_a_mask_of_any_depth_holds_its_values_and_larger_ones_are_void(mode: str, tmp_path: Path) -> None:
+    most = {"1": 1, "L": 255, "P": 255}.get(mode, 65535)
+    values = np.array([[0, 1, 2, 254, 255, 256, 257, 511, 65535]]).clip(0, most)
+    if mode == "1":
+        image = Image.fromarray(values.astype(bool))
+    elif mode == "P":
+        image = Image.fromarray(values.astype(np.uint8))
+        image.putpalette([7] * 768)
+    else:
+        image = Image.fromarray(values.astype({"L": np.uint8, "I;16": np.uint16, "I": np.int32}[mode]))
+    image.save(tmp_path / f"mask.{'tif' if mode == 'I' else 'png'}")
+    (path,) = tmp_path.iterdir()
+    found = read_class_ids(path)
+    assert found.dtype == np.uint8
+    assert found.tolist() == values.clip(0, 255).tolist()
 
 
 def test_a_subset_ignores_the_other_classes(make_masks):

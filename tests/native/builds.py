@@ -41,10 +41,28 @@ def harness(folder: Path, sanitized: bool) -> Path:
     return one
 
 
+def library(folder: Path) -> Path:
+    """libfp4deploy.so, quick to compile."""
+    whole, out = folder / "whole.cpp", folder / "libfp4deploy.so"
+    whole.write_text(
+        "".join(f'#include "{source}"\n' for source in sorted((ROOT / "src").glob("*.cpp"))), encoding="utf-8"
+    )
+    compiled("g++", "-std=c++17", "-shared", "-fPIC", "-I", ROOT / "include", VERSION, whole, "-ldl", "-o", out)
+    return out
+
+
 def recording_driver(folder: Path) -> Path:
     """A folder with `recording_driver.c` as libcuda.so.1, for LD_LIBRARY_PATH."""
     folder.mkdir(parents=True, exist_ok=True)
-    compiled("gcc", "-shared", "-fPIC", HERE / "recording_driver.c", "-o", folder / "libcuda.so.1")
+    compiled(
+        "gcc",
+        "-shared",
+        "-fPIC",
+        "-Wl,-soname,libcuda.so.1",
+        HERE / "recording_driver.c",
+        "-o",
+        folder / "libcuda.so.1",
+    )
     return folder
 
 

@@ -28,6 +28,12 @@ static int check(const char *model_path) {
     return 0;
 }
 
+static size_t elements(const fp4d_shape *shape) {
+    size_t count = 1;
+    for (int axis = 0; axis < shape->rank; ++axis) count *= (size_t)shape->size[axis];
+    return count;
+}
+
 static int run(const char *model_path, const char *kernels) {
     fp4d_model *model;
     fp4d_network *network;
@@ -50,36 +56,37 @@ static int run(const char *model_path, const char *kernels) {
     if (fp4d_model_metadata(model, "other") || fp4d_model_metadata(model, NULL)) return 3;
     if (fp4d_model_input_shape(model, 0, &shape, &axes) || fp4d_model_input_shape(model, 9, &out, NULL) != FP4D_INVALID_ARGUMENT) return 4;
     printf("example %lld %lld %lld, free %u\n", (long long)shape.size[1], (long long)shape.size[2], (long long)shape.size[3], axes);
-    if (fp4d_model_output_shape(model, 0, &wrong, &out) != FP4D_INVALID_ARGUMENT) return 5;
     if (fp4d_network_open(model, kernels, 0, &network)) {
         printf("%s\n", fp4d_last_error());
         fp4d_model_close(model);
         return 6;
     }
     for (int32_t number = 0; number < fp4d_network_shapes(network); ++number) {
-        if (fp4d_network_shape(network, number, &shape) || fp4d_network_workspace_bytes(network, &shape, &bytes)) return 7;
-        if (fp4d_model_output_shape(model, 0, &shape, &out)) return 8;
-        const size_t count = (size_t)(out.size[0] * out.size[1] * out.size[2] * out.size[3]);
-        const size_t images = (size_t)(shape.size[0] * shape.size[1] * shape.size[2] * shape.size[3]);
+        if (fp4d_network_shape(network, number, 0, &shape) || fp4d_network_workspace_bytes(network, &shape, &bytes)) return 7;
+        if (fp4d_network_output_shape(network, &shape, 0, &out)) return 8;
+        const size_t count = elements(&out), images = elements(&shape);
         float *image = calloc(images, sizeof *image), *logits = calloc(count, sizeof *logits);
         void *workspace = aligned_alloc(256, (bytes + 255) / 256 * 256), *outputs[] = {logits};
+        const void *inputs[] = {image}, *nothing[] = {NULL}, *odd[] = {(char *)image + 1};
         const fp4d_status created = fp4d_run_create(network, &shape, number ? workspace : NULL, &one);
         if (created) printf("%s\n", fp4d_last_error());
         fp4d_status done = FP4D_OK;
         for (int type = FP4D_FLOAT32; !created && !done && type <= FP4D_CLASSES; ++type) {
             done = fp4d_run_host(one, image, type, logits);
-            if (!done) done = fp4d_run_enqueue(one, FP4D_FLOAT16, image, type, outputs, NULL);
+            if (!done) done = fp4d_run_enqueue(one, FP4D_FLOAT16, inputs, type, outputs, NULL);
         }
         if (done) printf("%s\n", fp4d_last_error());
-        if (!created && fp4d_run_enqueue(one, FP4D_FLOAT16, NULL, FP4D_FLOAT16, outputs, NULL) != FP4D_INVALID_ARGUMENT) return 9;
-        if (!created && fp4d_run_enqueue(one, 7, image, FP4D_FLOAT16, outputs, NULL) != FP4D_INVALID_ARGUMENT) return 10;
-        if (!created && fp4d_run_enqueue(one, FP4D_FLOAT32, (char *)image + 1, FP4D_FLOAT16, outputs, NULL) != FP4D_INVALID_ARGUMENT) return 11;
+        if (!created && fp4d_run_enqueue(one, FP4D_FLOAT16, nothing, FP4D_FLOAT16, outputs, NULL) != FP4D_INVALID_ARGUMENT) return 9;
+        if (!created && fp4d_run_enqueue(one, 7, inputs, FP4D_FLOAT16, outputs, NULL) != FP4D_INVALID_ARGUMENT) return 10;
+        if (!created && fp4d_run_enqueue(one, FP4D_FLOAT32, odd, FP4D_FLOAT16, outputs, NULL) != FP4D_INVALID_ARGUMENT) return 11;
         printf("weights %zu, workspace %zu\n", fp4d_network_weight_bytes(network), bytes);
         fp4d_run_close(created ? NULL : one);
         free(workspace);
         free(logits);
         free(image);
     }
+    if (fp4d_network_output_shape(network, &wrong, 0, &out) != FP4D_INVALID_ARGUMENT) return 5;
+    if (fp4d_network_shape(network, 0, 1, &out) != FP4D_INVALID_ARGUMENT) return 14;
     if (fp4d_run_create(network, &wrong, NULL, &one) != FP4D_INVALID_ARGUMENT || one) return 12;
     if (fp4d_run_create(NULL, &shape, NULL, &one) != FP4D_INVALID_ARGUMENT) return 13;
     fp4d_network_close(network);

@@ -1,6 +1,6 @@
-/* A test double of the CUDA driver, for tests on machines without a GPU: it records and computes nothing.
+/* A test double of the CUDA driver, for tests on machines without a GPU: it records, and computes nothing by itself.
  *
- * Device memory is memory of the host, so that sanitizers watch it. Each launch, copy and allocation is a line of the file
+ * `recording_driver_launcher` names a function that is called with every launch, and may compute. Device memory is memory of the host, so that sanitizers watch it. Each launch, copy and allocation is a line of the file
  * that RECORDING_DRIVER_LOG names; what is copied to the device is written to <log>.<number>. RECORDING_DRIVER_FAIL names a
  * function whose RECORDING_DRIVER_AT-th call (default: first) fails. RECORDING_DRIVER_ARCH is the compute capability (90). */
 #include <stdio.h>
@@ -64,6 +64,9 @@ int cuModuleGetFunction(void **found, void *module, const char *name) {
     return module ? 0 : 500;
 }
 int cuFuncSetAttribute(void *f, int attribute, int value) { FAIL("cuFuncSetAttribute", 1); fprintf(out(), "attribute %s %d %d\n", ((function *)f)->name, attribute, value); return 0; }
+typedef void launcher(const char *name, const unsigned *sizes, const void *parameters, size_t bytes);
+static launcher *launch;
+void recording_driver_launcher(launcher *given) { launch = given; }
 int cuLaunchKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared,
                    void *stream, void **values, void **extra) {
     FAIL("cuLaunchKernel", 701);
@@ -73,6 +76,8 @@ int cuLaunchKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, 
     fprintf(out(), "launch %s %u %u %u %u %u %u %u %p ", ((function *)f)->name, gx, gy, gz, bx, by, bz, shared, stream);
     for (size_t at = 0; at < size; ++at) fprintf(out(), "%02x", buffer[at]);
     fprintf(out(), "\n");
+    const unsigned sizes[] = {gx, gy, gz, bx, by, bz, shared};
+    if (launch) launch(((function *)f)->name, sizes, buffer, size);
     return 0;
 }
 int cuMemAlloc_v2(unsigned long long *address, size_t bytes) {

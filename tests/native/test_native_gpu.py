@@ -13,7 +13,8 @@ from fp4deploy.architecture import Architecture
 from fp4deploy.native import Gpu, record, write_bundle
 from fp4deploy.native.library import Library
 from fp4deploy.packed import PackedNetwork, write_packed
-from tests.native.builds import ROOT, VERSION, compiled, compiler
+from tests.native import builds
+from tests.native.builds import compiler
 from tests.packed.small_networks import packed
 
 pytestmark = [
@@ -25,12 +26,7 @@ SHAPES = ((1, 3, 64, 96), (4, 3, 64, 96))
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
-    folder = tmp_path_factory.mktemp("library")
-    whole = folder / "whole.cpp"
-    whole.write_text("".join(f'#include "{each}"\n' for each in sorted((ROOT / "src").glob("*.cpp"))), encoding="utf-8")
-    out = folder / "libfp4deploy.so"
-    compiled("g++", "-std=c++17", "-shared", "-fPIC", "-I", ROOT / "include", VERSION, whole, "-ldl", "-o", out)
-    return Library(out)
+    return Library(builds.library(tmp_path_factory.mktemp("library")))
 
 
 @pytest.mark.parametrize(

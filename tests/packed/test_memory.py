@@ -113,3 +113,8 @@ def test_an_early_output_is_held_to_the_end(tmp_path: Path) -> None:
         counted.append(activation_bytes(file.graph, 8, 8))
     one = 2 * 16 * 8 * 8
     assert counted == [2 * one, 3 * one]
+    for batch, expected in ((None, 5), (2, 2)):  # any, and the file's own alone
+        file = pack(
+            Chain(False), tmp_path / "b.fp4", example_inputs=torch.zeros(2, 16, 8, 8), verify=False, batch=batch
+        ).file
+        assert activation_bytes(file.graph, 8, 8, batch=5) == expected * 2 * one

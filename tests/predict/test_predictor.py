@@ -270,6 +270,9 @@ def test_objects_name_the_image_that_they_are_in(tmp_path: Path) -> None:
     of = {each["id"]: Path(each["file_name"]).name for each in found["images"]}
     assert [of[each["image_id"]] for each in found["annotations"]] == ["1.png"]
     assert found["annotations"][0]["bbox"] == [4, 4, 8, 8]
+    categories = [{"id": number, "name": name} for number, name in enumerate(chosen.class_names)]
+    assert found["categories"] == categories[1:]  # without the background
+    assert {each["category_id"] for each in found["annotations"]} <= {each["id"] for each in found["categories"]}
 
 
 @pytest.mark.parametrize("theirs", ["predictions.json", "instances.json"])

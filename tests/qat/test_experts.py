@@ -17,7 +17,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.layer_constants import expert_constants
 from fp4deploy.formats import fake_quantize_nvfp4, quantize_nvfp4
 from fp4deploy.qat import deployed, grouped_linear
-from fp4deploy.qat.experts import QuantExperts, expert_weights, experts_of
+from fp4deploy.qat.experts import QuantExperts, expert_weights, experts_of, weights_held
 from fp4deploy.qat.fp4_gemms.autograd import packed_gemms
 from fp4deploy.qat.operators.gemms import LinearGemms
 
@@ -72,6 +72,12 @@ def test_each_expert_is_quantised_alone_along_what_it_contracts(transposed: bool
     assert before.keys() == {name for name in model.state_dict() if not name.endswith("input_amax")}
     again = copy.deepcopy(model)
     assert torch.equal(again.experts(x, chosen), plain(x, chosen))
+    model.experts.quantizing = False  # as while a calibration runs
+    with weights_held(model):
+        assert torch.equal(model.experts(x, chosen), fd.restore(again).experts(x, chosen))
+    model.experts.quantizing = True
+    with weights_held(model):
+        assert torch.equal(model.experts(x, chosen), plain(x, chosen))
     assert type(fd.restore(model).experts) is Experts
 
 

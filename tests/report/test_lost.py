@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from fp4deploy.bench.evidence import PixelCounts, write_pixels
 from fp4deploy.data import IGNORE
 from fp4deploy.data.palette import colours
-from fp4deploy.report.figures.lost import _row, _stems
+from fp4deploy.report.figures.lost import _row, _stems, most_wrong
 from fp4deploy.report.figures.overlays import DIFFERENCE
 
 
@@ -19,6 +20,15 @@ def test_what_the_baseline_had_right_is_marked() -> None:
     assert (both.shape, alone.shape) == ((1, 20, 3), (1, 16, 3))
     marked = [(each[0, -4:] == DIFFERENCE).all(-1).tolist() for each in (both, alone)]
     assert marked == [[True, False, False, False], [True, True, False, False]]
+
+
+def test_the_most_wrong_have_the_largest_share_of_wrong_pixels() -> None:
+    hit = np.array([[9, 0], [1, 1], [49, 49], [0, 0], [5, 4], [0, 7], [2, 1]])
+    truth = np.array(
+        [[10, 0], [5, 5], [50, 50], [0, 0], [5, 5], [0, 10], [2, 8]]
+    )  # the fourth is void: nothing of it is wrong
+    counts = PixelCounts([f"{number}.png" for number in range(7)], "ab", np.stack([hit, truth, truth], -1))
+    assert most_wrong(write_pixels(counts)) == ["1.png", "6.png", "5.png", "0.png", "4.png"]
 
 
 def test_every_image_has_a_picture_of_its_own() -> None:

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fp4deploy.train import SegmentationLoss, dice_loss
+from fp4deploy.train.distributed import summed
 from fp4deploy.train.losses.segmentation import cross_entropy
 
 
@@ -129,3 +131,20 @@ def test_cross_entropy_weighs_a_pixel_by_its_class() -> None:
     nll = -logits.double().log_softmax(1)
     expected = (3 * nll[0, 0, 0, 0] + 1 * nll[0, 1, 0, 1]) / 4
     assert cross_entropy(logits, target, torch.tensor([3.0, 1.0])).item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_gradients_of_sums_over_processes_have_the_mean_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DistributedDataParallel takes the mean of the processes' gradients: of two here, that see p and 2 p."""
+    weight = torch.tensor([1.0, -3.0], requires_grad=True)
+    (3 * weight).square().sum().backward()
+    alone, weight.grad = weight.grad, None
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_reduce", lambda total: total.copy_(3 * weight.detach()))
+    for factor in (1, 2):
+        total = summed(factor * weight)
+        assert torch.equal(total, 3 * weight)
+        total.square().sum().backward()
+    assert alone is not None
+    assert weight.grad is not None
+    assert torch.equal(weight.grad / 2, alone)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fp4deploy.errors import InputError, counted
 
 from ...console import note, print_json, results, shown
-from ...settings import parse_size
+from ...settings import parse_axes
 
 if TYPE_CHECKING:
     from fp4deploy.native import Gpu
@@ -31,7 +31,8 @@ def write(
     """Record the plans of a network for one architecture, compile their kernels, and write both.
 
     Raises:
-        InputError: no architecture or several, a size that the network does not take, or a node that has no plan.
+        InputError: no architecture or several, a size that the network does not take, or an operator that nothing
+            compiles.
         UnavailableError: Triton or nvcc is missing, or a kernel does not compile.
     """
     from fp4deploy.bench.locate import or_of_latest_run
@@ -43,11 +44,12 @@ def write(
 
     network = or_of_latest_run(network)
     file, gpu = read_packed(network), _gpu(arch, tuned_for, processors)
-    images = [_image(file, size) for size in sizes] if sizes else [_image(file, None)]
-    shapes = list(dict.fromkeys((batch, *image) for image in images for batch in batches or [1]))
+    usual: list[str | None] = [None]
+    pairs = [(size, batch) for size in sizes or usual for batch in batches or [1]]
+    wanted = list(dict.fromkeys(_shapes(file, *pair) for pair in pairs))
     out = out or network.with_name(built_name(network, str(gpu.arch), SUFFIX))
     with progress("recording plans"):
-        plans = [record(file, gpu, shape) for shape in shapes]
+        plans = [record(file, gpu, *shapes) for shapes in wanted]
     note(f"Compiling the kernels of {counted(len(plans), 'plan')} for {gpu.arch}, {gpu.processors} multiprocessors ...")
     with progress("kernels"):
         count = write_bundle(out, file, plans, jobs)
@@ -58,26 +60,29 @@ def write(
         "processors": gpu.processors,
         "kernels": count,
         "bytes": out.stat().st_size,
-        "plans": [{"input": list(plan.shape), "workspace_bytes": plan.arena} for plan in plans],
+        "plans": [{"input": list(plan.inputs[0]), "workspace_bytes": plan.arena} for plan in plans],
     }
     if as_json:
         print_json(about)
         return
     for plan in plans:
-        results().print(f"{' x '.join(map(str, plan.shape))}: workspace {plan.arena / 1e6:.2f} MB", markup=False)
+        shapes = ", ".join(" x ".join(map(str, shape)) for shape in plan.inputs)
+        results().print(f"{shapes}: workspace {plan.arena / 1e6:.2f} MB", markup=False)
     size = f"{count} kernels, {out.stat().st_size / 1e6:.2f} MB"
     note(f"Wrote {shown(out)}: {size}. The C library opens it with {shown(network)}.")
 
 
-def _image(file: PackedFile, size: str | None) -> tuple[int, int, int]:
-    """Channels, height and width: as asked, else of the model card, else of the example."""
-    shape = file.graph.inputs[0].shape
-    if len(shape) != 4:
-        raise InputError(f"{file.path}: the C library takes networks of one input [N, C, H, W].")
-    wanted = parse_size(size)
-    if wanted is None:
-        wanted = (file.card.height, file.card.width) if file.card else (shape[2], shape[3])
-    return shape[1], *wanted
+def _shapes(file: PackedFile, size: str | None, batch: int) -> tuple[tuple[int, ...], ...]:
+    """Of each input: the batch, and of an image or a volume its size, as asked, of the model card or of the example."""
+    image = file.graph.inputs[0]
+    axes = len(image.shape) - 2
+    asked = parse_axes(size) if axes > 1 else None
+    if size is not None and (asked is None or len(asked) != axes):
+        raise InputError(f"--size is '{size}', and the first input of {file.path} is like {image.shape}.")
+    usual = file.card.size if file.card and len(file.card.size) == axes else image.shape[2:]
+    first = (*image.shape[:2], *(asked or usual))
+    shapes = (first, *(tuple(each.shape) for each in file.graph.inputs[1:]))
+    return tuple((batch, *shape[1:]) for shape in shapes)
 
 
 def _gpu(names: list[str] | None, tuned_for: str | None, processors: int | None) -> Gpu:

@@ -26,7 +26,7 @@ from fp4deploy.data.coco.annotations import Annotation, Defect
 from fp4deploy.data.coco.boxes import BoxDataset, checked_box
 from fp4deploy.data.coco.dataset import CocoDataset
 from fp4deploy.data.masks import MaskDataset
-from fp4deploy.data.sample import IGNORE, MAX_CLASSES, TRAIN, VAL, SegmentationDataset, data_error, spread
+from fp4deploy.data.sample import IGNORE, MAX_CLASSES, TRAIN, VAL, SegmentationDataset, data_error, evenly, spread
 from fp4deploy.errors import counted
 
 MAX_READ = 100  # masks that a training reads before it begins, evenly spaced
@@ -146,7 +146,7 @@ def require_labels(dataset: SegmentationDataset, root: Path) -> list[str]:
         return [name for number, name in enumerate(dataset.class_names) if number >= first and number not in used]
     if not isinstance(dataset, MaskDataset) or not len(dataset):
         return []
-    places = sorted({at * len(dataset) // MAX_READ for at in range(MAX_READ)}) if len(dataset) > MAX_READ else None
+    places = evenly(len(dataset), MAX_READ) if len(dataset) > MAX_READ else None
     counts = dataset.histogram(places)
     if wrong := value_defect(counts, dataset.values, dataset.named):
         raise data_error(root, f"The masks of {TRAIN} {wrong[1]}")

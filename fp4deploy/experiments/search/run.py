@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4deploy.data import VAL
+from fp4deploy.data.sample import evenly
 from fp4deploy.errors import InputError
 from fp4deploy.experiments.search.choose import Option, Placement, least_cost, least_error
 from fp4deploy.experiments.search.costs import (
@@ -276,9 +277,8 @@ def _labelled(checkpoint: Path, data: Path, count: int, batch: int, device: str)
     card = read_card(checkpoint)
     dataset = task_of(card).for_card(card, data, VAL)
     transform = task_of(card).transform(card.size, card.mean, card.std)
-    count = min(count, len(dataset))
-    samples = [transform(dataset.load(at * len(dataset) // count)) for at in range(count)]
-    parts = [samples[start : start + batch] for start in range(0, count, batch)]
+    samples = [transform(dataset.load(at)) for at in evenly(len(dataset), count)]
+    parts = [samples[start : start + batch] for start in range(0, len(samples), batch)]
     return [
         (torch.stack([x for x, _ in part]).to(device), torch.stack([torch.as_tensor(y) for _, y in part]))
         for part in parts

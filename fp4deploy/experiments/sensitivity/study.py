@@ -33,6 +33,7 @@ import torch
 from torch import nn
 
 from fp4deploy.data import validation_set
+from fp4deploy.data.sample import evenly
 from fp4deploy.errors import InputError
 from fp4deploy.formats import fake_quantize_nvfp4
 from fp4deploy.graph.costs import MULTIPLYING, work_of_layers
@@ -134,9 +135,8 @@ def study_images(checkpoint: Path, data: Path, count: int, batch: int = 4) -> It
     card = read_card(checkpoint)
     dataset = validation_set(card, data)
     transform = task_of(card).transform(card.size, card.mean, card.std)
-    count = min(count, len(dataset))
-    places = [at * len(dataset) // count for at in range(count)]
-    for start in range(0, count, batch):
+    places = evenly(len(dataset), count)
+    for start in range(0, len(places), batch):
         yield torch.stack([transform(dataset.load(place))[0] for place in places[start : start + batch]])
 
 

@@ -3,8 +3,8 @@ before.
 
 - A single block of 16: one output of at most 16 channels, such as an attention gate. Its one block scale, [1, 1], is
   taken for that of a whole tensor ("ScaleMode is illegal"). 16 products a pixel are no loss.
-- 1x1 that is not a single GEMM: in groups, or with automatic padding. The compiler moves its blocks to a third-last
-  axis and fails; such a layer would be computed in FP16 anyway.
+- A single tap that is no single GEMM: 1x1 in groups, transposed or with automatic padding, 1x1x1 over volumes. The
+  compiler moves its blocks to a third-last axis and fails; such a layer would be computed in FP16 anyway.
 
 The decoded weight has the values that the codes stand for.
 """
@@ -18,7 +18,7 @@ from fp4deploy.export.lowering.pattern import Fp4Layer, LowerNamedLayers
 from fp4deploy.export.onnx.writer import NodeWriter
 
 SINGLE_BLOCK = "its weight is a single block, whose scale TensorRT-RTX takes for that of a tensor: decoded"
-NO_GEMM = "TensorRT-RTX builds no 1x1 convolution with FP4 weights, and this one is not a single GEMM: decoded"
+NO_GEMM = "TensorRT-RTX builds no convolution of one tap with FP4 weights, and this one is not a single GEMM: decoded"
 
 
 def is_single_block(layer: Fp4Layer) -> bool:
@@ -30,7 +30,7 @@ def why_decoded(layer: Fp4Layer, gemm: str | None) -> str | None:
     """Why a layer's weight is decoded, None where it is not; `gemm`: why the layer becomes a GEMM, if it does."""
     if is_single_block(layer):
         return SINGLE_BLOCK
-    return NO_GEMM if gemm is None and layer.kind != "Linear" and layer.kernel == (1, 1) else None
+    return NO_GEMM if gemm is None and layer.kind != "Linear" and {*layer.kernel} == {1} else None
 
 
 class DecodeWeights(LowerNamedLayers):

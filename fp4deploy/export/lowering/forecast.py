@@ -56,7 +56,8 @@ def forecast(layer: nn.Module, conv: str, rest: Rest = FP16) -> Forecast:
         if conv == "qdq":
             return Forecast(plain, "FP4", f"{BLOCKED}; --conv auto makes it an FP4 GEMM")
         return Forecast("FP4", "FP4", "ConvTranspose 2x2 stride 2 as an FP4 GEMM and DepthToSpace")
-    if isinstance(layer, nn.Conv2d) and layer.groups > 1 and layer.kernel_size == (1, 1):
+    assert isinstance(layer.weight, torch.Tensor)
+    if not _is_one_gemm(layer) and {*layer.weight.shape[2:]} == {1}:
         return Forecast(plain, plain, NO_GEMM)
     spatial = isinstance(layer, nn.Conv2d) and not is_pointwise(layer) and not why_not_fp8(layer.kernel_size, False)
     if spatial and half and (conv == "fp8" or (conv == "auto" and _is_one_gemm(layer))):

@@ -2,7 +2,8 @@
 
 Every output has to agree by itself, on 99.9 % of its units, and so has most of every sample and of every place along an
 axis: one wrong token of a sequence of 2048, or one wrong channel of as many, is less than a thousandth of the whole.
-NaN or Inf in either output agrees with nothing, whatever the other has.
+NaN or Inf in either output agrees with nothing, whatever the other has. What differs where last bits of float32 decide
+about torch's own results (`last_bits`) is counted apart.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 
 from fp4deploy.errors import InputError
+from fp4deploy.export.verify.last_bits import settled
 from fp4deploy.models.meaning import Meaning, OutputMeanings
 from fp4deploy.rest import FP16, Rest
 
@@ -27,7 +29,8 @@ class OutputAgreement:
 
     name: of the output. meaning: what was compared. count, differing: in its units. lost: the largest share, 0..1, that
     differs of one sample, or of one place along any other axis: a wrong token is a small part of a long sequence.
-    broken: whose output holds NaN or Inf; None where both are finite.
+    broken: whose output holds NaN or Inf; None where both are finite. undecided: how many units differ besides where
+    last bits of float32 decide (`last_bits`).
     """
 
     name: str
@@ -36,11 +39,12 @@ class OutputAgreement:
     differing: int = 0
     lost: float = 0.0
     broken: str | None = None
+    undecided: int = 0
 
     @property
     def share(self) -> float:
         """Share of the units on which both agree, 0..1; 0 where nothing was compared, and with NaN or Inf."""
-        return 1 - self.differing / self.count if self.count and self.broken is None else 0.0
+        return 1 - (self.differing + self.undecided) / self.count if self.count and self.broken is None else 0.0
 
     @property
     def passed(self) -> bool:
@@ -49,13 +53,16 @@ class OutputAgreement:
 
     def reaches(self, enough: float) -> bool:
         """Whether a share of at least `enough` agrees, and of every sample and place most of it."""
-        return bool(self.count) and self.broken is None and self.share >= enough and self.lost <= MAX_LOST
+        if not self.count or self.broken is not None or self.lost > MAX_LOST:
+            return False
+        return 1 - self.differing / self.count >= enough
 
     def sentence(self) -> str:
         """What agrees, as a clause."""
         if self.broken is not None:
             return f"NaN or Inf in {self.broken}"
-        return f"{self.meaning.compared} equal to torch on {100 * self.share:.3f} % of {self.count} {self.meaning.unit}"
+        text = f"{self.meaning.compared} equal to torch on {100 * self.share:.3f} % of {self.count} {self.meaning.unit}"
+        return f"{text} ({self.undecided} where last bits of float32 decide)" if self.undecided else text
 
     def difference(self) -> str:
         """What differs, as a clause."""
@@ -63,7 +70,9 @@ class OutputAgreement:
             return self.sentence()
         if not self.count:
             return "there was nothing to compare"
-        text = f"{100 * (1 - self.share):.3f} % of {self.count} {self.meaning.unit} by {self.meaning.compared}"
+        text = (
+            f"{100 * self.differing / self.count:.3f} % of {self.count} {self.meaning.unit} by {self.meaning.compared}"
+        )
         return f"{text}, {100 * self.lost:.3g} % at one place" if self.lost > MAX_LOST else text
 
 
@@ -111,6 +120,11 @@ class Comparison:
         """Whether layers agree where each is given reference inputs; FP4 alone explains the rest then."""
         return False
 
+    @property
+    def place(self) -> str:
+        """What differs with reference inputs, as a clause that names the layer; "" where that was not compared."""
+        return ""
+
 
 def compare_outputs(
     expected: Sequence[torch.Tensor],
@@ -118,19 +132,28 @@ def compare_outputs(
     names: Sequence[str],
     meanings: OutputMeanings,
     before: Sequence[OutputAgreement] = (),
+    moved: Sequence[torch.Tensor] | None = None,
 ) -> tuple[OutputAgreement, ...]:
     """Compare the outputs of one batch by what they mean, and add what earlier batches gave (`before`).
+
+    moved: how far torch's own elements move by last bits (`last_bits.movements`), where that counts.
 
     Raises:
         InputError: another number of outputs, or `meanings` of other outputs.
     """
     if len(expected) != len(given):
         raise InputError(f"The file gives {len(given)} outputs, and the model {len(expected)}.")
-    found = [
-        _compared(one, other, name, meaning)
-        for one, other, name, meaning in zip(expected, given, names, meanings.of(expected, names), strict=True)
-    ]
+    moves = [None] * len(expected) if moved is None else moved
+    of_each = zip(expected, given, names, meanings.of(expected, names), moves, strict=True)
+    found = [_compared(*each) for each in of_each]
     return tuple(map(_added, before, found)) if before else tuple(found)
+
+
+def differing(
+    expected: Sequence[torch.Tensor], given: Sequence[torch.Tensor], names: Sequence[str], meanings: OutputMeanings
+) -> list[float]:
+    """The share, 0..1, of each output that differs in what it means."""
+    return [1 - each.share for each in compare_outputs(expected, given, names, meanings)]
 
 
 def described(found: Sequence[OutputAgreement], clause: Callable[[OutputAgreement], str]) -> str:
@@ -155,13 +178,18 @@ def largest_difference(expected: Sequence[torch.Tensor], given: Sequence[torch.T
     return float(np.max(apart)) if apart else 0.0
 
 
-def _compared(expected: torch.Tensor, given: torch.Tensor, name: str, meaning: Meaning) -> OutputAgreement:
+def _compared(
+    expected: torch.Tensor, given: torch.Tensor, name: str, meaning: Meaning, moved: torch.Tensor | None
+) -> OutputAgreement:
     broken = [whose for whose, x in (("torch", expected), ("the file", given)) if not bool(x.isfinite().all())]
     if expected.shape != given.shape:
         return OutputAgreement(name, meaning, max(1, expected.numel()), max(1, expected.numel()), 1.0)
-    differs = ~meaning.agreeing(expected, given)
+    differs, undecided = ~meaning.agreeing(expected, given), 0
+    if moved is not None:
+        decided = ~meaning.agreeing(expected, settled(expected, given, moved))
+        differs, undecided = decided, max(0, int(differs.sum() - decided.sum()))
     whose = " and ".join(broken) or None
-    return OutputAgreement(name, meaning, differs.numel(), int(differs.sum()), _most_lost(differs), whose)
+    return OutputAgreement(name, meaning, differs.numel(), int(differs.sum()), _most_lost(differs), whose, undecided)
 
 
 def _most_lost(differs: torch.Tensor) -> float:
@@ -183,4 +211,5 @@ def _added(before: OutputAgreement, found: OutputAgreement) -> OutputAgreement:
         differing=before.differing + found.differing,
         lost=max(before.lost, found.lost),
         broken=before.broken or found.broken,
+        undecided=before.undecided + found.undecided,
     )

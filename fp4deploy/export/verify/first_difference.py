@@ -34,7 +34,7 @@ from fp4deploy.graph.capture import Inputs, line_of
 from fp4deploy.qat.batches import applied
 from fp4deploy.rest import Rest
 
-CLOSE = 1e-3  # of the norm of a tensor, without FP4
+CLOSE, CLOSER = 1e-3, 1e-5  # of the norm of a tensor, without FP4
 
 
 def onnx_values(portable: onnx.ModelProto, inputs: Inputs) -> list[torch.Tensor]:
@@ -115,7 +115,9 @@ def _frames(frame: FrameType) -> list[tuple[str, int]]:
     return [(each.f_code.co_filename, line) for each, line in traceback.walk_stack(frame)][::-1]
 
 
-def first_difference(model: nn.Module, inputs: Inputs, values: Collection[torch.Tensor], rest: Rest) -> str:
+def first_difference(
+    model: nn.Module, inputs: Inputs, values: Collection[torch.Tensor], rest: Rest, close: float = CLOSE
+) -> str:
     """The first operator whose result no tensor of a file is, nor what torch computes from it; "" if there is none.
 
     Args:
@@ -123,6 +125,7 @@ def first_difference(model: nn.Module, inputs: Inputs, values: Collection[torch.
         inputs: on which the file differs.
         values: every tensor that the file computes of them, such as `onnx_values`.
         rest: what the file holds numbers of the network's code in.
+        close: the share of a tensor's norm by which one that is the same may differ.
 
     Returns:
         for messages: "interpolate in 'neck' (net.py, line 12)".
@@ -139,14 +142,15 @@ def first_difference(model: nn.Module, inputs: Inputs, values: Collection[torch.
         for handle in handles:
             handle.remove()
     ends = {record.of[id(each)] for each in tree_leaves(outputs) if id(each) in record.of}
-    return _named(record.calls, ends, values)
+    return _named(record.calls, ends, values, close)
 
 
-def _named(calls: Sequence[_Called], ends: set[int], values: Collection[torch.Tensor]) -> str:
+def _named(calls: Sequence[_Called], ends: set[int], values: Collection[torch.Tensor], close: float) -> str:
     of_shape: dict[tuple[int, ...], list[torch.Tensor]] = defaultdict(list)
     for value in values:
         of_shape[tuple(value.shape)].append(value.double())
-    needed, held = set(ends), [any(_is_held(x, of_shape[tuple(x.shape)]) for x in each.values) for each in calls]
+    needed = set(ends)
+    held = [any(_is_held(x, of_shape[tuple(x.shape)], close) for x in each.values) for each in calls]
     for number in reversed(range(len(calls))):
         if number in needed:
             needed |= calls[number].reads
@@ -159,6 +163,6 @@ def _named(calls: Sequence[_Called], ends: set[int], values: Collection[torch.Te
     return ""
 
 
-def _is_held(x: torch.Tensor, candidates: Iterable[torch.Tensor]) -> bool:
+def _is_held(x: torch.Tensor, candidates: Iterable[torch.Tensor], close: float) -> bool:
     x = x.double()
-    return any(bool((x - other).norm() <= CLOSE * x.norm()) for other in candidates)
+    return any(bool((x - other).norm() <= close * x.norm()) for other in candidates)

@@ -5,7 +5,8 @@ an image without contrast a file that lost such a number answers NaN. All pixels
 are ties and one code of FP4 that differs moves every pixel: values are compared, not classes, and coarsely where the
 model is quantised. Where they differ by more all the same, the layers decide, each with reference inputs, as for real
 images: a deep network with norms turns last bits into other images (an autoencoder of diffusers in FP4 with random
-weights moves by 80 % of its largest value when what its layers read moves by 2^-24 of its amax).
+weights moves by 80 % of its largest value when what its layers read moves by 2^-24 of its amax). Equal pixels that are
+normalised leave nothing but last bits; how far torch moves by these is measured then (`last_bits`).
 """
 
 from __future__ import annotations
@@ -14,17 +15,25 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map
 
+from fp4deploy.export.verify.last_bits import movements, settled
 from fp4deploy.graph.capture import Inputs
 from fp4deploy.models.card import ModelCard
+from fp4deploy.qat import quantized_layers
 
 PLAIN, QUANTIZED = 0.01, 0.5  # of the largest value of these images
 Run = Callable[[Inputs], list[torch.Tensor]]
 
 
 def flat_difference(
-    torch_run: Run, file_run: Run, batch: Inputs, card: ModelCard | None, by_layer: Callable[[Inputs], bool] | None
+    model: nn.Module,
+    torch_run: Run,
+    file_run: Run,
+    batch: Inputs,
+    card: ModelCard | None,
+    by_layer: Callable[[Inputs], bool],
 ) -> str:
     """How a file differs from torch on images without contrast, as part of a sentence; "" where it does not.
 
@@ -34,6 +43,7 @@ def flat_difference(
         by_layer: of a quantised model, which is compared as coarsely as FP4 needs it: whether every layer of the file
             computes on an image what torch's does, given what that reads.
     """
+    quantized = bool(quantized_layers(model))
     found = [(name, inputs, torch_run(inputs), file_run(inputs)) for name, inputs in flat_inputs(batch, card)]
     values = [
         y[y.isfinite()].abs().max()
@@ -42,16 +52,20 @@ def flat_difference(
         if y.is_floating_point() and y.isfinite().any()
     ]
     largest = max((float(value) for value in values), default=0.0)
-    bound = (QUANTIZED if by_layer else PLAIN) * largest + 1e-6
+    bound = (QUANTIZED if quantized else PLAIN) * largest + 1e-6
     for name, inputs, expected, given in found:
-        for one, other in zip(expected, given, strict=False):
+        moved: list[torch.Tensor] | None = None
+        for at, (one, other) in enumerate(zip(expected, given, strict=False)):
             if not one.is_floating_point():  # ids of classes: ties, as above
                 continue
             finite = one.isfinite()
             apart = (one - other)[finite].abs()
             if not apart.isfinite().all():
                 return f"of {name} image the file gives NaN or Inf where torch gives finite numbers"
-            if apart.numel() and apart.max() > bound and not (by_layer and by_layer(inputs)):
+            if not apart.numel() or apart.max() <= bound or (quantized and by_layer(inputs)):
+                continue
+            moved = moved or movements(model, torch_run, inputs, expected, lambda each: [0.0] * len(each))
+            if (one - settled(one, other, moved[at]))[finite].abs().max() > bound:
                 return f"of {name} image values differ by up to {apart.max():.3g}"
     return ""
 

@@ -11,13 +11,17 @@ quantiser still runs on what the graph computed, and its result is compared with
 quantisers is checked on exact operands, so that nothing is amplified. A few elements in a million still differ by last
 bits; an error appears in the first quantised layer that reads it.
 
+A layer that reads a small map, or pixels of equal values that were normalised, may still differ in more than a
+thousandth of its elements. Then the comparison is made anew without those that last bits decide about (`last_bits`).
+
 Limit: an error in less than a thousandth of a layer's elements (for example one channel of a thousand) passes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,8 +32,10 @@ from onnx import TensorProto, helper
 from torch import nn
 
 from fp4deploy.export.onnx.canonical import GEMM_OPS, rest_of_file
+from fp4deploy.export.onnx.layers import planned_layers
 from fp4deploy.export.onnx.session import verifying_session
-from fp4deploy.export.verify.agreement import OutputAgreement, compare_outputs, least_share
+from fp4deploy.export.verify.agreement import OutputAgreement, compare_outputs, differing, least_share
+from fp4deploy.export.verify.last_bits import movements, settled
 from fp4deploy.export.verify.tensors import call, feed, floats
 from fp4deploy.formats import NVFP4_BLOCK, pad_to_blocks
 from fp4deploy.graph.capture import Inputs
@@ -40,7 +46,8 @@ from fp4deploy.rest import Rest
 
 REFERENCE = ".from_torch"
 
-Operands = dict[str, list[NDArray[np.float32]]]
+Operands = dict[str, list[torch.Tensor]]  # of each layer, one for each use
+Reads = Callable[[str, int, torch.Tensor], torch.Tensor]  # (layer, use, what it is given) -> what it reads
 
 
 @dataclass(frozen=True)
@@ -85,34 +92,45 @@ class CutGraph:
 
 
 def compare_layerwise(
-    model: nn.Module, portable: onnx.ModelProto, images: Iterable[Inputs], meanings: OutputMeanings = UNKNOWN
+    model: nn.Module,
+    portable: onnx.ModelProto,
+    images: Iterable[Inputs],
+    meanings: OutputMeanings = UNKNOWN,
+    last_bits: float = 0.0,
 ) -> LayerwiseAgreement:
-    """Compare on `images`, float32 [N, C, H, W] each, or several inputs; holds the activations of one batch."""
-    layers = quantized_layers(model)
+    """Compare on `images`, float32 [N, C, H, W] each, or several inputs; holds the activations of one batch.
+
+    last_bits: leave out what differs where these decide, if it is this share, 0..1, of a layer or output at most.
+    """
+    planned, layers = planned_layers(portable), quantized_layers(model)
+    layers = {name: layer for name, layer in layers.items() if not planned or name in planned}  # others: nobody reads
     cut = with_reference_inputs(portable, list(layers))
-    session = verifying_session(cut.graph)
+    session, rest = verifying_session(cut.graph), rest_of_file(portable)
     names = [value.name for value in session.get_inputs() if not value.name.endswith(REFERENCE)]
     names_of_outputs = [value.name for value in session.get_outputs()]
     compared: tuple[OutputAgreement, ...] = ()
     wrong, seen, blocks = (dict.fromkeys(cut.values, 0) for _ in range(3))
     for image in images:
-        expected, operands = _run_torch(model, layers, image, rest_of_file(portable))
+        expected, operands = _run_torch(model, layers, image, rest)
         unmatched = [name for name in layers if len(operands[name]) != len(cut.values.get(name, ()))]
         if unmatched:
             return LayerwiseAgreement((), {}, cut.sources, tuple(unmatched))
         references = [
             (name, value, x) for name, uses in cut.values.items() for value, x in zip(uses, operands[name], strict=True)
         ]
-        found = session.run(None, feed(image, names) | {value + REFERENCE: x for _, value, x in references})
-        outputs, own = found[: len(expected)], found[len(expected) :]
-        given = [floats(torch.from_numpy(each)) for each in outputs]
-        compared = compare_outputs(expected, given, names_of_outputs[: len(expected)], meanings, compared)
-        for (name, _, x), y in zip(references, own, strict=True):
-            finite = bool(np.isfinite(y).all())  # one block may differ by its scale, and never by NaN
-            differs = y != x if finite else np.ones_like(x, np.bool_)
+        fed = feed(image, names) | {value + REFERENCE: x.numpy() for _, value, x in references}
+        found = [floats(torch.from_numpy(each)) for each in session.run(None, fed)]
+        given, own = found[: len(expected)], found[len(expected) :]
+        outputs = names_of_outputs[: len(expected)]
+        moved = _moved(model, layers, cut, image, rest, outputs, meanings, last_bits) if last_bits else None
+        compared = compare_outputs(expected, given, outputs, meanings, compared, moved and moved[: len(expected)])
+        for at, ((name, _, x), y) in enumerate(zip(references, own, strict=True), len(expected)):
+            finite = bool(y.isfinite().all())  # one block may differ by its scale, and never by NaN
+            y = y if moved is None else settled(x, y, moved[at])
+            differs = (y != x if finite else torch.ones_like(x, dtype=torch.bool)).numpy()
             wrong[name] += int(differs.sum())
-            seen[name] += x.size
-            blocks[name] += _blocks_with(differs, layers[name]) if finite else x.size
+            seen[name] += x.numel()
+            blocks[name] += _blocks_with(differs, layers[name]) if finite else x.numel()
     shares = {name: wrong[name] / max(seen[name], 1) for name in cut.values}
     return LayerwiseAgreement(compared, shares, cut.sources, blocks=blocks)
 
@@ -170,22 +188,57 @@ def _sources(graph: onnx.GraphProto, values: dict[str, list[str]]) -> dict[str, 
     return {layer: tuple(name for name in values if name in names) for layer, names in found.items()}
 
 
+def _moved(
+    model: nn.Module,
+    layers: dict[str, QuantizedLayer],
+    cut: CutGraph,
+    image: Inputs,
+    rest: Rest,
+    names: Sequence[str],
+    meanings: OutputMeanings,
+    most: float,
+) -> list[torch.Tensor]:
+    """How far outputs, and the operands of the graph's GEMMs, move by last bits, each layer with reference inputs."""
+    kept: Operands = {name: [] for name in layers}
+
+    def keep(name: str, _: int, x: torch.Tensor) -> torch.Tensor:
+        kept[name].append(x.clone())
+        return x
+
+    def run(image: Inputs, reads: Reads = lambda name, use, _: kept[name][use]) -> list[torch.Tensor]:
+        outputs, operands = _run_torch(model, layers, image, rest, reads)
+        return [*outputs, *(each for name in cut.values for each in operands[name])]
+
+    def shares(moved: Sequence[torch.Tensor]) -> list[float]:
+        pairs = list(zip(expected, moved, strict=True))[len(names) :]
+        operands = [float((x != y).float().mean()) for x, y in pairs]
+        return differing(expected[: len(names)], moved[: len(names)], names, meanings) + operands
+
+    expected = run(image, keep)
+    return movements(model, run, image, expected, shares, most)
+
+
 def _run_torch(
-    model: nn.Module, layers: dict[str, QuantizedLayer], image: Inputs, rest: Rest
+    model: nn.Module,
+    layers: dict[str, QuantizedLayer],
+    image: Inputs,
+    rest: Rest,
+    reads: Reads = lambda _name, _use, x: x,
 ) -> tuple[list[torch.Tensor], Operands]:
-    """Outputs, and each layer's quantised input at each use as the graph holds it: channels padded to whole blocks."""
+    """Outputs, and each layer's quantised input at each use as the graph holds it: channels padded to whole blocks.
+
+    reads: what a layer reads at a use in place of what it is given.
+    """
     operands: Operands = {name: [] for name in layers}
 
-    def keep(name: str) -> Any:
-        def hook(layer: Any, inputs: tuple[torch.Tensor, ...]) -> None:
-            x = layer.quantized_input(inputs[0])
-            if not eight_bits(layer.recipe):  # whose channels are not padded
-                x = pad_to_blocks(x, (layer.gemms().input_axis % x.ndim,))
-            operands[name].append(x.numpy())
+    def hook(name: str, layer: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        x = layer.quantized_input(inputs[0])
+        if not eight_bits(layer.recipe):  # whose channels are not padded
+            x = pad_to_blocks(x, (layer.gemms().input_axis % x.ndim,))
+        operands[name].append(x)
+        return reads(name, len(operands[name]) - 1, inputs[0]), *inputs[1:]
 
-        return hook
-
-    handles = [layer.register_forward_pre_hook(keep(name)) for name, layer in layers.items()]
+    handles = [layer.register_forward_pre_hook(partial(hook, name)) for name, layer in layers.items()]
     try:
         with torch.inference_mode():
             return [floats(each) for each in call(model, image, rest)], operands

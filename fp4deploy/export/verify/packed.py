@@ -20,8 +20,9 @@ import torch
 from torch import nn
 
 from fp4deploy.errors import GateError, InputError
-from fp4deploy.export.verify.agreement import Comparison, OutputAgreement, compare_outputs, described
+from fp4deploy.export.verify.agreement import Comparison, OutputAgreement, compare_outputs, described, differing
 from fp4deploy.export.verify.flat import flat_difference
+from fp4deploy.export.verify.last_bits import MOST, movements
 from fp4deploy.export.verify.outputs import ALLOWED_ELEMENTS, NOTHING_WRITTEN
 from fp4deploy.export.verify.tensors import leaves
 from fp4deploy.formats import NVFP4_BLOCK, Nvfp4Tensor, pad_to_blocks
@@ -30,7 +31,7 @@ from fp4deploy.models.meaning import OutputMeanings, known_outputs
 from fp4deploy.packed import PackedFile, PackedNetwork
 from fp4deploy.packed.graph import GroupNormReLU, Layer, Node
 from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4
-from fp4deploy.qat import QuantizedLayer, quantized_layers
+from fp4deploy.qat import QuantizedLayer
 from fp4deploy.qat.ranges import Ranges
 from fp4deploy.rest import rest_of
 
@@ -60,6 +61,14 @@ class PackedAgreement(Comparison):
     def wrong_nodes(self) -> list[tuple[str, float]]:
         """Nodes that differ by more than is allowed, and by how much, in the order of the graph."""
         return [(node, error) for node, error in (self.nodes or {}).items() if not error <= ALLOWED_ELEMENTS]
+
+    @property
+    def place(self) -> str:
+        if self.wrong_nodes:
+            node, error = self.wrong_nodes[0]
+            return f"with reference inputs the first node to differ is {node}, by {error:.2g}"
+        wrong = [each for each in self.referenced if not each.passed]
+        return f"with reference inputs still {described(wrong, OutputAgreement.difference)}" if wrong else ""
 
     def sentence(self) -> str:
         text = super().sentence()
@@ -91,8 +100,9 @@ def verify_packed(
     count, found = 0, tuple[OutputAgreement, ...]()
     with ranges:
         expected = [leaves(forward(*_copies(batch))) for batch in kept]
-    for batch, outputs in zip(kept, expected, strict=True):
-        found = compare_outputs(outputs, leaves(network(*_copies(batch))), names, meanings, found)
+    of_file = [leaves(network(*_copies(batch))) for batch in kept]
+    for batch, outputs, own in zip(kept, expected, of_file, strict=True):
+        found = compare_outputs(outputs, own, names, meanings, found)
         count += len(batch[0])
     agreement = PackedAgreement(count, found, ranges=ranges.largest, rest=ranges.rest)
     if not all(each.passed for each in found):
@@ -103,6 +113,13 @@ def verify_packed(
             nodes |= {name: largest(nodes.get(name, 0.0), error) for name, error in errors.items()}
             referenced = compare_outputs(outputs, given, names, meanings, referenced)
         agreement = replace(agreement, nodes=nodes, referenced=referenced)
+    if not (agreement.passed or agreement.wrong_nodes) and all(each.reaches(1 - MOST) for each in found):
+        found = ()
+        for batch, outputs, own in zip(kept, expected, of_file, strict=True):
+            apart = partial(differing, outputs, names=names, meanings=meanings)
+            moved = movements(model, lambda x: leaves(forward(*_copies(x))), batch, outputs, apart)
+            found = compare_outputs(outputs, own, names, meanings, found, moved)
+        agreement = replace(agreement, outputs=found)
     if not (agreement.passed and flat):
         return agreement
 
@@ -115,8 +132,7 @@ def verify_packed(
         )
 
     runs = (lambda x: leaves(forward(*sized(x))), lambda x: leaves(network(*sized(x))))
-    differs = flat_difference(*runs, kept[0], file.card, by_layer if quantized_layers(model) else None)
-    return replace(agreement, flat=differs)
+    return replace(agreement, flat=flat_difference(model, *runs, kept[0], file.card, by_layer))
 
 
 def largest(*errors: float) -> float:
@@ -153,11 +169,7 @@ def require_packed(found: PackedAgreement, name: str) -> None:
     if beyond := found.rest.beyond(found.ranges):
         raise GateError(f"{name}: {beyond} {NOTHING_WRITTEN}")
     cause = found.flat or described([each for each in found.outputs if not each.passed], OutputAgreement.difference)
-    if found.wrong_nodes:
-        node, error = found.wrong_nodes[0]
-        cause += f", and with reference inputs the first node to differ is {node}, by {error:.2g}"
-    elif wrong := [each for each in found.referenced if not each.passed]:
-        cause += f", and with reference inputs still {described(wrong, OutputAgreement.difference)}"
+    cause += f", and {found.place}" if found.place else ""
     raise GateError(f"{name}: the packed network and torch disagree: {cause}. {NOTHING_WRITTEN}")
 
 

@@ -11,7 +11,7 @@ What differs is refused, with the operator from which on the file differs (`firs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from fp4deploy.export.onnx.decomposed import to_portable
 from fp4deploy.export.onnx.graph import export_graph
 from fp4deploy.export.onnx.session import verifying_session
 from fp4deploy.export.verify.agreement import OutputAgreement, described
-from fp4deploy.export.verify.first_difference import first_difference, onnx_values
+from fp4deploy.export.verify.first_difference import CLOSER, first_difference, onnx_values
 from fp4deploy.export.verify.outputs import Agreement, verify_decomposed
 from fp4deploy.export.verify.packed import PackedAgreement, packed_values, positional, verify_packed
 from fp4deploy.export.verify.tensors import call, feed, leaves, named
@@ -83,8 +83,10 @@ def require_open_sizes(
             cause = f"ONNX Runtime ends with an error ({first_line(error)})"
         else:
             cause = _other_shapes(other.outputs, given)
+        place = ""
         if not cause:
             found = verify_decomposed(model, portable, [other.inputs], meanings=meanings, flat=False)
+            place = found.place
             largest = max(float(each.abs().max()) for each in other.outputs)
             if not found.passed:
                 cause = _differing(found)
@@ -94,10 +96,10 @@ def require_open_sizes(
             plain = _plain(model)
             form: Any = {"dynamic_size": not dynamic, "dynamic": dynamic, "batch": batch, "rest": rest.name}
             graph = to_portable(export_graph(plain, example, **form)) if quantized else portable
-            where = first_difference(plain, other.inputs, onnx_values(graph, other.inputs), rest)
+            where = _because(plain, other.inputs, onnx_values(graph, other.inputs), rest, place)
             raise GateError(
-                f"{name}: as a graph of open size it would be another network at {other.text}: {cause}"
-                f"{_because(where)}. Nothing was written. Export it for one size, without "
+                f"{name}: as a graph of open size it would be another network at {other.text}: {cause}{where}. "
+                "Nothing was written. Export it for one size, without "
                 f"{'dynamic' if dynamic else '--dynamic-size (dynamic_size=False)'}."
             )
 
@@ -124,13 +126,14 @@ def packed_differs(
             cause = f"it ends with an error ({first_line(error)})"
         else:
             cause = _other_shapes(other.outputs, given)
+        place = ""
         if not cause:
             found = verify_packed(model, file, [other.inputs], meanings, flat=False)
-            cause = "" if found.passed else _differing(found)
+            cause, place = "" if found.passed else _differing(found), found.place
         if cause:
             plain = _plain(model)
-            where = first_difference(plain, other.inputs, packed_values(pack(plain), other.inputs), rest)
-            return f"At {other.text} it would be another network: {cause}{_because(where)}."
+            where = _because(plain, other.inputs, packed_values(pack(plain), other.inputs), rest, place)
+            return f"At {other.text} it would be another network: {cause}{where}."
     return ""
 
 
@@ -143,7 +146,14 @@ def _differing(found: Agreement | PackedAgreement) -> str:
     return described([each for each in found.outputs if not each.passed], OutputAgreement.difference)
 
 
-def _because(where: str) -> str:
+def _because(plain: nn.Module, inputs: Inputs, values: Collection[torch.Tensor], rest: Rest, place: str) -> str:
+    """The operator from which on networks without quantised layers differ, or the layer: `place`, what differs with
+    reference inputs.
+    """
+    where = first_difference(plain, inputs, values, rest)
+    if not where and place:
+        return f"; {place}"
+    where = where or first_difference(plain, inputs, values, rest, CLOSER)
     return f", from {where} on" if where else ""
 
 

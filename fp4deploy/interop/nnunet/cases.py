@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fp4deploy.data.sample import evenly
 from fp4deploy.errors import InputError, named_cause
 from fp4deploy.models.nnunet.folder import ResultsFolder
 
@@ -101,5 +102,4 @@ def _preprocessed(folder: ResultsFolder, files: Case) -> np.ndarray:
 
 
 def _spaced(values: list[Any], count: int) -> list[Any]:
-    count = min(count, len(values))
-    return [values[at * len(values) // count] for at in range(count)]
+    return [values[at] for at in evenly(len(values), count)]

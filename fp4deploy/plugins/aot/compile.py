@@ -11,11 +11,12 @@ instead: its keys contain a hash of the Triton installation, so that a machine w
 from __future__ import annotations
 
 import contextlib
-import importlib
+import importlib.util
 import io
 import os
 import threading
 from functools import lru_cache
+from types import ModuleType
 from typing import Any
 
 from fp4deploy.architecture import Architecture
@@ -157,7 +158,7 @@ def _kernel(launch: Launch) -> Any:
     """The jitted function of a launch."""
     from triton import JITFunction
 
-    module = importlib.import_module(store.module_name(launch))
+    module = imported(launch.source) if launch.source else importlib.import_module(store.module_name(launch))
     name = launch.kernel.partition(":")[2]
     kernel = getattr(module, name, None)
     if kernel is None:
@@ -165,6 +166,19 @@ def _kernel(launch: Launch) -> Any:
     if not isinstance(kernel, JITFunction):
         raise KernelError(f"{launch.kernel} was imported for Triton's interpreter; compile without TRITON_INTERPRET=1.")
     return kernel
+
+
+def imported(source: str) -> ModuleType:
+    """A generated module; Triton reads the text of its functions from its file while the file is there."""
+    with owned_folder() as folder:
+        path = folder / "generated.py"
+        path.write_text(source, encoding="utf-8")
+        spec = importlib.util.spec_from_file_location("generated", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return module
 
 
 def _checked(launch: Launch, arch: str, code: Any) -> Compiled:

@@ -20,12 +20,14 @@ Value = int | float | bool | str | None
 class Launch:
     """A kernel variant, hashable: the key of a compiled binary.
 
-    kernel: "module:function" in this package, such as "conv:conv2d_kernel".
+    kernel: "module:function" in this package, such as "conv:conv2d_kernel"; of a source that was generated,
+        "generated:function".
     arguments: (name, Triton type) of the runtime parameters in order, such as ("images", "*u8") or ("height", "i32").
     constants: (name, value) of the constexpr parameters, and None for a runtime parameter that the variant has not.
     divisible: arguments that are multiples of 16 (pointers: aligned to 16 bytes).
     num_warps, num_stages: warps of a block, stages of the software pipeline.
     fp_fusion: whether a * b + c may become one FMA with one rounding; fused quantisation needs two roundings.
+    source: text of the module that the function is in, where that is none of this package.
     """
 
     kernel: str
@@ -35,6 +37,7 @@ class Launch:
     num_warps: int = 4
     num_stages: int = 3
     fp_fusion: bool = False
+    source: str = ""
 
     def signature(self) -> dict[str, str]:
         """name -> type as `triton.compiler.ASTSource` wants it."""

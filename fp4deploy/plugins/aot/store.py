@@ -150,11 +150,13 @@ def module_name(launch: Launch) -> str:
 
 
 def source_digest(launch: Launch) -> str:
-    """SHA-256 of all Python files in the kernel's folder, which is found without importing the kernel.
+    """SHA-256 of a generated source, or of all Python files in the kernel's folder, found without importing the kernel.
 
     Raises:
         InputError: there is no such module.
     """
+    if launch.source:
+        return digest_of([launch.source.encode()])
     name = module_name(launch)
     try:
         found = importlib.util.find_spec(name)
@@ -176,7 +178,10 @@ def _digest_of_folder(folder: Path) -> str:
 
 def description(launch: Launch) -> str:
     """A launch as one line of JSON, equal on every machine."""
-    return json.dumps(dataclasses.asdict(launch), sort_keys=True)
+    about = dataclasses.asdict(launch)
+    if not launch.source:
+        del about["source"]  # keys of earlier versions stay
+    return json.dumps(about, sort_keys=True)
 
 
 def file_name(launch: Launch, arch: str, triton: str) -> str:

@@ -36,7 +36,8 @@ def most_wrong(evidence: Evidence) -> list[str]:
     """The `MAX_IMAGES` images with the largest share of wrong pixels."""
     counts = read_evidence(evidence, "The counts")
     assert isinstance(counts, PixelCounts)
-    right = counts.hit.sum(1) / np.maximum(counts.truth.sum(1), 1)
+    hit, labelled = counts.hit.sum(1), counts.truth.sum(1)
+    right = np.where(labelled, hit / np.maximum(labelled, 1), 1.0)  # nothing is wrong where all is void
     return [counts.images[place] for place in np.argsort(right, kind="stable")[:MAX_IMAGES]]
 
 

@@ -25,11 +25,14 @@ class Forms(nn.Module):
         self.up = nn.ConvTranspose2d(32, 16, 2, stride=2)
         self.slow_up = nn.ConvTranspose2d(16, 16, 4, stride=2, padding=1)
         self.grouped, self.grouped_point = nn.Conv2d(32, 32, 3, padding=1, groups=2), nn.Conv2d(32, 32, 1, groups=2)
+        self.slices, self.voxels = nn.Conv3d(16, 16, (1, 3, 3), padding=(0, 1, 1)), nn.Conv3d(16, 32, 1)
+        self.point_up, self.voxels_up = nn.ConvTranspose2d(16, 16, 1), nn.ConvTranspose3d(32, 16, 1)
         self.gate, self.linear_gate = nn.Conv2d(16, 1, 1), nn.Linear(16, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.wide(self.uneven(self.strided(self.plain(self.point(x)))))
-        x = self.slow_up(self.up(self.grouped_point(self.grouped(x))))
+        x = self.point_up(self.slow_up(self.up(self.grouped_point(self.grouped(x)))))
+        x = self.voxels_up(self.voxels(self.slices(x.unsqueeze(2)))).squeeze(2)
         return self.gate(x) + self.linear_gate(x.movedim(1, -1)).movedim(-1, 1)
 
 
@@ -59,9 +62,11 @@ def test_what_is_trained_in_fp8_for_an_engine_is_what_it_multiplies_in_fp8(expor
     assert set(found) == {layer.name for layer in lower(graph, "auto", "tensorrt-rtx").layers if layer.compute == "FP8"}
     plans = {plan.name: plan.precision for plan in layer_plan(model, "nvfp4_fp8_qat", include="*")}
     more = {name for name, precision in plans.items() if precision == "FP8"} - set(found)
-    assert more == {"wide", "slow_up", "grouped", "grouped_point"}
+    of_one_tap = {"grouped_point", "point_up", "voxels", "voxels_up"}
+    assert more == {"wide", "slow_up", "grouped", "slices"} | of_one_tap
     by_recipe = quantized_layers(prepare(Forms(), "nvfp4_fp8_qat", include="*"))
-    assert {name for name in more if forecast(by_recipe[name], "auto").compute == "FP16"} == {"wide", "slow_up"}
+    in_fp16 = {"wide", "slow_up", "point_up", "voxels_up"}
+    assert {name for name in more if forecast(by_recipe[name], "auto").compute == "FP16"} == in_fp16
     assert in_fp8(model, layer_plan(model, include="*", fp8=()), "gemm") == ()
     trained = prepare(model, include="*", fp8=found)
     assert {name: forecast(layer, "auto").compute for name, layer in quantized_layers(trained).items()} == {

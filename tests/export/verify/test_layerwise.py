@@ -8,9 +8,11 @@ from collections.abc import Callable
 import numpy as np
 import onnx
 import pytest
+import torch
 from onnx import numpy_helper
 from torch import nn
 
+import fp4deploy as fd
 from fp4deploy.errors import GateError
 from fp4deploy.export import to_portable
 from fp4deploy.export.verify import outputs
@@ -194,6 +196,25 @@ def test_a_quantiser_that_is_missing() -> None:
     assert compare_layerwise(model, portable, [images(1)]).unmatched == ("encoder.3.conv1",)
     with pytest.raises(GateError, match=r"cannot be compared layer by layer.*: encoder\.3\.conv1\. At most"):
         verdict(model, portable)
+
+
+def test_a_layer_whose_result_nobody_reads_is_left_out() -> None:
+    class Unread(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.third = nn.Conv2d(16, 16, 3), nn.Conv2d(16, 16, 1), nn.Conv2d(16, 4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.first(x)
+            self.second(y)
+            return self.third(y)
+
+    x = torch.randn(1, 16, 8, 8)
+    model = fd.prepare(Unread().eval(), include="*")
+    fd.calibrate(model, x)
+    found = compare_layerwise(model, to_portable(fd.export_graph(model, x)), [x])
+    assert not found.unmatched
+    assert [*found.layers] == ["first", "third"]
 
 
 def test_an_error_behind_the_last_quantised_layer_is_found() -> None:

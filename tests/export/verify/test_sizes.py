@@ -8,10 +8,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 import torch
 import torch.nn.functional as F
+from onnx import numpy_helper
 from torch import nn
 
 import fp4deploy as fd
@@ -23,6 +25,7 @@ from fp4deploy.models import build_unet
 from fp4deploy.models.meaning import known_outputs
 from fp4deploy.packed import PackedFile, packed_file
 from fp4deploy.packed.file import read_packed
+from tests.export.exported_models import initializer
 from tests.samples import sample
 
 Function = Callable[[torch.Tensor], torch.Tensor]
@@ -182,3 +185,30 @@ def test_values_of_another_size_are_the_examples() -> None:
     (found, _) = other_sizes(lambda x: x, whole, {"ids": {2: "H", 3: "W"}})
     assert found.inputs.dtype == torch.int64
     assert torch.equal(found.inputs[0, 0, :7, :9], whole[0, 0].repeat(3, 3)[:7, :9])
+
+
+def test_a_difference_that_networks_without_quantised_layers_do_not_show_names_the_layer() -> None:
+    model = Network(F.relu).eval()
+    fd.calibrate(fd.prepare(model, include="*"), EXAMPLE)
+    portable = to_portable(fd.export_graph(model, EXAMPLE, dynamic_size=True))
+    bias = initializer(portable, "body.bias")
+    bias.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(bias) + 0.1, bias.name))
+    named = (
+        "another network at 33x51: .*; the first layer to differ is head, in .* computed from body. Nothing was written"
+    )
+    with pytest.raises(GateError, match=named):
+        require_open_sizes(fd.qat.deployed(model), portable, EXAMPLE, "network")
+
+
+def test_a_small_difference_names_the_operator() -> None:
+    """Less than a thousandth of the norm of its result."""
+    model = Network(lambda x: torch.cat([1e3 * x, x], 1)[:, 15:17]).eval()
+    model.head = nn.Conv2d(2, 4, 1)
+    with torch.no_grad():
+        model.head.weight[:, 0] = 1  # classes far from 0 and near each other
+        model.head.bias.fill_(0.1)
+    portable = to_portable(fd.export_graph(model, EXAMPLE, dynamic_size=True, rest="fp32"))
+    bias = initializer(portable, "head.bias")
+    bias.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(bias) + np.float32([0, 0, 0, 0.2]), bias.name))
+    with pytest.raises(GateError, match=r"another network at 33x51: .*, from conv2d in 'head' \(test_sizes.py"):
+        require_open_sizes(model, portable, EXAMPLE, "network")

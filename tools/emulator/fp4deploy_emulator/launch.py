@@ -37,18 +37,19 @@ def emulate_triton(
     edit: Edit | None = None,
     grid: tuple[int, int, int] | None = None,
     gpu: int | None = None,
+    unwritten: bool = False,
 ) -> Statistics:
     """Compile the kernel of a call for an architecture and execute it; tensors are on the CPU.
 
     outputs: tensors whose content is undefined before. edit: changes the PTX. grid: instead of the call's. gpu: a CUDA
-    device that executes the same launch (`device`).
+    device that executes the same launch (`device`). unwritten: see `Launch`.
     """
     compiled = compile_launch(call.launch, arch)
     shape = (WARP * compiled.num_warps, 1, 1)
     entry = parsed(edit(compiled.ptx) if edit else compiled.ptx, compiled.name)
     values = [*call.values, *[0] * (len(entry.parameters) - len(call.values))]
     capability = Architecture.parse(arch).number
-    return run(entry, grid or call.grid, shape, compiled.shared, values, outputs, capability, model, (), False, gpu)
+    return run(entry, grid or call.grid, shape, compiled.shared, values, outputs, capability, model, (), unwritten, gpu)
 
 
 def run(

@@ -84,7 +84,8 @@ class Launch:
 
     grid, block: blocks and threads; cluster: blocks of a cluster along x; shared: bytes of dynamic shared memory;
     parameters: the parameter buffer; model: see `accumulate`; capability: of the architecture, such as 120;
-    unwritten: whether shared memory may be read before it was written (every byte is 0xFF then, of floats a NaN);
+    unwritten: whether shared memory and registers may be read before they were written (all bits are set then, of
+    floats a NaN): Inductor masks loads and computes with what they left;
     unallocated: whether tensor memory may be used that nobody has allocated, which is a remark then; prompt: whether
     bulk copies from shared memory read it at once, not as late as they may; resident: the most blocks that run at the
     same time, 0 for as many as the emulator can hold.
@@ -342,11 +343,15 @@ class Machine:
         value = self.registers.get(name)
         if value is None:
             value = self.special.get(name)
+            if value is None and self.launch.unwritten:
+                return self.get_filled(name, active)
             if value is None:
                 raise Hazard("uninitialised", f"the register {name} is read before it was written")
             return value
         known = self.partial.get(name)
         if known is not None and not (known.all() if active.full else known[active.mask].all()):
+            if self.launch.unwritten:
+                return np.where(known, value, ~value.dtype.type(0))
             raise Hazard("uninitialised", f"the register {name} is read before it was written")
         return value
 

@@ -43,7 +43,7 @@ BYTES = {
     "b128": 16,
 }
 _TOKEN = re.compile(
-    r"0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|-?0[xX][0-9a-fA-F]+U?|-?\d+U?|[%$\w.:]+|[][{}(),|+<>=!-]"
+    r"0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|-?0[xX][0-9a-fA-F]+U?|\d+\.\d+|-?\d+U?|[%$\w.:]+|[][{}(),|+<>=!-]"
 )
 _SKIPPED = re.compile(r"//[^\n]*|/\*.*?\*/|^\s*\.(?:loc|file)\b[^\n]*", re.MULTILINE | re.DOTALL)
 _SPACE, _LABEL = re.compile(r"\s*"), re.compile(r"([\w$]+)\s*:(?!:)")
@@ -401,6 +401,8 @@ class _Operands:
             return Immediate(int(token[2:], 16))
         if re.fullmatch(r"-?(?:0[xX][0-9a-fA-F]+|\d+)U?", token):
             return Immediate(int(token.rstrip("U"), 0))
+        if re.fullmatch(r"\d+\.\d+", token):  # the share of a cache policy, which nothing computes with
+            return Symbol(token)
         name = self.name(token)
         if name.startswith("%") or self.entry.register_type(name) or name == "_":
             return Register(name)

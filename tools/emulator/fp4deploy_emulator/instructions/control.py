@@ -76,7 +76,9 @@ def proxy_fence(entry: Entry, instruction: Instruction) -> Step:
     return lambda m, active: m.order.fence(np.unique(m.row[active.index]))
 
 
-@implements("membar", "fence", "griddepcontrol", "prefetch", "pragma", "tcgen05.fence", "discard", "setmaxnreg")
+@implements(
+    "membar", "fence", "griddepcontrol", "prefetch", "pragma", "tcgen05.fence", "discard", "setmaxnreg", "createpolicy"
+)
 def nothing(entry: Entry, instruction: Instruction) -> Step:
     """Order that the emulator always has, and hints."""
     return lambda m, active: None

@@ -34,7 +34,15 @@ from fp4deploy_emulator.ptx import BYTES, Address, Entry, Instruction, Symbol, V
 
 Array = NDArray[Any]
 HINTS = {"relaxed", "acquire", "release", "volatile", "weak", "cta", "cluster", "gpu", "sys", "nc", "L1::no_allocate"}
-HINTS |= {"L1::evict_last", "L1::evict_first", "L2::evict_first", "L2::evict_last", "L2::128B", "unaligned"}
+HINTS |= {
+    "L1::evict_last",
+    "L1::evict_first",
+    "L2::evict_first",
+    "L2::evict_last",
+    "L2::128B",
+    "L2::cache_hint",
+    "unaligned",
+}
 COPIED = "bytes of a structure are copied that nothing wrote"
 SPACES = {"global", "shared", "shared::cta", "shared::cluster", "param", "const"}
 
