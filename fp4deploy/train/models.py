@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,6 @@ from fp4deploy.train.tasks import class_weights, make_head, make_task, require_s
 from fp4deploy.train.volumes import at_spacing, sized, volume_input
 
 SENSITIVE = "sensitive_layers.json"  # those that quant.fp16_macs and quant.fp8_macs have chosen
-ASKED_BATCHES = 2  # on which each layer is put into FP4 alone; errors lie orders of magnitude apart
 
 
 @dataclass(frozen=True)
@@ -352,7 +350,7 @@ def _without_sensitive(
     def measured(share: float, card: ModelCard) -> list[str]:
         probe = prepare_as(copied(network), card)
         calibrate_on(probe, loader, config, card.rest)
-        return sensitive_layers(probe, list(islice(_first_images(probe, loader, config), ASKED_BATCHES)), share)
+        return sensitive_layers(probe, _first_images(probe, loader, config), share)
 
     chosen = validated(dict[str, list[str]], read_json(path), path) if resume else {}
     for form, share in (("fp16", config.quant.fp16_macs), ("fp8", config.quant.fp8_macs)):
