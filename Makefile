@@ -65,6 +65,8 @@ mutants: install-dev
 	$(BIN)/python -m tests.mutation.seeded --jobs 2
 	-$(BIN)/python -m tests.mutation.unseen --set FIRST --jobs 2
 	-$(BIN)/python -m tests.mutation.unseen --set SECOND --jobs 2
+	-$(BIN)/python -m tests.mutation.unseen --set THIRD --jobs 2
+	-$(BIN)/python -m tests.mutation.unseen --set FOURTH --jobs 2
 	$(BIN)/python -m tests.mutation.sampled --jobs 2
 
 release rehearsal: install-dev

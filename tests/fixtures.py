@@ -28,7 +28,7 @@ from fp4deploy.qat import calibrate, prepare
 from fp4deploy.runs import Run, create_run
 from fp4deploy.train import Config, load_config, train_models
 
-SIZE = 32
+SIZE, WIDTH = 32, 48  # of images, and of what a network reads: not square, so that nothing may be exchanged
 TINY = (
     "model.scale=0.125",
     "data.height=32",
@@ -170,8 +170,8 @@ def _export_untrained(run: Run, names: tuple[str, ...]) -> None:
         recipe = "nvfp4_qat" if precision == "nvfp4" else None
         if recipe:
             prepare(model, recipe)
-            calibrate(model, [torch.randn(2, 3, SIZE, SIZE)])
-        card = ModelCard(precision, 0.125, names, SIZE, SIZE, IMAGE_MEAN, IMAGE_STD, True, recipe)
+            calibrate(model, [torch.randn(2, 3, SIZE, WIDTH)])
+        card = ModelCard(precision, 0.125, names, SIZE, WIDTH, IMAGE_MEAN, IMAGE_STD, True, recipe)
         save_checkpoint(run.checkpoint(precision), model, card)
         target = run.exported(precision)
         export_checkpoint(run.checkpoint(precision), target, portable=True, verify=False)

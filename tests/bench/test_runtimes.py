@@ -21,7 +21,7 @@ from fp4deploy.runs import Run
 
 @pytest.fixture
 def images() -> np.ndarray:
-    return np.random.default_rng(1).standard_normal((3, 3, 32, 32)).astype(np.float32)
+    return np.random.default_rng(1).standard_normal((3, 3, 32, 48)).astype(np.float32)
 
 
 def test_nan_for_finite_images_is_an_error(untrained: Run, images: np.ndarray, tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_runtimes_agree(untrained: Run, images: np.ndarray, model: str) -> None:
     )
     runtimes = [open_runtime(path) for path in paths]
     reference, canonical, portable, small = (runtime.infer(images) for runtime in runtimes)
-    assert reference.shape == small.shape == (3, 7, 32, 32)
+    assert reference.shape == small.shape == (3, 7, 32, 48)
     assert reference.dtype == canonical.dtype == portable.dtype == small.dtype == np.float32
     assert np.array_equal(canonical, portable), "the lowering in memory is the portable file"
     if model == "fp16":
@@ -143,18 +143,18 @@ def test_a_loop_without_an_end_is_stopped(untrained: Run, tmp_path: Path) -> Non
     true = helper.make_tensor("true", TensorProto.BOOL, [], [True])
     flag, value = (helper.make_tensor_value_info(name, kind, []) for name, kind in (("go", 9), ("at", 7)))
     after = helper.make_tensor_value_info("on", TensorProto.BOOL, [])
-    carried, x = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", 3, 32, 32]) for name in ("next", "x"))
+    carried, x = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", 3, 32, 48]) for name in ("next", "x"))
     body = helper.make_graph(
         [helper.make_node("Identity", ["go"], ["on"]), helper.make_node("Neg", ["x"], ["next"])],
         "body", [value, flag, x], [after, carried],
     )  # fmt: skip
     loop = helper.make_node("Loop", ["", "true", image.name], ["out"], body=body)
-    out = helper.make_tensor_value_info("out", TensorProto.FLOAT, ["N", 3, 32, 32])
+    out = helper.make_tensor_value_info("out", TensorProto.FLOAT, ["N", 3, 32, 48])
     graph = helper.make_graph([loop], "endless", [image], [out], [true])
     model = helper.make_model(graph, opset_imports=original.opset_import, ir_version=original.ir_version)
     model.metadata_props.extend(original.metadata_props)
     onnx.save(model, tmp_path / "endless.onnx")
-    images = np.zeros((1, 3, 32, 32), np.float32)
+    images = np.zeros((1, 3, 32, 48), np.float32)
     for use in (lambda each: each.infer(images), lambda each: each.time(images, 1, 1, 1.0)):
         with pytest.raises(InputError, match=r"endless.onnx did not finish an inference within 0.2 seconds.*--timeout"):
             use(open_runtime(tmp_path / "endless.onnx", timeout=0.2))

@@ -74,7 +74,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, shapes: Path) -> Path:
 
     names = open_dataset(shapes, "val").class_names
     path = tmp_path_factory.mktemp("checkpoints") / "best.safetensors"
-    card = ModelCard("fp16", 0.125, names, 32, 32, IMAGE_MEAN, IMAGE_STD, True)
+    card = ModelCard("fp16", 0.125, names, 32, 48, IMAGE_MEAN, IMAGE_STD, True)
     save_checkpoint(path, build_unet(len(names), 0.125), card)
     return path
 

@@ -23,7 +23,16 @@ COMPLETE = {
         ({}, f"v{__version__}", ""),
         ({"CHANGELOG.md": f"## {__version__} (unreleased)\n"}, f"v{__version__}", "CHANGELOG.md has no heading"),
         ({f"benchmarks/logs/gpu-tests-{__version__}.log": None}, f"v{__version__}", "make gpu-log"),
-        ({f"benchmarks/logs/gpu-tests-{__version__}.log": "2 failed, 9 passed"}, f"v{__version__}", "failed tests"),
+        *(
+            ({f"benchmarks/logs/gpu-tests-{__version__}.log": text}, f"v{__version__}", "does not end with tests that")
+            for text in (
+                "2 failed, 9 passed",
+                "9 passed, 2 errors in 3 s",
+                "no tests ran in 1 s",
+                "",
+                "9 passed\nKilled",
+            )
+        ),
         ({}, "", f"no tag v{__version__}"),
     ],
 )
