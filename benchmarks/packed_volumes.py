@@ -121,7 +121,6 @@ AWKWARD: list[Convolution] = [
     ((1, 8, 8, 8), (320,), 320, THREE, 1, False, False),
     ((2, 9, 12, 14), (32,), 64, THREE, 2, False, False),
     ((1, 8, 9, 14), (64,), 128, THREE, (1, 2, 2), False, False),
-    ((1, 7, 11, 30), (64,), 128, THREE, 2, False, False),
     ((1, 4, 12, 14), (64,), 64, (1, 3, 3), 1, False, False),
     ((1, 3, 5, 9), (64,), 32, TWO, 2, True, True),
     ((2, 3, 5, 9), (320,), 256, TWO, 2, True, False),
@@ -217,17 +216,15 @@ def compile_ahead(shapes: list[Convolution]) -> None:
     torch.cuda.init()
     sms, macros = torch.cuda.get_device_properties(0).multi_processor_count, []
     for size, channels, outputs, taps, stride, transposed, packed in shapes:
-        step = 1 if transposed else stride
-        alone = taps[0] == 1 or isinstance(step, tuple)
-        if alone or not warpgroup.supports(channels, outputs, taps, step, transposed=transposed):
+        one = stride == 1 or transposed
+        if not one or not warpgroup.supports(channels, outputs, taps, transposed=transposed) or taps[0] == 1:
             continue
         layer = Layer((size[:1] + (1,) * 3, channels, outputs, taps, stride, transposed, packed), "cpu")
         layer.sources = tuple(
             Nvfp4Tensor(x.codes, x.scales, x.amax, torch.Size((*size, x.shape[-1]))) for x in layer.sources
         )
         around = (0, 0, 0) if transposed else layer.padding
-        place = (cast("tuple[int, ...]", around), 1, transposed, packed, step)
-        shape = warpgroup.shape_of(layer.sources, layer.decoded, *place)
+        shape = warpgroup.shape_of(layer.sources, layer.decoded, cast("tuple[int, ...]", around), 1, transposed, packed)
         chosen = warpgroup.variant(shape, sms)
         if chosen is not None:
             macros.append(chosen.macros(torch.float16, not transposed and chosen.splits == 1, packed))

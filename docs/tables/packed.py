@@ -56,6 +56,50 @@ def packed_own_networks() -> str:
     return _latencies("packed_own_networks_h200", LATENCY_FORMS | {"NVFP4, node by node": "packed nvfp4, node by node"})
 
 
+def packed_volumes_layers() -> str:
+    """Convolutions over volumes: kernels of packed activations and cuDNN, those that lose first."""
+    rows = []
+    for name, times in result("packed_volumes_h200")["layers"].items():
+        best = min(times["float16_us"], times["bfloat16_us"])
+        size, _, channels = name.partition(": ")
+        shown = [f"{times[each]:.0f}" for each in ("packed_us", "float16_us", "bfloat16_us")]
+        rows.append((best / times["packed_us"], [f"{size} x {size} x {size}, {channels}", *shown]))
+    head = ["voxels, channels", "packed, us", "cuDNN FP16, us", "cuDNN BF16, us", "speed against cuDNN"]
+    return markdown(head, [[*row, f"{ratio:.2f}"] for ratio, row in sorted(rows)], 1)
+
+
+VOLUME_FORMS = {
+    "packed": "**steps of kernels**",
+    "packed, compiled": "packed, compiled with cuDNN",
+    "fp16, compiled": "FP16, torch.compile",
+    "bf16, compiled": "BF16, torch.compile",
+    "fp16, eager": "FP16, eager",
+}
+
+
+def packed_volumes_networks() -> str:
+    """A network over volumes, packed and by torch, in CUDA graphs."""
+    rows = []
+    for each in result("packed_volumes_h200")["networks"]:
+        best = min(run["graph_ms"] for name, run in each["runs"].items() if not name.startswith("packed"))
+        for name, label in VOLUME_FORMS.items():
+            if name in each["runs"]:
+                run = each["runs"][name]
+                figures = [
+                    f"{run['graph_ms']:.2f}",
+                    f"{run['graph_ms'] / best:.2f}",
+                    f"{run['peak_bytes'] / 2**20:.0f}",
+                ]
+                rows.append([str(each["batch"]), label, *figures])
+    return markdown(["batch", "form", "ms", "over the best of torch", "peak MiB of a pass"], rows, 2)
+
+
+def packed_volumes_ratio(batch: int) -> str:
+    """Time of the packed network over volumes over that of the fastest form of torch."""
+    rows = result("packed_volumes_h200")["networks"]
+    return next(f"{row['ratio']:.2f}" for row in rows if row["batch"] == batch)
+
+
 COMPILED_FORMS = {
     "FP16, torch.compile": "fp16, compiled",
     "steps of kernels": "packed nvfp4",

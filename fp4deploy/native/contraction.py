@@ -102,7 +102,7 @@ def call(arguments: Sequence[Any], y: torch.Tensor) -> Call:
         *(("TRANSPOSED", transposed), ("RELU", relu), ("BIAS", bias is not None)),
     )
     launch = Launch(KERNEL, (*types, ("alpha", "fp32"), *kinds.items()), constants, tuple(even), 4, 2)
-    grid = (-(-rows // int(constants[0][1])), -(-outputs // block_n), groups)
+    grid = (-(-rows // int(constants[0][1])) * groups, -(-outputs // block_n), 1)
     return Call(launch, (x, w, bias, y, float(alpha), *values), grid)
 
 

@@ -82,7 +82,7 @@ class _Program:
         for name, dtype in CALLER.items():
             with self.recording.at(f"output.{name}"):
                 self.recording.role(self.copied(lambda y, dtype=dtype: y.to(dtype), y)[0], "output", number)  # type: ignore[misc]
-        if number == 0 and y.ndim > 1 and y.shape[1] <= MAX_CLASSES:
+        if number == 0 and y.ndim > 1 and y.shape[1] <= MAX_CLASSES and y.is_floating_point():
             with self.recording.at("output.classes"):
                 self.recording.role(self.copied(lambda y: y.argmax(1).to(torch.uint8), y)[0], "output", 0)
 
@@ -96,6 +96,7 @@ class _Program:
 
     def run(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Record what a function launches, and return its results."""
+        from torch._decomp import decomposition_table
         from torch._inductor.decomposition import select_decomp_table
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.proxy_tensor import make_fx
@@ -103,7 +104,9 @@ class _Program:
         from fp4deploy.native.inductor import generate
 
         register_lowering()
-        table = {**select_decomp_table(), **REPLACED}
+        compiled = _compiled()
+        table: dict[Any, Any] = {each: found for each, found in decomposition_table.items() if each not in compiled}
+        table |= {**select_decomp_table(), **REPLACED}
         for operator in contraction.REPLACED:
             table.pop(operator, None)
         # A tensor of no axes on the CPU would be an argument by value: its kernels get one axis to point at.
@@ -116,7 +119,10 @@ class _Program:
                 expand(module.graph, EXPANSIONS)
                 module.graph.eliminate_dead_code()
                 module.recompile()
+                _refuse_unknown(module.graph)
                 graph, kernels = generate(module, fake, self.gpu)
+            except InputError:
+                raise
             except Exception as error:
                 raise InputError(f"This network has no launch plan ({named_cause(error)}).") from error
         found = _Launches(graph, kernels, self.recording).run(*lines, enable_io_processing=False)
@@ -148,10 +154,26 @@ class _Launches(fx.Interpreter):
             return y
         if target in VIEWS:
             return target(*args, **kwargs)
-        raise InputError(f"Nothing compiles {target}: run the file with Python: fp4deploy predict --model FILE.")
+        raise InputError(UNKNOWN.format(target))
 
 
 VIEWS = (torch.as_strided,)
+UNKNOWN = "Nothing compiles {} for the C library. Run the file with Python: fp4deploy predict IMAGES --model FILE."
+
+
+def _compiled() -> set[Any]:
+    """Operators that Inductor generates code for."""
+    from torch._inductor.lowering import lowerings
+
+    return {each for each, lowering in lowerings.items() if not getattr(lowering, "_is_fallback_handler", False)}
+
+
+def _refuse_unknown(graph: fx.Graph) -> None:
+    """Refuse what Inductor would leave to a library."""
+    called = {node.target for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
+    known = _compiled() | {torch.ops.fp4deploy.contract.default}
+    if unknown := sorted(str(each) for each in called - known):
+        raise InputError(UNKNOWN.format(", ".join(unknown)))
 
 
 def _coefficients(x, bias, weight, beta, groups, eps):  # type: ignore[no-untyped-def]

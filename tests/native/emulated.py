@@ -19,11 +19,16 @@ ARCH, CAPABILITY = "sm_120", 120
 LAUNCHER = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.POINTER(ctypes.c_uint), ctypes.c_void_p, ctypes.c_size_t)
 
 
+def call(made: Call) -> None:
+    """Execute one launch on tensors of the CPU."""
+    emulate_triton(made, ARCH, unwritten=True)
+
+
 def launch(recorded: Recorded, values: list[Any]) -> None:
     """For `replay.play`."""
     made = recorded.kernel
     assert isinstance(made, Launch)
-    emulate_triton(Call(made, tuple(values[: len(made.arguments)]), recorded.grid), ARCH, unwritten=True)
+    call(Call(made, tuple(values[: len(made.arguments)]), recorded.grid))
 
 
 def compute(driver: Path, log: Path, kernels: dict[str, Launch], given: list[torch.Tensor]) -> Any:

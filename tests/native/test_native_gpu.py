@@ -12,9 +12,11 @@ import torch
 from fp4deploy.architecture import Architecture
 from fp4deploy.native import Gpu, record, write_bundle
 from fp4deploy.native.library import Library
+from fp4deploy.native.replay import replay
 from fp4deploy.packed import PackedNetwork, write_packed
 from tests.native import builds
 from tests.native.builds import compiler
+from tests.native.test_any_network import packed as any_network
 from tests.packed.small_networks import packed
 
 pytestmark = [
@@ -59,3 +61,18 @@ def test_the_bytes_of_the_python_runtime(library: Library, everything: bool, res
         classes = torch.empty((shape[0], *shape[2:]), dtype=torch.uint8)
         run.host(x.cpu(), classes)
         assert torch.equal(classes.long(), wanted.argmax(1).cpu())
+
+
+@torch.inference_mode()
+def test_generated_kernels_give_the_bytes_of_the_plan_played_in_python(library: Library, tmp_path: Path) -> None:
+    file, inputs = any_network(tmp_path / "small.fp4", "fp16")
+    properties = torch.cuda.get_device_properties(0)
+    gpu = Gpu(Architecture.of_device(0), properties.name, properties.multi_processor_count)
+    plan = record(file, gpu, *(tuple(x.shape) for x in inputs))
+    write_bundle(tmp_path / "small.kernels", file, [plan])
+    given = [x.to("cuda") for x in inputs]
+    expected = replay(plan, file, given)[0]
+    y = torch.empty_like(expected)
+    library.network(file.path, tmp_path / "small.kernels").run(*plan.inputs).enqueue(*given, y)
+    assert torch.equal(y.view(torch.uint8), expected.view(torch.uint8))
+    torch.testing.assert_close(y.cpu(), PackedNetwork(file)(*inputs), rtol=1e-2, atol=1e-3)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from fp4deploy.errors import InputError
 from fp4deploy.formats import FourOverSix
 from fp4deploy.qat import RECIPES, QuantSpec, Recipe, prepare, set_products
-from fp4deploy.qat.fp4_gemms import reference
+from fp4deploy.qat.fp4_gemms import dispatch, reference
 from fp4deploy.qat.fp4_gemms.operands import PackedOperand, pack_operand
 from fp4deploy.qat.fp4_gemms.requirements import require_packed
 from fp4deploy.qat.operators.gemms import ConvGemms, LinearGemms
@@ -287,3 +287,49 @@ def test_an_operand_survives_being_saved() -> None:
     assert isinstance(back, PackedOperand)
     assert torch.equal(back.dequantize(), packed.dequantize())
     assert packed.nbytes == 4 * 32 * 4.5 / 8
+
+
+@pytest.mark.parametrize(
+    ("layer", "kernels"),
+    [
+        (nn.Conv3d(16, 32, 3, padding=1), ["conv2d", "conv2d", "rows_gemm"]),
+        (nn.Conv3d(16, 32, (1, 3, 3), (1, 2, 2), (0, 1, 1)), ["conv2d", "rows_gemm"]),
+        (nn.Conv3d(16, 32, 1), ["conv2d", "conv2d", "rows_gemm"]),
+        (nn.ConvTranspose3d(16, 32, 2, 2), ["conv_transpose2d", "conv2d", "rows_gemm"]),
+        (nn.ConvTranspose3d(16, 32, (1, 2, 2), (1, 2, 2)), ["conv_transpose2d", "conv2d", "rows_gemm"]),
+        (nn.Conv3d(16, 32, 3, groups=2), []),
+        (nn.Conv2d(16, 32, 3, padding=1), ["conv2d", "conv2d", "rows_gemm"]),
+        (nn.ConvTranspose2d(16, 32, 2, 2), ["conv_transpose2d", "conv2d", "rows_gemm"]),
+    ],
+)
+def test_gemms_of_images_and_volumes_go_to_kernels(
+    layer: nn.Module, kernels: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Y, dX and dW of the reference; kernels are what `dispatch` would launch, computed here by their references."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 16, *(4, 6, 5)[: layer.weight.ndim - 2]).half().requires_grad_()
+    model = prepare(nn.Sequential(layer), "nvfp4_train", include="*").half()
+    set_products(model, "fp4")
+    called: list[str] = []
+
+    def step() -> list[torch.Tensor]:
+        torch.manual_seed(1)  # of stochastic rounding
+        y = model(x)
+        gradient = torch.sin(torch.arange(y.numel())).view(y.shape).half()
+        return [y, *torch.autograd.grad(y, (x, *model.parameters()), gradient)]
+
+    def recorded(name: str, run: Any) -> Any:
+        return lambda *a, **o: called.append(name) or run(*a, **o)
+
+    def rows(a: Any, b: Any) -> torch.Tensor:
+        return torch.einsum("nip,njp->ij", a.dequantize(), b.dequantize())
+
+    expected = step()
+    for name in ("conv2d", "conv_transpose2d"):
+        monkeypatch.setattr(dispatch.inference, name, recorded(name, getattr(dispatch.inference, name)))
+    monkeypatch.setattr(dispatch, "rows_gemm", recorded("rows_gemm", rows))
+    monkeypatch.setattr(dispatch, "_has_kernels", lambda _: True)
+    monkeypatch.setattr(dispatch, "unfolds_on_gpu", lambda *_: False)
+    for one, other in zip(step(), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-3 * float(other.detach().abs().max()))
+    assert called == kernels

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 
 from fp4deploy.data.sample import evenly
+from fp4deploy.data.volumes.nifti import Grid, VolumeError, is_volume, read_volume
 from fp4deploy.errors import InputError, named_cause
 from fp4deploy.models.nnunet.folder import ResultsFolder
 
@@ -49,6 +51,29 @@ def find_cases(folder: Path, ending: str, channels: int) -> dict[str, Case]:
             f"{few}_0000{ending} to {few}_{channels - 1:04}{ending}."
         )
     return cases
+
+
+def check_cases(cases: Mapping[str, Case]) -> None:
+    """Read every NIfTI file of these cases: nnU-Net's readers take truncated files, and its workers end without a name.
+
+    Raises:
+        InputError: a file of four axes, truncated, with NaN, or channels on different grids; the first, and how many.
+    """
+    wrong = []
+    for files in cases.values():
+        first: Grid | None = None
+        for path in filter(is_volume, files):
+            try:
+                _, grid = read_volume(path)
+                apart = first and grid.differs(first, files[0].name)
+                if apart:
+                    raise VolumeError(apart)
+                first = first or grid
+            except VolumeError as error:
+                wrong.append(f"{path} {error}")
+    if wrong:
+        more = f" {len(wrong) - 1} more of these files cannot be used either." if len(wrong) > 1 else ""
+        raise InputError(wrong[0] + more)
 
 
 def patches_of(folder: ResultsFolder, data: Path, count: int) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fp4deploy.errors import InputError
-from fp4deploy.interop.nnunet.cases import find_cases
+from fp4deploy.interop.nnunet.cases import check_cases, find_cases
 from fp4deploy.interop.nnunet.folders import PACKED
 from fp4deploy.models.nnunet.folder import ResultsFolder, read_fold, read_folder
 from fp4deploy.packed import PackedFile, PackedNetwork, read_packed
@@ -112,11 +112,12 @@ def predict_folder(
         options: as of `predictor`.
 
     Raises:
-        InputError: as of `predictor` and `find_cases`.
+        InputError: as of `predictor`, `find_cases` and `check_cases`; nothing was segmented.
     """
     ending = str(folder.dataset.get("file_ending", ".nii.gz"))
     cases = find_cases(Path(images), ending, folder.input_channels)
     found = predictor(folder, folds, **options)
+    check_cases(cases)
     Path(out).mkdir(parents=True, exist_ok=True)
     given = [[str(file) for file in files] for files in cases.values()]
     targets = [str(Path(out) / name) for name in cases]

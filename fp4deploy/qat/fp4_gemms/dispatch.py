@@ -7,7 +7,9 @@
 | dgrad with a stride; a transposed forward other than 2 x 2, stride 2 | `gather_gemm` | `gather_gemm` |
 | wgrad | `rows_gemm`, split-K; the unfolded operand is packed a few images at a time | the same |
 
-MXFP4, FP32 outputs and steps that differ between the axes are in the last column. Groups, Conv1d, Conv3d and
+MXFP4, FP32 outputs and steps that differ between the axes are in the last column. Over volumes the inference kernels
+take what the first two rows say, with steps of each axis, and ConvTranspose3d whose strides are its sizes, 1 or 2; the
+unfolded operand of a wgrad is written by torch before it is packed. Other GEMMs of volumes, groups, Conv1d and
 row-scaled operands run by the reference, on a GPU too, and so does everything without Triton, which compiles these
 kernels when they are first used. The kernels' filters are [rows, KH, KW, K], their feature maps [N, H, W, K]: the
 layout that packing along the contraction axis leaves.
@@ -15,6 +17,7 @@ layout that packing along the contraction axis leaves.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -44,14 +47,14 @@ def fprop(
         return reference.fprop(x, weight, bias, gemms, dtype)
     if isinstance(gemms, LinearGemms):
         return _matmul(x.packed, weight.packed, bias, dtype)
-    filters, (height, width) = _filters(weight), _sizes(x.packed)
-    steps = zip((height, width), gemms.kernel, gemms.stride, gemms.padding, gemms.dilation, strict=True)
+    steps = zip(x.packed.shape[1:-1], gemms.kernel, gemms.stride, gemms.padding, gemms.dilation, strict=True)
     if gemms.transposed:
         axes = zip(steps, gemms.output_padding, strict=True)
         pixels = tuple(transposed_size(*axis, more) for axis, more in axes)
     else:
         pixels = tuple(output_size(*axis) for axis in steps)
-    return _convolve(x.packed, filters, gemms, pixels, dtype, bias, inverse=gemms.transposed)
+    y = _convolve(x.packed, _filters(weight), gemms, pixels, dtype, bias, inverse=gemms.transposed)
+    return reference.fprop(x, weight, bias, gemms, dtype) if y is None else y
 
 
 def dgrad(
@@ -63,7 +66,8 @@ def dgrad(
     if isinstance(gemms, LinearGemms):
         return _matmul(gradient.packed, weight.packed, None, dtype)
     pixels = tuple(x_shape[2:])
-    return _convolve(gradient.packed, _filters(weight), gemms, pixels, dtype, None, inverse=not gemms.transposed)
+    found = _convolve(gradient.packed, _filters(weight), gemms, pixels, dtype, None, inverse=not gemms.transposed)
+    return reference.dgrad(gradient, weight, gemms, x_shape, dtype) if found is None else found
 
 
 def wgrad(
@@ -118,7 +122,7 @@ def unfolded_wgrad(
 
 
 def _runs(a: PackedOperand, b: PackedOperand, gemms: Gemms, dtype: torch.dtype) -> bool:
-    spatial = isinstance(gemms, LinearGemms) or (len(gemms.kernel) == 2 and gemms.groups == 1)
+    spatial = isinstance(gemms, LinearGemms) or (len(gemms.kernel) in (2, 3) and gemms.groups == 1)
     single = all(not isinstance(x.packed, Nvfp4Tensor) or x.packed.amax.numel() == 1 for x in (a, b))
     filled = a.packed.codes.numel() > 0 and b.packed.codes.numel() > 0
     fits = spatial and single and filled and not (a.split or b.split) and dtype in TYPES
@@ -149,39 +153,46 @@ def _convolve(
     dtype: torch.dtype,
     bias: torch.Tensor | None,
     inverse: bool,
-) -> torch.Tensor:
-    """[N, rows, OH, OW] in channels_last; `inverse`: the adjoint of the convolution with the window of `gemms`."""
+) -> torch.Tensor | None:
+    """[N, rows, OH, OW] in channels_last; `inverse`: the adjoint of the convolution with the window of `gemms`.
+
+    Of volumes None where no kernel has the geometry.
+    """
     known = _by_inference(x, filters, gemms, pixels, dtype, bias, inverse)
-    if known is None:
+    if known is None and len(pixels) == 2:
         window = Window(*(tuple(sizes) for sizes in (gemms.kernel, gemms.stride, gemms.padding, gemms.dilation)))  # type: ignore[arg-type]
         known = gather_gemm(x, filters, window, pixels, dtype, bias, inverse)
-    return known.permute(0, 3, 1, 2)
+    return None if known is None else known.movedim(-1, 1)
 
 
 def _by_inference(
     x: Packed,
     filters: Packed,
     gemms: ConvGemms,
-    pixels: tuple[int, int],
+    pixels: tuple[int, ...],
     dtype: torch.dtype,
     bias: torch.Tensor | None,
     inverse: bool,
 ) -> torch.Tensor | None:
     """[N, OH, OW, rows] by a kernel of the inference path, or None where none has this geometry."""
-    each = [{*sizes} for sizes in (gemms.kernel, gemms.stride, gemms.padding, gemms.dilation)]
-    square = all(len(sizes) == 1 for sizes in each)
-    if not square or not _for_inference(x, filters, dtype) or gemms.kernel[0] ** 2 > inference.TAPS:
+    taps, stride, padding, dilations = gemms.kernel, gemms.stride, gemms.padding, gemms.dilation
+    square = len(pixels) == 3 or all(len({*sizes}) == 1 for sizes in (taps, stride, padding, dilations))
+    fits = square and len({*dilations}) == 1 and math.prod(taps) <= inference.TAPS
+    if not fits or not _for_inference(x, filters, dtype):
         return None
-    taps, stride, padding, dilation = (sizes.pop() for sizes in each)
-    found: Any = None
+    dilation, found = dilations[0], None
+    around = [dilation * (count - 1) - pad for count, pad in zip(taps, padding, strict=True)]
+    grown = tuple(size * step for size, step in zip(x.shape[1:-1], stride, strict=True))
+    alone = tuple(taps) == tuple(stride) and not any(padding) and dilation == 1 and {*taps} <= {1, 2}
     if not inverse:
         found = inference.conv2d((x,), filters, bias, stride, padding, dilation, dtype=dtype)  # type: ignore[arg-type]
-    elif stride == 1 and dilation * (taps - 1) >= padding:
-        around = dilation * (taps - 1) - padding
+    elif {*stride} == {1} and min(around) >= 0:
         found = inference.conv2d((x,), _flipped(filters), bias, 1, around, dilation, dtype=dtype)  # type: ignore[arg-type]
-    elif (taps, stride, padding, dilation) == (2, 2, 0, 1) and pixels == (2 * x.shape[1], 2 * x.shape[2]):
+    elif alone and grown == tuple(pixels):
         found = inference.conv_transpose2d(x, filters, bias, dtype=dtype)  # type: ignore[arg-type]
-    return found if found is not None and tuple(found.shape[1:3]) == tuple(pixels) else None
+    if not isinstance(found, torch.Tensor) or tuple(found.shape[1:-1]) != tuple(pixels):
+        return None
+    return found
 
 
 def _for_inference(a: Packed, b: Packed, dtype: torch.dtype) -> bool:
@@ -189,17 +200,14 @@ def _for_inference(a: Packed, b: Packed, dtype: torch.dtype) -> bool:
 
 
 def _filters(weight: PackedOperand) -> Packed:
-    """[rows, KH, KW, K]; 2-D blocks lie as [KH, KW, rows, K]."""
-    return _moved(weight.packed, (2, 0, 1, 3)) if len(weight.axes) == 2 else weight.packed
+    """[rows, KH, KW, K]; 2-D blocks lie as [KH, KW, rows, K]. Of volumes with KD."""
+    rows = len(weight.packed.shape) - 2
+    return _moved(weight.packed, (rows, *range(rows), rows + 1)) if len(weight.axes) == 2 else weight.packed
 
 
 def _rows(x: Packed) -> Packed:
     """[N, rows, P] of a convolution; a linear layer's [rows, tokens] as one image."""
     return _reshaped(x, (1, -1)) if len(x.shape) == 2 else x
-
-
-def _sizes(x: Packed) -> tuple[int, int]:
-    return x.shape[1], x.shape[2]
 
 
 def _parts(x: Packed, change: Any, shape: Sequence[int]) -> Packed:
@@ -213,7 +221,7 @@ def _moved(x: Packed, order: tuple[int, ...]) -> Packed:
 
 
 def _flipped(x: Packed) -> Packed:
-    return _parts(x, lambda t: t.flip((1, 2)), x.shape)
+    return _parts(x, lambda t: t.flip(tuple(range(1, len(x.shape) - 1))), x.shape)
 
 
 def _reshaped(x: Packed, leading: tuple[int, ...]) -> Packed:

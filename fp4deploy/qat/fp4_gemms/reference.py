@@ -14,7 +14,8 @@ result by at most
 so that two of them differ by at most twice that. An output in FP16 or BF16 is rounded once more.
 
 On a CPU sums are taken in FP32 (float64 for a float64 layer). On a GPU an output in FP16 or BF16 is computed from
-operands rounded to that type, as the emulation does; this is what groups, Conv1d and Conv3d use there.
+operands rounded to that type, as the emulation does; this is what groups and Conv1d use there, and volumes
+where no kernel has their geometry.
 """
 
 from __future__ import annotations

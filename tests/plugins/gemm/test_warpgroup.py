@@ -32,13 +32,6 @@ REGISTERS = 128  # of 512 threads: what producers keep and consumers take is twi
         ((64,), 64, (9, 1), {}, False),
         ((64, 64, 64), 64, (3, 3), {}, False),
         ((0,), 64, (3, 3), {}, False),
-        ((32, 96), 32, (3, 3, 3), {}, True),
-        ((64,), 32, (2, 2, 2), {"transposed": True}, True),
-        ((32,), 64, (3, 3, 3), {"stride": 2}, True),
-        ((32,), 32, (3, 3, 3), {"stride": 2}, False),
-        ((64,), 64, (3, 3, 3), {"dilation": 2}, False),
-        ((32,), 64, (1, 3, 3), {}, False),
-        ((32,), 64, (2, 2, 2), {"transposed": True}, False),
     ],
 )
 def test_takes(channels: tuple, outputs: int, taps: tuple, more: dict, taken: bool) -> None:
@@ -90,24 +83,6 @@ def test_every_variant_fits(
         down, across = each.tiles(*pixels[1:])
         assert down * each.height >= pixels[1]
         assert across * warpgroup.WIDTH >= pixels[2]
-
-
-@pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.parametrize(("channels", "outputs"), [((32,), 32), ((64, 32), 64), ((320,), 320)])
-def test_variants_of_volumes_fit(channels: tuple[int, ...], outputs: int, stride: int) -> None:
-    if not warpgroup.supports(channels, outputs, (3, 3, 3), stride):
-        return
-    sources = tuple(quantize_nvfp4(torch.zeros(1, 5, 4, 4, count)) for count in channels)
-    pairs = warpgroup.pairs(channels, outputs, (3, 3, 3))
-    weight = decode_weight(quantize_nvfp4(torch.zeros(outputs, 3, 3, 3, sum(channels))), channels, False, pairs)
-    shape = warpgroup.shape_of(sources, weight, (1, 1, 1), 1, False, False, stride)
-    assert shape.pixels[0] == (3 if pairs[1] or stride == 2 else 5)
-    assert sum(shape.chunks) * (32 if pairs[0] else 64) == sum(channels) * shape.slices.depth
-    found = list(warpgroup.variants(shape, 132))
-    assert found
-    for each in found:
-        assert each.shared_bytes <= warpgroup.SHARED
-        assert each.splits == 1 or not pairs[1]
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -297,7 +297,6 @@ def _warpgroup(
     transposed: bool = False,
     volume: bool = False,
     pairs: bool = False,
-    stride: int = 1,
 ) -> Callable[[], object]:
     def exercise() -> None:
         outputs, channels = (32, (32,)) if pairs else (128 if joint else 64, (64 * chunks,))
@@ -307,15 +306,10 @@ def _warpgroup(
         filters, two = quantize_nvfp4(torch.zeros(outputs, *taps, *channels)), warpgroup.pairs(channels, outputs, taps)
         weight = decode_weight(filters, channels, transposed, two)
         place, amax = (0 if transposed else size // 2,) * axes, _amax() if packed else None
-        shape = warpgroup.shape_of(sources, weight, place, 1, transposed, packed, stride)
+        shape = warpgroup.shape_of(sources, weight, place, 1, transposed, packed)
         chosen = warpgroup.fitted(shape, joint, height, splits, 132)
         warpgroup.conv2d(
-            *(sources, weight, None, place),
-            out_amax=amax,
-            moments=not packed,
-            transposed=transposed,
-            chosen=chosen,
-            stride=stride,
+            sources, weight, None, place, out_amax=amax, moments=not packed, transposed=transposed, chosen=chosen
         )
 
     return exercise
@@ -381,7 +375,6 @@ EXERCISES: list[Callable[[], object]] = [
     _warpgroup(True, 24, 2, transposed=True, packed=True),
     _warpgroup(False, 16, volume=True),
     _warpgroup(False, 16, volume=True, pairs=True),
-    _warpgroup(True, 16, volume=True, stride=2),
     _warpgroup(True, 8, transposed=True, packed=True, volume=True),
     _gemv(1, 8192, HALF, *H200),
     _gemv(8, 4096, BFLOAT, *H200),

@@ -295,13 +295,13 @@ class Convolution:
         ):
             return None
         device, packed = self.sources[0].codes.device, self.out_amax is not None
-        place = (self.sources, self.weight, self.paddings, self.dilation, self.transposed, packed, self.strides[0])
+        place = (self.sources, self.weight, self.paddings, self.dilation, self.transposed, packed)
         chosen = warpgroup.variant(warpgroup.shape_of(*place), num_sms(device))
         if chosen is None:
             return None
         out, scales, found = warpgroup.conv2d(
             *(self.sources, self.weight, self.bias, self.paddings, self.dilation, self.relu, self.dtype),
-            *(self.out_amax, self.moments, self.transposed, chosen, self.strides[0]),
+            *(self.out_amax, self.moments, self.transposed, chosen),
         )
         if chosen.splits > 1:
             parts, size = out, tuple(out.shape[1:])

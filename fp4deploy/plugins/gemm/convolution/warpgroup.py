@@ -7,7 +7,7 @@ memory, while the next chunk of channels is decoded. The order of the sum is its
 of `decoded` in the last bits; it depends on the number of splits and on nothing else of a variant.
 
 `supports` says for which convolutions: stride 1, sources of whole chunks of 64 channels, a multiple of 64 outputs; over
-volumes multiples of 32, of which two slices are taken at a time (`decoded_weight.pairs_of_slices`), and stride 2.
+volumes multiples of 32, of which two slices are taken at a time (`decoded_weight.pairs_of_slices`).
 `variant` chooses tile and splits by an estimate of the cycles that a program takes (`cycles`).
 """
 
@@ -22,7 +22,6 @@ import torch
 
 from fp4deploy.architecture import Architecture
 from fp4deploy.formats import E2M1_MAX, Nvfp4Tensor
-from fp4deploy.graph.sizes import output_size
 from fp4deploy.plugins.gemm.convolution.decoded_weight import PAD, DecodedWeight
 from fp4deploy.plugins.quantize.statistics import Moments
 from fp4deploy.plugins.runtime.context import library
@@ -56,14 +55,13 @@ class Slices:
     """How slices of a volume are read and written.
 
     depth: slices, or pairs of them, that a filter spans; inputs, outputs: in pairs, of 32 channels and 32 outputs each;
-    doubled: a transposed convolution of kernel and stride 2 along the depth, too; stride: of all three axes.
+    doubled: a transposed convolution of kernel and stride 2 along the depth, too.
     """
 
     depth: int = 1
     inputs: bool = False
     outputs: bool = False
     doubled: bool = False
-    stride: int = 1
 
     @property
     def macros(self) -> dict[str, int]:
@@ -71,7 +69,7 @@ class Slices:
         if self == Slices():
             return {}
         named = {"VOLUME": not self.doubled, "IN_PAIRS": self.inputs, "OUT_PAIRS": self.outputs}
-        return {"KD": self.depth, "STRIDE": self.stride, **{name: int(flag) for name, flag in named.items()}}
+        return {"KD": self.depth, **{name: int(flag) for name, flag in named.items()}}
 
 
 @dataclass(frozen=True)
@@ -131,9 +129,8 @@ class Variant:
     @property
     def pixels(self) -> int:
         """That a program decodes for one chunk."""
-        (kh, kw), width, by = self.taps, WIDTH * (1 if self.joint else CONSUMERS), self.slices.stride
-        down, across = (self.height + (kh - 1) * self.dilation // by), (width + (kw - 1) * self.dilation // by)
-        return by * by * down * across
+        (kh, kw), width = self.taps, WIDTH * (1 if self.joint else CONSUMERS)
+        return (self.height + (kh - 1) * self.dilation) * (width + (kw - 1) * self.dilation)
 
     @property
     def rings(self) -> int:
@@ -200,9 +197,7 @@ def supports(
     whole = whole and outputs > 0 and outputs % (CHUNK // 2 if deep else CHUNK) == 0 and len(channels) <= 2
     if transposed:
         return whole
-    near = dilation == 1 if deep else dilation >= 1
-    strided = stride == 1 or (stride == 2 and deep and outputs % CHUNK == 0)
-    return whole and max(taps) <= MAX_TAPS and strided and near
+    return whole and max(taps) <= MAX_TAPS and stride == 1 and dilation >= 1 and (dilation == 1 or not deep)
 
 
 def pairs(
@@ -230,14 +225,13 @@ def shape_of(
     dilation: int,
     transposed: bool,
     packed: bool,
-    stride: int = 1,
 ) -> Shape:
     """The convolution of these operands."""
     n, *sizes = sources[0].shape[:-1]
     outputs, *filters = weight.shape[:-1]
     taps = [1] * len(filters) if transposed else filters
     oh, ow = (
-        size if transposed else output_size(size, each, stride, pad, dilation)
+        size if transposed else size + 2 * pad - (each - 1) * dilation
         for size, pad, each in zip(sizes[-2:], padding[-2:], taps[-2:], strict=True)
     )
     chunks, slices = tuple(source.scales.shape[-1] // 4 for source in sources), Slices()
@@ -246,8 +240,8 @@ def shape_of(
         if transposed:
             slices, n = Slices(outputs=both, doubled=True), n * sizes[0]
         else:
-            depth, whole = output_size(sizes[0], taps[0], stride, padding[0]), taps[0] + both
-            slices = Slices(-(-whole // 2) if inputs else whole, inputs, both, stride=stride)
+            depth, whole = sizes[0] + 2 * padding[0] - taps[0] + 1, taps[0] + both
+            slices = Slices(-(-whole // 2) if inputs else whole, inputs, both)
             n *= -(-depth // 2) if both else depth
         size = CHUNK // 2 if inputs else CHUNK
         chunks = tuple(slices.depth * count // size for count in weight.channels)
@@ -332,7 +326,6 @@ def conv2d(
     moments: bool = False,
     transposed: bool = False,
     chosen: Variant | None = None,
-    stride: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor | None, Moments | None]:
     """relu(conv2d(concatenation of the sources, weight) + bias) on a GPU, and the moments of the output if asked for.
 
@@ -343,7 +336,6 @@ def conv2d(
         out_amax: float32 [], the global amax of a packed output; None gives `dtype`.
         moments: of the rounded output, for a GroupNorm; not with `transposed`.
         chosen: instead of what `variant` chooses.
-        stride: of all three axes.
 
     Returns:
         [N, OH, OW, O] or [N, OD, OH, OW, O], or codes uint8 with O / 2; scales uint8 of these, with O / 16; moments.
@@ -354,13 +346,13 @@ def conv2d(
         UnavailableError: the kernel does not compile or launch here.
     """
     x, second, device = sources[0], sources[-1], sources[0].codes.device
-    shape = shape_of(sources, weight, padding, dilation, transposed, out_amax is not None, stride)
+    shape = shape_of(sources, weight, padding, dilation, transposed, out_amax is not None)
     sms = num_sms(device)
     chosen = chosen or variant(shape, sms)
     assert chosen is not None, "`variant` was asked before"
     (n, *sizes), (_, oh, ow), outputs = x.shape[:-1], shape.pixels, shape.outputs
     (h, w), tiles, factor = sizes[-2:], chosen.tiles(oh, ow), 2 if transposed else 1
-    od = sizes[0] if transposed else output_size(sizes[0], weight.shape[1], stride, padding[0])
+    od = sizes[0] if transposed else sizes[0] + 2 * padding[0] - weight.shape[1] + 1
     depth = [factor * od] if len(sizes) == 3 else []
     size = (n, *depth, factor * oh, factor * ow, outputs)
     scales, found = None, None

@@ -36,7 +36,7 @@
 // weight has zeros where a slice is read that its filter does not span: of 3 slices for each of 2, 4 are read, so that 3
 // of 4 products count.
 //
-// Macros: DTYPE of the output; HEIGHT a multiple of 4 up to 24; KH, KW, DILATION; STRIDE of all axes, 2 with dilation 1; JOINT, RESIDENT, SPLIT, PACKED,
+// Macros: DTYPE of the output; HEIGHT a multiple of 4 up to 24; KH, KW, DILATION; JOINT, RESIDENT, SPLIT, PACKED,
 // MOMENTS, VOLUME, IN_PAIRS, OUT_PAIRS 0 or 1; UP 0, 1, or 2 for 2 x 2 x 2; KD: chunks, or pairs, along the depth; STAGES;
 // BUFFERS.
 // weights: a tensor map of bytes [2 rows, places, 2 K] in boxes of 64 x 1 x 64 with a swizzle of 64 bytes; rows: O, with
@@ -61,9 +61,6 @@
 #endif
 #ifndef DILATION
 #define DILATION 1
-#endif
-#ifndef STRIDE
-#define STRIDE 1
 #endif
 #ifndef JOINT
 #define JOINT 1
@@ -108,10 +105,7 @@ namespace {
 constexpr int LOADERS = 64, DECODERS = 192, PRODUCERS = LOADERS + DECODERS, CONSUMER_WARPS = 8;
 constexpr int THREADS = PRODUCERS + 32 * CONSUMER_WARPS;
 constexpr int OUTPUTS = JOINT ? 128 : 64, WIDTH = JOINT ? 8 : 16;
-// With STRIDE 2 pixels of even and odd rows and columns lie in four planes of a tile, in each of which neighbours of a
-// tap are neighbours.
-constexpr int BORDERED = WIDTH + (KW - 1) * DILATION / STRIDE, DOWN = HEIGHT + (KH - 1) * DILATION / STRIDE;
-constexpr int PIXELS = STRIDE * STRIDE * DOWN * BORDERED;
+constexpr int BORDERED = WIDTH + (KW - 1) * DILATION, PIXELS = (HEIGHT + (KH - 1) * DILATION) * BORDERED;
 constexpr int TAPS = KH * KW, PLACES = UP == 2 && !OUT_PAIRS ? 8 : UP ? 4 : 1, ROWS = OUT_PAIRS ? 2 : 1;
 constexpr int COLUMN = 16 * PIXELS, BUFFER = 8 * COLUMN;           // bytes of 8 and of 64 channels of all pixels
 constexpr int PLANE = 64 * 64, STAGE = 2 * PLANE;                  // bytes of weights
@@ -224,12 +218,11 @@ struct Raw {
 
 // Which pixels this thread decodes: indices in the feature map of the batch, in a slice of a volume, -1 outside of it.
 __device__ __forceinline__ void find_pixels(int (&pixels)[LOADS], const Work& work, const Problem& p) {
-    const int top = work.ty * HEIGHT * STRIDE - p.padding_h, left = work.tx * 8 * STRIDE - p.padding_w;
+    const int top = work.ty * HEIGHT - p.padding_h, left = work.tx * 8 - p.padding_w;
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
         const int index = (i * DECODERS + threadIdx.x - LOADERS) / 2;
-        const int plane = STRIDE == 1 ? 0 : index / (DOWN * BORDERED), within = STRIDE == 1 ? index : index % (DOWN * BORDERED);
-        const int y = top + within / BORDERED * STRIDE + plane / 2, x = left + within % BORDERED * STRIDE + plane % 2;
+        const int y = top + index / BORDERED, x = left + index % BORDERED;
         const bool has = index < PIXELS && y >= 0 && y < p.H && x >= 0 && x < p.W;
         pixels[i] = !has ? -1 : VOLUME ? y * p.W + x : (work.item * p.H + y) * p.W + x;
     }
@@ -240,7 +233,7 @@ __device__ __forceinline__ void fetch(
     long long slice = 0;  // its first pixel, with VOLUME
     bool outside = false;
     if (VOLUME) {
-        const int z = work.item % p.steps * ROWS * STRIDE - p.padding_d +
+        const int z = work.item % p.steps * ROWS - p.padding_d +
                       (IN_PAIRS ? chunk % KD * 2 + threadIdx.x % 2 : chunk % KD);
         slice = (long long)(work.item / p.steps * p.D + z) * p.H * p.W;
         outside = z < 0 || z >= p.D;
@@ -393,9 +386,7 @@ __device__ __forceinline__ void accumulate(
                 const int stage = step % STAGES;
                 mbarrier_wait(barriers.loaded + 8 * stage, RESIDENT ? 0 : step / STAGES & 1);
                 const uint32_t a = ring + STAGE * stage;
-                const int from = STRIDE == 1 ? DILATION * (ky * BORDERED + kx)
-                                             : (ky % 2 * 2 + kx % 2) * DOWN * BORDERED + ky / 2 * BORDERED + kx / 2;
-                const uint32_t b = pixels + BUFFER * buffer + 16 * from;
+                const uint32_t b = pixels + BUFFER * buffer + 16 * DILATION * (ky * BORDERED + kx);
                 wgmma::fence();
 #pragma unroll
                 for (int part = 0; part < 4; ++part) {  // two halves of a plane, two planes

@@ -5,7 +5,8 @@
 A batched product has one tap and its batch as groups g; a linear layer has one group. `TRANSPOSED`: the positions of a
 transposed convolution. FP16 and BF16 go to tensor cores, FP32 is multiplied as it is; sums are FP32.
 
-Each program computes BLOCK_M pixels of BLOCK_N outputs of a group. What it costs was not measured.
+Each program computes BLOCK_M pixels of BLOCK_N outputs of a group, groups along the first axis of the grid, which alone
+has room for the windows of an attention. What it costs was not measured.
 """
 
 from __future__ import annotations
@@ -73,8 +74,9 @@ def contraction_kernel(
     RELU: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    group = tl.program_id(2).to(tl.int64)
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    tiles = tl.cdiv(M, BLOCK_M)
+    group = (tl.program_id(0) // tiles).to(tl.int64)
+    m = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     o = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     column, row = (m % OW)[:, None], (m // OW % OH)[:, None]
     slice_, item = (m // (OW * OH) % OD)[:, None], (m // (OW * OH * OD)).to(tl.int64)

@@ -44,7 +44,6 @@ class Convolution:
     bias: bool = True
     amax: float | None = None
     moments: bool = False
-    stride: int = 1
 
     def __call__(self, setting: Setting, outcome: Outcome) -> None:
         """Launch, execute, compare."""
@@ -59,9 +58,8 @@ class Convolution:
         padding = (0 if self.transposed else self.size // 2 * self.dilation,) * len(taps)
         pairs = warpgroup.pairs(self.channels, self.outputs, taps, self.transposed)
         decoded = decode_weight(weight, self.channels, self.transposed, pairs)
-        assert warpgroup.supports(self.channels, self.outputs, taps, self.stride, self.dilation, self.transposed)
-        place = (padding, self.dilation, self.transposed, amax is not None, self.stride)
-        shape = warpgroup.shape_of(sources, decoded, *place)
+        assert warpgroup.supports(self.channels, self.outputs, taps, 1, self.dilation, self.transposed)
+        shape = warpgroup.shape_of(sources, decoded, padding, self.dilation, self.transposed, amax is not None)
         chosen = warpgroup.fitted(shape, self.joint, self.height, self.splits, 1)
         assert chosen is not None
         if self.stages is not None:
@@ -69,13 +67,13 @@ class Convolution:
         with emulated(setting, outcome, (decoded.planes if decoded.pairs is None else decoded.pairs,)):
             y, scales, moments = warpgroup.conv2d(
                 *(sources, decoded, bias, padding, self.dilation, self.relu, self.dtype, amax),
-                *(self.moments, self.transposed, chosen, self.stride),
+                *(self.moments, self.transposed, chosen),
             )
         common = (self.relu, self.dtype, amax, torch.float64)
         if self.transposed:
             expected = conv_transpose2d_reference(sources[0], weight, bias, *common)
         else:
-            expected = conv2d_reference(sources, weight, bias, self.stride, padding, self.dilation, *common)
+            expected = conv2d_reference(sources, weight, bias, 1, padding, self.dilation, *common)
         if isinstance(expected, Nvfp4Tensor):
             assert scales is not None
             outcome.compare(y, expected.codes)
@@ -107,9 +105,6 @@ CASES = tuple(
         ("pairs, two sources, packed", Convolution(False, 8, channels=(32, 32), outputs=32, image=(1, 3, 9, 5),
                                                    amax=24.0, stages=6)),
         ("pairs of inputs", Convolution(False, 4, channels=(96,), image=(1, 4, 3, 7), dtype=torch.bfloat16)),
-        ("volume, stride 2, pairs of inputs", Convolution(False, 4, channels=(32,), image=(2, 6, 9, 20), stride=2,
-                                                          moments=True)),
-        ("volume, stride 2, joint", Convolution(True, 4, outputs=128, image=(1, 5, 8, 17), stride=2, amax=24.0)),
         ("pairs of outputs", Convolution(False, 4, outputs=96, image=(1, 3, 5, 8), moments=True, relu=False)),
         ("transposed 2x2x2", Convolution(True, 4, outputs=128, transposed=True, image=(2, 2, 3, 5))),
         ("transposed, pairs, packed", Convolution(False, 4, outputs=32, transposed=True, image=(1, 3, 5, 9),
