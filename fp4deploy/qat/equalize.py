@@ -132,7 +132,7 @@ class _Channels:
 
 
 class _Reads(TorchFunctionMode):
-    """Notes, as `elsewhere`, the layers whose weights more than norms and convolutions read: `self.conv.weight.mean()`."""
+    """Notes, as `elsewhere`, whose weights other code than norms and convolutions reads: `self.conv.weight.mean()`."""
 
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
         super().__init__()

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from fp4deploy.errors import GateError, InputError
-from fp4deploy.export.verify.agreement import Comparison, OutputAgreement, compare_outputs, described, differing
+from fp4deploy.export.verify.agreement import Comparison, OutputAgreement, compare_outputs, described, unsettled
 from fp4deploy.export.verify.flat import flat_difference
-from fp4deploy.export.verify.last_bits import MOST, movements
+from fp4deploy.export.verify.last_bits import movements
 from fp4deploy.export.verify.outputs import ALLOWED_ELEMENTS, NOTHING_WRITTEN
 from fp4deploy.export.verify.tensors import leaves
 from fp4deploy.formats import NVFP4_BLOCK, Nvfp4Tensor, pad_to_blocks
@@ -118,10 +118,10 @@ def verify_packed(
         for last_bits in (False, True):
             referenced: tuple[OutputAgreement, ...] = ()
             for batch, outputs, own in zip(kept, expected, of_nodes, strict=True):
-                moved = _moved(model, forward, batch, outputs, names, meanings) if last_bits else None
+                moved = _moved(model, forward, batch, outputs) if last_bits else None
                 referenced = compare_outputs(outputs, own, names, meanings, referenced, moved)
             agreement = replace(agreement, nodes=nodes, referenced=referenced)
-            if agreement.passed or agreement.wrong_nodes or not all(each.reaches(1 - MOST) for each in referenced):
+            if agreement.passed or agreement.wrong_nodes or not all(each.is_near for each in referenced):
                 break
     if not (agreement.passed and flat):
         return agreement
@@ -273,8 +273,6 @@ def _moved(
     forward: Callable[..., Any],
     inputs: tuple[torch.Tensor, ...],
     expected: list[torch.Tensor],
-    names: Sequence[str],
-    meanings: OutputMeanings,
 ) -> list[torch.Tensor]:
     """How far outputs move by last bits, each layer with reference inputs: FP4 amplifies nothing."""
     kept: dict[nn.Module, list[torch.Tensor]] = {module: [] for module in _layers(model).values()}
@@ -296,7 +294,7 @@ def _moved(
                 handle.remove()
 
     run(inputs, keep)
-    return movements(model, run, inputs, expected, partial(differing, expected, names=names, meanings=meanings))
+    return movements(model, run, inputs, expected, partial(unsettled, expected))
 
 
 def _layers(model: nn.Module) -> dict[str, nn.Module]:
