@@ -157,6 +157,23 @@ def test_features_are_compared_layer_by_layer_relative_to_the_teacher() -> None:
     assert all(parameter.grad is None for parameter in teacher.parameters())
 
 
+def test_a_teacher_of_another_network_teaches_what_both_have_or_is_refused() -> None:
+    def loss(teacher: nn.Module) -> torch.Tensor:
+        torch.manual_seed(0)
+        student, images = Small(4).train(), torch.randn(2, 3, 8, 8)
+        features = Features(student, teacher)
+        student(images)
+        with torch.no_grad():
+            teacher(images)
+        return features.loss()
+
+    wider = Small(4)
+    wider.body, wider.head = nn.Conv2d(wider.stem.out_channels, 5, 1), nn.Conv2d(5, 4, 1)
+    assert loss(wider) > 0
+    with pytest.raises(InputError, match="name and the shape"):
+        loss(nn.Sequential(nn.Conv2d(3, 4, 1)))
+
+
 def test_features_alone_bring_the_student_to_its_teacher(
     tiny: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,6 @@
 """Distillation of features: the outputs of every layer that multiplies, compared with those of the teacher.
 
-With s the output of a layer of the student and t that of the layer of the same name in the teacher,
+With s the output of a layer of the student and t that of the layer of the same name in the teacher, of one shape,
 
     loss  =  mean over layers of  |s - t|^2 / |t|^2
 
@@ -20,6 +20,7 @@ from collections import defaultdict
 import torch
 from torch import nn
 
+from fp4deploy.errors import InputError
 from fp4deploy.graph.costs import MULTIPLYING
 
 
@@ -43,14 +44,24 @@ class Features:
             self._own[name].append(output)
 
     def _compare(self, name: str, output: torch.Tensor) -> None:
-        if self._own[name]:  # a layer that is called twice gives two
+        own = self._own[name].pop(0) if self._own[name] else None  # a layer that is called twice gives two
+        if own is not None and own.shape == output.shape:
             with torch.enable_grad():  # the teacher runs without
-                self._terms.append(distance(self._own[name].pop(0), output))
+                self._terms.append(distance(own, output))
 
     def loss(self) -> torch.Tensor:
-        """The loss of the two forwards before it, a scalar; what they left is forgotten."""
+        """The loss of the two forwards before it, a scalar; what they left is forgotten.
+
+        Raises:
+            InputError: the two have no layer in common.
+        """
         terms, self._terms = self._terms, []
         self._own.clear()
+        if not terms:
+            raise InputError(
+                "No layer of the teacher has the name and the shape of output of one of this network, so that "
+                "distill.features compares nothing. Give a teacher of this network, or --set distill.features=0."
+            )
         return torch.stack(terms).mean()
 
 
