@@ -18,6 +18,7 @@ from fp4deploy.models.spec import UNET
 from fp4deploy.ptq.forward import deployed_in
 from fp4deploy.ptq.quantize import Result, quantize
 from fp4deploy.qat.selection import Selection
+from fp4deploy.qat.sensitive import with_sensitive
 from fp4deploy.rest import rest_of
 from fp4deploy.tasks import images_for, task_of
 
@@ -73,10 +74,8 @@ def quantize_checkpoint(
     network.to(device).eval()
     with deployed_in(rest_of(quantized)):
         result = quantize(network, [batch.to(device) for batch in images], method, **options)
-    for field, form in (("exclude", "fp16"), ("fp8", "fp8")):
-        if names := result.sensitive.get(form):
-            patterns: dict[str, Any] = {field: (*(getattr(quantized, field) or ()), *names)}
-            quantized = replace(quantized, **patterns)
+    for form, names in result.sensitive.items():
+        quantized = with_sensitive(quantized, form, names)
     save_checkpoint(out, network, replace(quantized, recipe=result.recipe))
     return result
 

@@ -33,7 +33,7 @@ from fp4deploy.qat.batches import arguments_of, batches_of, first_tensor, run
 from fp4deploy.qat.layers import QuantizedLayer
 from fp4deploy.qat.prepare import prepare
 from fp4deploy.qat.selection import Selection, with_names
-from fp4deploy.qat.sensitive import fp8_layers, sensitive_layers
+from fp4deploy.qat.sensitive import sensitive_layers
 from fp4deploy.system.progress import progress as shown
 
 if TYPE_CHECKING:
@@ -47,8 +47,7 @@ Say = Callable[[str], None]
 class Result:
     """What was done: method, correction, seconds, error of each unit before and after its reconstruction.
 
-    sensitive: names of the layers that were left in "fp16" and "fp8" for the errors that they have in FP4;
-        with those that the recipe has in FP8.
+    sensitive: names of the layers that were left in "fp16" and "fp8" for the errors that they have in FP4.
     """
 
     method: str
@@ -128,8 +127,6 @@ def quantize(
                 calibrate_activations(model, batches)
                 names = result.sensitive[form] = sensitive_layers(model, batches, share)
             say(f"{form.upper()} for the largest errors in FP4: {', '.join(names) or 'no layer'}.")
-            if form == "fp8" and names and fp8 is None:
-                names += fp8_layers(model)
             exclude, fp8 = (
                 with_names(each, names) if names and form == own else each
                 for own, each in (("fp16", exclude), ("fp8", fp8))

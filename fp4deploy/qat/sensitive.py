@@ -1,4 +1,4 @@
-"""The few layers that lose most in FP4 for the work that FP4 saves in them: those to leave in FP8.
+"""The few layers that lose most in FP4 for the work that FP4 saves in them: those to leave in FP16 or FP8.
 
 Each quantised layer is put into FP4 alone, everything else in full precision, and e is the error of the network's
 output, squared and relative. Layers are taken by the largest e per multiply-accumulate, as many as fit into a share of
@@ -11,6 +11,7 @@ narrow ones at full resolution, or with next to no work.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from fp4deploy.graph.costs import work_of_layers
 from fp4deploy.graph.modes import evaluating
+from fp4deploy.models.card import ModelCard
 from fp4deploy.qat.batches import arguments_of, first_tensor, run
 from fp4deploy.qat.layers import QuantizedLayer
 from fp4deploy.qat.plan import eight_bits
@@ -45,7 +47,7 @@ def sensitive_layers(model: nn.Module, batches: Iterable[Any], share: float) -> 
             work = work_of_layers(model, layers, arguments_of(model, asked[0]))
             macs = {name: each.macs for name, each in work.items()}
             for name, layer in layers.items():
-                if layer.recipe.activation is None or layer.recipe.activation.in_eight_bits or not macs[name]:
+                if eight_bits(layer.recipe) or not macs[name]:
                     continue
                 _only(layers, (name,))
                 found = (_error(_outputs(model, batch), each) for batch, each in zip(asked, expected, strict=True))
@@ -63,6 +65,13 @@ def sensitive_layers(model: nn.Module, batches: Iterable[Any], share: float) -> 
 def fp8_layers(model: nn.Module) -> list[str]:
     """The layers of a prepared model that are FP8, to be named with others: a recipe decides only where none is."""
     return [name for name, layer in quantized_layers(model).items() if eight_bits(layer.recipe) == "FP8"]
+
+
+def with_sensitive(card: ModelCard, form: str, names: Collection[str]) -> ModelCard:
+    """A card with these layers in "fp16" or "fp8"."""
+    if form == "fp16":
+        return replace(card, exclude=(*(card.exclude or ()), *names)) if names else card
+    return replace(card, fp8=(*(card.fp8 or ()), *names)) if names else card
 
 
 def _enough(batches: Iterable[Any]) -> list[Any]:

@@ -17,7 +17,6 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -41,7 +40,7 @@ from fp4deploy.models.initial import load_initial
 from fp4deploy.models.spec import UNET
 from fp4deploy.qat import calibrate_percentile, find_recipe, prepare_as, quantized_layers, set_products
 from fp4deploy.qat.equalize import equalize
-from fp4deploy.qat.sensitive import fp8_layers, sensitive_layers
+from fp4deploy.qat.sensitive import fp8_layers, sensitive_layers, with_sensitive
 from fp4deploy.rest import RestName
 from fp4deploy.runs import DEFAULT_MODELS, MODELS, Run, hold, is_first_process
 from fp4deploy.system.files import write_whole
@@ -359,10 +358,7 @@ def _without_sensitive(
             _say(f"In {form.upper()}, for the largest errors in FP4: {', '.join(chosen[form]) or 'no layer'}")
             if form == "fp8" and chosen[form] and card.fp8 is None:
                 chosen[form] += fp8_layers(prepare_as(copied(network), card))
-        if names := chosen.get(form):
-            field = "exclude" if form == "fp16" else form
-            patterns: dict[str, Any] = {field: (*(getattr(card, field) or ()), *names)}
-            card = replace(card, **patterns)
+        card = with_sensitive(card, form, chosen.get(form, ()))
     if is_first_process() and not resume:
         write_whole(path, json.dumps(chosen) + "\n")
     return card
