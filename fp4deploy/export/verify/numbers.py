@@ -89,7 +89,8 @@ class _RestNumbers(TorchFunctionMode):
             result = torch.ops.aten.alias.default(result)
         whole = bool(read) and not any(map(_is_floating, read))  # of which torch computes FP32
         given = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
-        made = func in FACTORIES or (func in OF_NUMBERS and not of_a_tensor and given[0].ndim > 0)  # others: a number
+        of_numbers = func in OF_NUMBERS and not read and not of_a_tensor
+        made = func in FACTORIES or (of_numbers and given[0].ndim > 0)  # others: a number
         asked = (made and not narrow) or (whole and not of_a_tensor and func not in CASTS)
         found = [each for each in given if _is_floating(each)]
         self.computed.update(dict.fromkeys(given if computed else (), True))

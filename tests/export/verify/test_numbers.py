@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -103,6 +104,14 @@ def test_tensors_of_numbers_are_as_wide_as_the_file_has_them() -> None:
         found = Made()(x)
     assert found[:, 0, 0].tolist() == [FP16.rounded(0.1)] * 5 + [x.new_tensor(0.1).item()]
     assert fd.verify(Made().eval(), fd.export_graph(Made().eval(), (2,)), x).largest == 0
+
+
+@pytest.mark.parametrize("of_tensor", [torch.as_tensor, torch.asarray])
+def test_a_tensor_of_a_tensor_is_as_wide_as_that(of_tensor: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = torch.ones(2, 2)
+    with torch.inference_mode(), rest_numbers(nn.Identity(), FP16):
+        found = of_tensor(x) * 0.1
+    assert found.unique().item() == FP16.rounded(0.1)
 
 
 class Angles(nn.Module):
