@@ -23,6 +23,7 @@ from fp4deploy.models.torchvision_detectors import LEARNING_RATES, METHODS, own_
 from fp4deploy.models.unet import STRIDE
 from fp4deploy.qat import find_recipe
 from fp4deploy.qat.fp4_gemms.requirements import require_packed
+from fp4deploy.qat.recipes import Recipe
 from fp4deploy.system.files import write_whole
 from fp4deploy.system.schema import briefly, parse_yaml, read_yaml
 from fp4deploy.tasks import TASKS
@@ -104,6 +105,18 @@ class Config(Section):
                 f"quant.start = {self.quant.start:g}: a learned amax has no gradient before quantisation begins; leave "
                 "it 0, or take the recipe without +learned"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _measures_a_trained_network(self) -> Config:
+        on = [name for name in ("fp16_macs", "fp8_macs") if getattr(self.quant, name)]
+        if on and self.train.from_scratch:
+            raise ValueError(
+                f"quant.{on[0]} measures what a trained network loses, and train.from_scratch starts from random "
+                "weights; leave out one"
+            )
+        if self.quant.fp8_macs:
+            checked(find_recipe(self.recipe), Recipe.in_eight_bits)
         return self
 
     @model_validator(mode="after")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from fp4deploy.errors import InputError
 from fp4deploy.models import read_card
 from fp4deploy.qat import calibrate, load_model, prepare, quantized_layers
 from fp4deploy.qat.plan import eight_bits, is_single_gemm
@@ -85,3 +86,17 @@ def test_layers_that_the_recipe_has_in_fp8_stay_there(tiny: Config, tmp_path: Pa
     more = {name for name in formats if formats[name] == "FP8"}
     recipes = {name for name, layer in quantized_layers(model).items() if not is_single_gemm(layer)}
     assert recipes < more < formats.keys()
+
+
+@pytest.mark.parametrize(
+    ("settings", "cause"),
+    [
+        (["quant.fp16_macs=0.1", "train.from_scratch=true"], r"quant\.fp16_macs measures what a trained network loses"),
+        (["quant.fp8_macs=0.1", "recipe=nvfp4_train"], "nvfp4_train"),
+    ],
+)
+def test_what_cannot_be_measured_or_be_fp8_is_refused_before_anything_is_trained(
+    tiny: Config, settings: list[str], cause: str
+) -> None:
+    with pytest.raises(InputError, match=cause):
+        with_settings(tiny, settings)
