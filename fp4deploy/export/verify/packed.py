@@ -279,10 +279,11 @@ def _moved(
     left: dict[nn.Module, Iterator[torch.Tensor]] = {}
 
     def keep(layer: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
-        kept[layer].append(given[0].clone())
+        kept[layer] += [x.clone() for x in given[:1]]
 
     def reference(layer: nn.Module, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        return next(left[layer]).clone(), *given[1:]  # with noise, but of a quantised layer
+        references = [next(left[layer], x).clone() for x in given[:1]]  # with noise, but of a quantised layer
+        return *references, *given[1:]
 
     def run(x: tuple[torch.Tensor, ...], hook: Callable[..., Any] = reference) -> list[torch.Tensor]:
         left.update({layer: iter(each) for layer, each in kept.items()})
