@@ -82,7 +82,7 @@ FP4D_API fp4d_status fp4d_model_input_shape(const fp4d_model *model, int32_t num
 FP4D_API int32_t fp4d_model_classes(const fp4d_model *model);
 FP4D_API const char *fp4d_model_class_name(const fp4d_model *model, int32_t number); /* NULL: no such number */
 FP4D_API void fp4d_model_image_size(const fp4d_model *model, int32_t *height, int32_t *width);
-FP4D_API void fp4d_model_normalisation(const fp4d_model *model, float mean[3], float std[3]); /* of RGB in [0, 1] */
+FP4D_API void fp4d_model_normalisation(const fp4d_model *model, float mean[3], float std[3]); /* of RGB in [0, 1]; of volumes 0 and 1 */
 /* Text by key: "card" and "graph" (JSON), "version" (that wrote the file), "sha256". NULL: no such key. */
 FP4D_API const char *fp4d_model_metadata(const fp4d_model *model, const char *key);
 
