@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -52,7 +53,8 @@ def record(file: PackedFile, gpu: Gpu, *shapes: Shape, weights: str | None = Non
 
     Args:
         shapes: of each input, such as [N, C, H, W].
-        weights: "decoded" or "packed", as of `PackedNetwork`; None chooses as it does.
+        weights: "decoded" or "packed", as of `PackedNetwork`; None chooses as it does. Plans of generated kernels have
+            them decoded in any case.
 
     Raises:
         InputError: the network does not take the shapes, or has an operator that nothing compiles.
@@ -62,12 +64,13 @@ def record(file: PackedFile, gpu: Gpu, *shapes: Shape, weights: str | None = Non
     if len(shapes) != len(graph.inputs):
         raise InputError(f"The network has {len(graph.inputs)} inputs, and {len(shapes)} shapes were given.")
     fitting(graph, {each.name: shape for each, shape in zip(graph.inputs, shapes, strict=True)})
+    why = "kernels of this package do not compute all its nodes, or not with its inputs or its rest"
     if _is_covered(file):
         try:
             return _Network(file, gpu, weights).plan(shapes[0])
-        except NoKernelError:
-            pass
-    return record_program(file, gpu, shapes)
+        except NoKernelError as error:
+            why = str(error)
+    return replace(record_program(file, gpu, shapes), generated=why)
 
 
 def _is_covered(file: PackedFile) -> bool:

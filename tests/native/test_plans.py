@@ -6,6 +6,7 @@ import dataclasses
 import json
 import random
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from fp4deploy.native.bundle import KEY, graph_digest
 from fp4deploy.native.plan import Buffer, CudaKernel
 from fp4deploy.packed import PackedFile, packed_file
 from fp4deploy.packed.graph import GroupNormReLU, Layer
-from fp4deploy.packed.shapes import shapes_of
+from fp4deploy.packed.shapes import Shape, shapes_of
 from fp4deploy.plugins.gemm.convolution.decoded_weight import decode_weight, planes_shape
 from tests.native.conftest import GPU, SHAPES
 from tests.native.plain_bundle import write_plain_bundle
@@ -122,10 +123,14 @@ def test_refusals(unet: PackedFile) -> None:
 def test_what_kernels_of_this_package_do_not_cover_is_generated(
     unet: PackedFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Narrow norms, other nodes, a rest in FP32."""
+    """Narrow norms, other nodes, a rest in FP32; the plan says which."""
     seen: list[PackedFile] = []
-    module = sys.modules["fp4deploy.native.record"]
-    monkeypatch.setattr(module, "record_program", lambda file, gpu, shapes: seen.append(file))
+
+    def generate(file: PackedFile, gpu: Gpu, shapes: Sequence[Shape]) -> Plan:
+        seen.append(file)
+        return Plan(gpu, tuple(shapes), (), 0, (), {})
+
+    monkeypatch.setattr(sys.modules["fp4deploy.native.record"], "record_program", generate)
     network = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.Conv2d(32, 32, 1), nn.MaxPool2d(2))
     own, tensors = packed_graph(capture(network.eval(), torch.zeros(SHAPES[0])), network)
     wide = unet.graph.model_copy(update={"rest": "fp32"})
@@ -134,9 +139,12 @@ def test_what_kernels_of_this_package_do_not_cover_is_generated(
         packed_file(Path("own.fp4"), None, own, tensors),
         dataclasses.replace(unet, graph=wide),
     ]
-    for file in files:
-        record(file, GPU, SHAPES[0])
+    causes = [record(file, GPU, SHAPES[0]).generated for file in files]
     assert [id(file) for file in seen] == [id(file) for file in files]
+    assert "multiples of 16 channels" in causes[0]
+    assert "do not compute all its nodes" in causes[1]
+    assert causes[1] == causes[2]
+    assert record(unet, GPU, SHAPES[0]).generated == ""
 
 
 def test_the_digest_of_a_graph_ignores_its_weights(unet: PackedFile, tmp_path: Path) -> None:
