@@ -323,6 +323,26 @@ def sensitivity() -> str:
     return markdown(head, rows)
 
 
+def layer_errors(name: str, count: str) -> str:
+    """A study of layers: the layers of the largest errors at the output, and what all layers lose together."""
+    found = result(name)
+    worst = sorted(found["layers"], key=lambda row: -row["at_end"]["both"])[: int(count)]
+    rows = [
+        [
+            f"`{row['layer']}`",
+            str(row["in_channels"]),
+            *(f"{100 * value:.1f}" for value in (row["macs"], *row["at_end"].values(), *row["inside"].values())),
+            *(f"{100 * value:.0f}" for value in (row["shift"], row["scales"]["input"], row["half"])),
+        ]
+        for row in worst
+    ]
+    together = [f"{100 * value:.1f}" for value in found["together"].values()]
+    rows.append(["all layers together", "", "100.0", *together, *[""] * (len(rows[0]) - 6)])
+    head = ["layer", "channels", "MACs %", "output: input %", "weight %", "both %"]
+    head += ["own: input %", "weight %", "both %", "shift %", "E4M3 %", "half in % of channels"]
+    return markdown(head, rows)
+
+
 def tiles() -> str:
     """What the largest tile of each kind of kernel compiles to, for every architecture."""
     order = ("3 x 3", "two sources", "matrix", "transposed", "W4A16")

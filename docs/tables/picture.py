@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from docs.tables.results import NOT_MEASURED, difference, gap, markdown, result, shown, spread
+from docs.tables.results import NOT_MEASURED, RESULTS, difference, gap, markdown, result, shown, spread
 from docs.tables.steps import best_fp16, over_best, steps
 from fp4deploy.qat.recipes import RECIPES
 
@@ -28,6 +28,7 @@ WHOLE_PICTURE = (  # data and network, result, control, calibrated only, QAT
     ("DSB2018; UNet 0.25, 50 epochs", "engine_dsb2018_h200", "control", "ptq", "qat"),
     ("Hippocampus, volumes; UNet 0.25, 50 epochs", "hippocampus_h200", "control", "ptq", "qat"),
     ("COCO samples, persons, re-encoded; EfficientNet-Lite0 UNet", "engine_coco_samples_h200", "control", "ptq", "qat"),
+    ("COCO samples, persons, re-encoded, again; EfficientNet-Lite0 UNet", "parity_coco_h200", "control", "ptq", "qat"),
     ("CamVid; UNet 1.0", "camvid_sweep_h200", "control", "ptq", "qat"),
     ("CamVid; UNet 1.0, every layer", "camvid_sweep_h200", "control", "ptq_all", "qat_all"),
     (
@@ -67,6 +68,33 @@ def whole_picture() -> str:
     head = ["data; network", "score", "FP16 control", "calibrated", "QAT", "QAT − calibrated"]
     head += ["in FP4: layers; MACs", "weights over FP16's: file; decoded", f"`{SWEEP}...`"]
     return markdown(head, (cells for _, cells in sorted(rows, key=lambda row: float(row[0]))))
+
+
+PARITY = (
+    ("COCO samples, persons; EfficientNet-Lite0 UNet", "parity_coco_h200"),
+    ("DSB2018, boxes of nuclei; UNet 0.5", "parity_nuclei_h200"),
+    ("CamVid; MONAI BasicUNet", "parity_basicunet_h200"),
+    ("DSB2018; smp DeepLabV3+", "parity_deeplab_h200"),
+)
+
+
+def parity() -> str:
+    """What was tried against the loss of plain QAT: gaps to the control of the same seed and sweep."""
+    rows = []
+    for label, name in PARITY:
+        if not (RESULTS / f"{name}.json").is_file():
+            rows.append([label, *[NOT_MEASURED] * 5])
+            continue
+        found = result(name)["variants"]
+        for row in found.values():
+            if not (value := row["gap_test"] or row["gap_best"]):
+                continue
+            split = "test" if row["gap_test"] else "validation"
+            settings = ", ".join(f"`{each}`" for each in row["settings"]) or "plain"
+            what = "calibrated" if row["model"] == "nvfp4_ptq" else "FP16" if row["model"] != "nvfp4" else "QAT"
+            score = spread(row["test"] or row["best"])
+            rows.append([f"{label}; {split}", what, settings, str(len(value["by_seed"])), score, shown(value)])
+    return markdown(["data; network; split", "", "settings", "seeds", "score", "minus the control"], rows)
 
 
 def largest_loss() -> str:

@@ -9,9 +9,9 @@ Everything else is memory traffic and is not counted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,8 +30,11 @@ class Work(NamedTuple):
 
 
 @torch.no_grad()
-def work_of_layers(model: nn.Module, layers: Mapping[str, nn.Module], image: torch.Tensor) -> dict[str, Work]:
-    """The work of layers of `MULTIPLYING` in a forward pass of one image [1, C, H, W], which is run for it."""
+def work_of_layers(
+    model: nn.Module, layers: Mapping[str, nn.Module], image: torch.Tensor | Sequence[Any] | Mapping[str, Any]
+) -> dict[str, Work]:
+    """The work of layers of `MULTIPLYING` in a forward pass of one image [1, C, H, W], or of the arguments of one,
+    which is run for it."""
     work = dict.fromkeys(layers, Work())
 
     def count(name: str, layer: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
@@ -45,7 +48,10 @@ def work_of_layers(model: nn.Module, layers: Mapping[str, nn.Module], image: tor
     handles = [layer.register_forward_hook(partial(count, name)) for name, layer in layers.items()]
     try:
         with evaluating(model):
-            model(image)
+            if isinstance(image, Mapping):
+                model(**image)
+            else:
+                model(*([image] if isinstance(image, torch.Tensor) else image))
     finally:
         for handle in handles:
             handle.remove()

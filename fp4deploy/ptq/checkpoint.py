@@ -73,6 +73,10 @@ def quantize_checkpoint(
     network.to(device).eval()
     with deployed_in(rest_of(quantized)):
         result = quantize(network, [batch.to(device) for batch in images], method, **options)
+    for field, form in (("exclude", "fp16"), ("fp8", "fp8")):
+        if names := result.sensitive.get(form):
+            patterns: dict[str, Any] = {field: (*(getattr(quantized, field) or ()), *names)}
+            quantized = replace(quantized, **patterns)
     save_checkpoint(out, network, replace(quantized, recipe=result.recipe))
     return result
 

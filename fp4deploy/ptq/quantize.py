@@ -32,7 +32,8 @@ from fp4deploy.ptq.reconstruct import align, reconstruct, units_of
 from fp4deploy.qat.batches import arguments_of, batches_of, first_tensor, run
 from fp4deploy.qat.layers import QuantizedLayer
 from fp4deploy.qat.prepare import prepare
-from fp4deploy.qat.selection import Selection
+from fp4deploy.qat.selection import Selection, with_names
+from fp4deploy.qat.sensitive import sensitive_layers
 from fp4deploy.system.progress import progress as shown
 
 if TYPE_CHECKING:
@@ -44,7 +45,10 @@ Say = Callable[[str], None]
 
 @dataclass
 class Result:
-    """What was done: method, correction, seconds, error of each unit before and after its reconstruction."""
+    """What was done: method, correction, seconds, error of each unit before and after its reconstruction.
+
+    sensitive: names of the layers that were left in "fp16" and "fp8" for the errors that they have in FP4.
+    """
 
     method: str
     recipe: str
@@ -53,6 +57,7 @@ class Result:
     seconds: float = 0.0
     units: dict[str, tuple[float, float]] = field(default_factory=dict)
     corrected: list[str] = field(default_factory=list)
+    sensitive: dict[str, list[str]] = field(default_factory=dict)
 
 
 def quantize(
@@ -64,6 +69,8 @@ def quantize(
     exclude: Selection = None,
     fp8: Selection = None,
     int8: Selection = None,
+    fp16_macs: float = 0.0,
+    fp8_macs: float = 0.0,
     correction: str = "norm",
     activations: str | None = None,
     percentile: float = PERCENTILE,
@@ -80,6 +87,8 @@ def quantize(
             `qat.calibrate`: tensors, dicts of arguments, or samples of a DataLoader.
         method: one of `methods.METHODS`.
         include, exclude, fp8, int8: which layers, as of `prepare`.
+        fp16_macs, fp8_macs: shares of the multiply-accumulates of the quantised layers. The layers that lose most in
+            FP4 for their work (`qat.sensitive`) stay in FP16, and become FP8, as far as they fit into them.
         correction: "none", "bias", "norm" or "both" (`correction`).
         activations: "amax", "percentile" or "mse"; None as the method says.
         iterations: training steps of each unit (adaround, faar, brecq).
@@ -110,6 +119,19 @@ def quantize(
         example = arguments_of(model, batches[0])
         prepare(model, chosen.recipe, include, exclude, fp8, example, int8)
         result = Result(method, chosen.recipe, correction, count)
+        for form, share in (("fp16", fp16_macs), ("fp8", fp8_macs)):
+            if not share:
+                continue
+            report(f"layers for {form.upper()}", 0, None)
+            with autocast(batches[0]):
+                calibrate_activations(model, batches)
+                names = result.sensitive[form] = sensitive_layers(model, batches, share)
+            say(f"{form.upper()} for the largest errors in FP4: {', '.join(names) or 'no layer'}.")
+            exclude, fp8 = (
+                with_names(each, names) if names and form == own else each
+                for own, each in (("fp16", exclude), ("fp8", fp8))
+            )
+            prepare(model, chosen.recipe, include, exclude, fp8, example, int8)
         say(f"Activations: {activations or chosen.activations} over {result.images} images.")
         report("activations", 0, None)
         with autocast(batches[0]):

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from fp4deploy.graph import Graph, Node, capture
 from fp4deploy.graph.copies import copied
+from fp4deploy.graph.modes import evaluating
 from fp4deploy.qat.batches import arguments_of, run
 
 AFFINE = ("batch_norm", "group_norm", "instance_norm")
@@ -143,10 +144,9 @@ def equalize(
     tensor([True])
     """
     kept = list(batches)
-    was_training = model.training
-    model.eval()
     channels = _Channels(capture(copied(model).cpu(), _example(model, kept[0])))
-    wanted = _factors(model, kept, channels, quantized, share)
+    with evaluating(model):
+        wanted = _factors(model, kept, channels, quantized, share)
     found: dict[str, Tensor] = {}
     for name in (*channels.norms, *channels.readers):
         layer: Any = model.get_submodule(name)
@@ -160,7 +160,6 @@ def equalize(
                 value.div_(factor.to(value))
         else:
             _columns(layer).mul_(_as_columns(layer, factor).to(layer.weight))
-    model.train(was_training)
     return found
 
 

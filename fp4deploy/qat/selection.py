@@ -44,6 +44,17 @@ def predicate_of(selection: Selection, names: Iterable[str]) -> Predicate | None
     return lambda name, _: name in chosen
 
 
+def with_names(selection: Selection, names: Sequence[str]) -> Selection:
+    """A selection and the layers of these names.
+
+    >>> with_names(None, ["head"]), with_names("*.proj", ["head"])
+    (['head'], ['*.proj', 'head'])
+    """
+    if callable(selection):
+        return lambda name, layer: name in names or selection(name, layer)
+    return [*patterns_of(selection or ()), *names]
+
+
 def patterns_of(selection: Sequence[str]) -> Sequence[str]:
     """One pattern, or several."""
     return [selection] if isinstance(selection, str) else selection

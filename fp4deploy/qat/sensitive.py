@@ -10,7 +10,7 @@ narrow ones at full resolution, or with next to no work.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -18,44 +18,54 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fp4deploy.graph.costs import work_of_layers
-from fp4deploy.qat.batches import first_tensor, run
+from fp4deploy.graph.modes import evaluating
+from fp4deploy.qat.batches import arguments_of, first_tensor, run
 from fp4deploy.qat.layers import QuantizedLayer
 from fp4deploy.qat.prepare import quantized_layers
 
+ENOUGH_IMAGES = 32  # on which every layer is put into FP4 alone
+
 
 @torch.no_grad()
-def sensitive_layers(model: nn.Module, batches: Sequence[Any], share: float) -> list[str]:
+def sensitive_layers(model: nn.Module, batches: Iterable[Any], share: float) -> list[str]:
     """The names of the layers, the largest error per multiply-accumulate first.
 
     Args:
         model: prepared and calibrated. Layers of FP8 and INT8 are not asked.
-        batches: model inputs on the model's device.
+        batches: model inputs on the model's device, of which the first `ENOUGH_IMAGES` are taken.
         share: the most of the multiply-accumulates of all quantised layers that they may have, in [0, 1].
     """
-    was_training = model.training
-    model.eval()
-    layers = quantized_layers(model)
+    layers, asked = quantized_layers(model), _enough(batches)
+    errors: dict[str, float] = {}
     try:
-        _only(layers, ())
-        expected = [_outputs(model, batch) for batch in batches]
-        work = work_of_layers(model, layers, first_tensor(batches[0])[:1])
-        macs = {name: each.macs for name, each in work.items()}
-        errors: dict[str, float] = {}
-        for name, layer in layers.items():
-            if layer.recipe.activation is None or layer.recipe.activation.in_eight_bits or not macs[name]:
-                continue
-            _only(layers, (name,))
-            found = (_error(_outputs(model, batch), each) for batch, each in zip(batches, expected, strict=True))
-            errors[name] = sum(found)
+        with evaluating(model):
+            _only(layers, ())
+            expected = [_outputs(model, batch) for batch in asked]
+            work = work_of_layers(model, layers, arguments_of(model, asked[0]))
+            macs = {name: each.macs for name, each in work.items()}
+            for name, layer in layers.items():
+                if layer.recipe.activation is None or layer.recipe.activation.in_eight_bits or not macs[name]:
+                    continue
+                _only(layers, (name,))
+                found = (_error(_outputs(model, batch), each) for batch, each in zip(asked, expected, strict=True))
+                errors[name] = sum(found)
     finally:
         _only(layers, layers)
-        model.train(was_training)
     left, chosen = share * sum(macs.values()), []
     for name in sorted(errors, key=lambda name: errors[name] / macs[name], reverse=True):
         if macs[name] <= left:
             chosen.append(name)
             left -= macs[name]
     return chosen
+
+
+def _enough(batches: Iterable[Any]) -> list[Any]:
+    found: list[Any] = []
+    for batch in batches:
+        found.append(batch)
+        if sum(len(first_tensor(each)) for each in found) >= ENOUGH_IMAGES:
+            break
+    return found
 
 
 def _only(layers: dict[str, QuantizedLayer], names: Collection[str]) -> None:

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -58,8 +58,7 @@ from fp4deploy.train.state import Progress, read_progress
 from fp4deploy.train.tasks import class_weights, make_head, make_task, require_same_head, require_same_task
 from fp4deploy.train.volumes import at_spacing, sized, volume_input
 
-FP8_LAYERS = "fp8_layers.json"  # those that quant.fp8_macs has chosen
-ASKED_BATCHES = 2  # on which each layer is put into FP4 alone; errors lie orders of magnitude apart
+SENSITIVE = "sensitive_layers.json"  # those that quant.fp16_macs and quant.fp8_macs have chosen
 
 
 @dataclass(frozen=True)
@@ -176,8 +175,8 @@ def _train(
         if config.quant.equalize and not resume:
             names = quantized_layers(prepare_as(copied(network), card))
             equalize(network, _first_images(network, loaders[0], config), names)
-        if config.quant.fp8_macs:
-            card = _with_fp8(network, card, loaders[0], config, job.folder / FP8_LAYERS, resume)
+        if config.quant.fp16_macs or config.quant.fp8_macs:
+            card = _without_sensitive(network, card, loaders[0], config, job.folder / SENSITIVE, resume)
         set_products(prepare_as(network, card), config.train.products)
         if (fine_tuned or find_recipe(config.recipe).amax_learned) and not resume:
             calibrate_on(network, loaders[0], config, card.rest)
@@ -342,22 +341,29 @@ def calibrate_on(network: nn.Module, loader: EpochLoader, config: Config, rest: 
     calibrate_percentile(network, _first_images(network, loader, config), config.quant.percentile, rest)
 
 
-def _with_fp8(
+def _without_sensitive(
     network: nn.Module, card: ModelCard, loader: EpochLoader, config: Config, path: Path, resume: bool
 ) -> ModelCard:
-    """The card with the layers in FP8 that lose most in FP4, on the images of the calibration; kept for a resume."""
+    """The card with the layers in FP16 and FP8 that lose most in FP4, on the images of the calibration; kept for a
+    resume."""
 
-    def measured() -> list[str]:
+    def measured(share: float, card: ModelCard) -> list[str]:
         probe = prepare_as(copied(network), card)
         calibrate_on(probe, loader, config, card.rest)
-        images = list(islice(_first_images(probe, loader, config), ASKED_BATCHES))
-        return sensitive_layers(probe, images, config.quant.fp8_macs)
+        return sensitive_layers(probe, _first_images(probe, loader, config), share)
 
-    names = validated(list[str], read_json(path), path) if resume else from_first(measured)
+    chosen = validated(dict[str, list[str]], read_json(path), path) if resume else {}
+    for form, share in (("fp16", config.quant.fp16_macs), ("fp8", config.quant.fp8_macs)):
+        if share and not resume:
+            chosen[form] = from_first(partial(measured, share, card))
+            _say(f"In {form.upper()}, for the largest errors in FP4: {', '.join(chosen[form]) or 'no layer'}")
+        if names := chosen.get(form):
+            field = "exclude" if form == "fp16" else form
+            patterns: dict[str, Any] = {field: (*(getattr(card, field) or ()), *names)}
+            card = replace(card, **patterns)
     if is_first_process() and not resume:
-        write_whole(path, json.dumps(names) + "\n")
-        _say(f"In FP8, for the largest errors in FP4: {', '.join(names) or 'no layer'}")
-    return replace(card, fp8=(*(card.fp8 or ()), *names)) if names else card
+        write_whole(path, json.dumps(chosen) + "\n")
+    return card
 
 
 def _first_images(network: nn.Module, loader: EpochLoader, config: Config) -> Iterator[torch.Tensor]:

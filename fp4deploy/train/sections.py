@@ -278,6 +278,12 @@ class QuantSection(Section):
         description="share of the multiply-accumulates of quantised layers that goes to FP8 as well: the layers that "
         "lose most in FP4, measured on the images of the calibration",
     )
+    fp16_macs: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="likewise, of layers that stay in FP16, which packed networks have as well; chosen before fp8_macs",
+    )
     int8: list[str] | None = Field(None, description="likewise, of layers that are INT8")
     target: str | None = Field(None, description="the engine that fp8 was chosen for; train --for sets both")
     equalize: bool = Field(

@@ -2,6 +2,7 @@
 
     python -m tests.export.random_networks --count 2000 --jobs 24 --json benchmarks/results/fuzz_networks_cpu.json
     python -m tests.export.random_networks --seed 2000 --add --json benchmarks/results/fuzz_networks_cpu.json
+    python -m tests.export.random_networks --failed --json benchmarks/results/fuzz_networks_cpu.json
 
 Every network goes prepare -> a training step -> canonical ONNX -> portable ONNX in ONNX Runtime -> packed, its rest in
 FP16, BF16 or FP32 by the seed, and each of the two files must compute what torch computes:
@@ -436,12 +437,18 @@ def main(outcome: Callable[[int, Path], str] = outcome, module: str = "random_ne
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--add", action="store_true", help="to the counts of other seeds in --json")
+    parser.add_argument("--failed", action="store_true", help="those that failed in --json again, in their place")
     arguments = parser.parse_args()
     totals: Counter[str] = Counter()
     table: Counter[str] = Counter()
-    seeds = range(arguments.seed, arguments.seed + arguments.count)
+    seeds = [*range(arguments.seed, arguments.seed + arguments.count)]
     failed: list[int] = []
-    earlier = json.loads(arguments.json.read_text(encoding="utf-8")) if arguments.add else NOTHING
+    kept = arguments.add or arguments.failed
+    earlier = json.loads(arguments.json.read_text(encoding="utf-8")) if kept else NOTHING
+    if arguments.failed:
+        seeds = earlier["failed_seeds"]
+        counts = {name: count for name, count in earlier["outcomes"].items() if name != "failed"}
+        earlier |= {"networks": earlier["networks"] - len(seeds), "outcomes": counts, "failed_seeds": []}
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(arguments.jobs, initializer=_begin) as pool:
         for seed, found in pool.map(partial(_row, outcome, Path(folder)), seeds, chunksize=1):
             table.update(reasons(found))
@@ -449,8 +456,9 @@ def main(outcome: Callable[[int, Path], str] = outcome, module: str = "random_ne
             if found.startswith("failed"):
                 failed.append(seed)
                 print(f"seed {seed}: {found}", file=sys.stderr, flush=True)
-            if arguments.json and (seed % 10 == 9 or seed == seeds[-1]):
-                found_so_far = _record(module, seed + 1 - arguments.seed, arguments.seed, totals, table, failed)
+            if arguments.json and (seed == seeds[-1] or (seed % 10 == 9 and not arguments.failed)):
+                done = seeds[: seeds.index(seed) + 1]
+                found_so_far = _record(module, done, totals, table, failed)
                 arguments.json.write_text(json.dumps(merged(earlier, found_so_far), indent=1) + "\n", encoding="utf-8")
     for text, count in [*totals.most_common(), *table.most_common()]:
         print(f"{count:6d} {text}")
@@ -458,17 +466,17 @@ def main(outcome: Callable[[int, Path], str] = outcome, module: str = "random_ne
 
 
 def _record(
-    module: str, count: int, first: int, totals: Counter[str], table: Counter[str], failed: list[int]
+    module: str, seeds: list[int], totals: Counter[str], table: Counter[str], failed: list[int]
 ) -> dict[str, Any]:
     run = {
         "command": f"python -m tests.export.{module} {' '.join(sys.argv[1:])}",
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "torch": torch.__version__,
         "versions": {name: version(name) for name in ("onnx", "onnxruntime", "onnxscript")},
-        "seeds": [first, first + count - 1],
+        "seeds": [seeds[0], seeds[-1]] if seeds[-1] - seeds[0] == len(seeds) - 1 else {"again": seeds},
     }
     counts = {"outcomes": dict(totals), "reasons": dict(table)}
-    return {**origin(), "runs": [run], "networks": count, **counts, "failed_seeds": failed}
+    return {**origin(), "runs": [run], "networks": len(seeds), **counts, "failed_seeds": failed}
 
 
 def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:

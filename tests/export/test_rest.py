@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import fp4deploy as fd
-from fp4deploy.architecture import Architecture
 from fp4deploy.errors import GateError, InputError
 from fp4deploy.export.engine.build import build_engine
 from fp4deploy.export.lowering.forecast import forecast
@@ -21,7 +20,6 @@ from fp4deploy.export.lowering.lower import lower
 from fp4deploy.export.onnx.canonical import is_canonical, rest_of_file
 from fp4deploy.export.onnx.decomposed import to_portable
 from fp4deploy.export.to_packed import pack, pack_model
-from fp4deploy.native.record import Gpu, record
 from fp4deploy.packed import PackedFile, PackedNetwork, packed_file, read_packed
 from fp4deploy.packed.memory import activation_bytes
 from fp4deploy.packed.writer import Writer
@@ -249,10 +247,8 @@ def test_an_engine_of_a_bf16_rest(quantised: nn.Module, tmp_path: Path) -> None:
     assert not built.fallbacks()
 
 
-def test_the_c_library_and_its_kernels_are_for_16_bits(quantised: nn.Module) -> None:
-    """`tests.native` has networks in BF16."""
+def test_kernels_of_plain_layers_are_for_16_bits(quantised: nn.Module) -> None:
+    """The C library plays other kernels in FP32: `tests.native`."""
     file = packed(quantised, X, FP32)
-    with pytest.raises(InputError, match="a rest in FP16 or BF16, and this network's is FP32"):
-        record(file, Gpu(Architecture(9, 0), "", 132), (1, 16, 8, 8))
     with pytest.raises(InputError, match="networks whose rest is FP16 or BF16"):
         PackedNetwork(file, plain="kernel")

@@ -27,7 +27,7 @@ from fp4deploy.qat import deployed
 from fp4deploy.rest import rest_of
 from tests.samples import sample
 
-FP16, FP32 = onnx.TensorProto.FLOAT16, onnx.TensorProto.FLOAT
+FP16, FP32, INT64 = onnx.TensorProto.FLOAT16, onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
 
 
 class Network(nn.Module):
@@ -243,6 +243,9 @@ class Sized(nn.Module):
 def test_sizes_of_open_axes_are_numbers(rest: str) -> None:
     model = Sized().eval()
     graph = fd.export_graph(model, (1, 8, 8), dynamic_size=True, rest=rest)
+    inferred = onnx.shape_inference.infer_shapes(graph).graph
+    types = {each.name: each.type.tensor_type.elem_type for each in inferred.value_info}
+    assert {types[node.output[0]] for node in inferred.node if node.op_type in ("Mul", "Div", "Sub")} <= {FP32, INT64}
     session = verifying_session(to_portable(graph))
     for size, close in (((20, 36), 1e-6), ((300, 400), 2**-11)):  # 1 / 120000 keeps all digits in torch
         x = torch.randn(1, 1, *size).half().bfloat16().float()

@@ -228,6 +228,22 @@ FAULTS: dict[str, Seeded] = {
         "cli/process.py", "            signal.signal(number, signal.SIG_DFL)", "            pass",
         "tests/cli/test_main.py -k signals",
     ),
+    "numbers of an activation's type are traced in FP16, where they are 0": Seeded(
+        "fp4deploy/export/onnx/mixed_types.py", " | dict.fromkeys(OF_NUMBERS, _of_numbers)", "",
+        "tests/export/test_wide_numbers.py -k Made",
+    ),
+    "sizes of open axes are computed with in FP16": Seeded(
+        "fp4deploy/graph/wide.py", "wide_constants |= _sizes_as_tensors(", "_sizes_as_tensors(",
+        "tests/export/test_wide_numbers.py -k sizes",
+    ),
+    "last bits explain what a fault of a thousandth does": Seeded(
+        "fp4deploy/export/verify/last_bits.py", "FACTOR = 4 ", "FACTOR = 40000 ",
+        "tests/export/verify/test_last_bits.py -k tie",
+    ),
+    "outputs that last bits move far are compared nowhere": Seeded(
+        "fp4deploy/export/verify/last_bits.py", "[found * held for found, held in", "[found for found, held in",
+        "tests/export/verify/test_last_bits.py -k too_much",
+    ),
 }  # fmt: skip
 
 

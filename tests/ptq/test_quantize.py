@@ -237,6 +237,32 @@ def test_a_checkpoint_is_taken_like_a_trained_one(untrained: Run, tmp_path: Path
         quantize_checkpoint(out, [x], tmp_path / "again.safetensors")
 
 
+def test_the_layers_that_lose_most_are_left_out_and_the_file_says_so(untrained: Run, tmp_path: Path) -> None:
+    card, out = read_card(untrained.checkpoint("fp16")), tmp_path / "nvfp4.safetensors"
+    x = torch.randn(2, 3, card.height, card.width)
+    options = {"fp16_macs": 0.1, "fp8_macs": 0.1, "exclude": ["up.0"]}
+    result = quantize_checkpoint(untrained.checkpoint("fp16"), [x], out, "amax", correction="none", **options)
+    model, written = load_model(out)
+    layers = quantized_layers(model)
+    assert written.exclude == ("up.0", *result.sensitive["fp16"])
+    assert written.fp8 == tuple(result.sensitive["fp8"])
+    assert result.sensitive["fp16"]
+    assert {name for name, layer in layers.items() if layer.recipe.activation.format == "fp8"} == set(written.fp8)
+    assert not {"up.0", *result.sensitive["fp16"]} & layers.keys()
+    plain = tmp_path / "plain.safetensors"
+    quantize_checkpoint(untrained.checkpoint("fp16"), [x], plain, "amax", correction="none", exclude=["up.0"])
+    expected, _ = load_model(untrained.checkpoint("fp16"))
+    assert error(model, expected, [x]) < 0.8 * error(load_model(plain)[0], expected, [x])
+
+
+def test_layers_of_a_network_of_arguments_are_left_out() -> None:
+    model = Tokens()
+    batch = {"ids": torch.randint(0, 32, (4, 6)), "mask": torch.ones(4, 6)}
+    result = quantize(model, [batch], "amax", include=["one", "two"], fp16_macs=0.5, correction="none")
+    assert len(result.sensitive["fp16"]) == 1
+    assert quantized_layers(model).keys() == {"one", "two"} - set(result.sensitive["fp16"])
+
+
 class Tokens(nn.Module):
     """Token ids -> logits; a mask by name."""
 

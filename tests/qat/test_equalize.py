@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
 
+from fp4deploy.export.to_packed import pack
+from fp4deploy.formats import quantize_nvfp4
 from fp4deploy.models import build_unet, spec
 from fp4deploy.qat import calibrate, layer_plan, load_model, prepare
 from fp4deploy.qat.equalize import LARGEST, equalize
@@ -121,7 +123,12 @@ def test_a_training_starts_equalised_and_its_checkpoint_loads(tiny: Config, tmp_
     assert factor.unique().numel() > 1
     assert torch.equal(found["head.weight"], fp16["head.weight"] * factor.view(1, -1, 1, 1))
     assert torch.equal(found["body.weight"], fp16["body.weight"])
-    load_model(run.checkpoint("nvfp4_ptq"))
+    packed = pack(run.checkpoint("nvfp4_ptq"), tmp_path / "net.fp4", data=config.data.root, images=2)
+    assert packed.verification is not None  # compared with torch; codes are those of the scaled weights
+    weight = load_model(run.checkpoint("nvfp4_ptq"))[0].get_submodule("head").weight
+    codes = quantize_nvfp4(weight.detach().movedim(1, -1)).codes
+    held = {name: value for name, value in packed.file.tensors.items() if value.dtype == torch.uint8}
+    assert any(torch.equal(value.flatten(), codes.flatten()) for value in held.values())
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])

@@ -15,7 +15,7 @@ from fp4deploy.qat.sensitive import sensitive_layers
 from fp4deploy.runs import create_run
 from fp4deploy.train import Config, train_models, with_settings
 from fp4deploy.train.loop import Trainer
-from fp4deploy.train.models import FP8_LAYERS
+from fp4deploy.train.models import SENSITIVE
 
 
 def network() -> nn.Sequential:
@@ -49,7 +49,9 @@ def test_the_worst_for_their_work_come_first_and_no_more_than_fit() -> None:
 def test_a_training_has_them_in_fp8_and_resumes_with_them(
     tiny: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = with_settings(tiny, ["quant.fp8_macs=0.1", "train.epochs=1", "train.finetune_epochs=2"])
+    config = with_settings(
+        tiny, ["quant.fp16_macs=0.05", "quant.fp8_macs=0.1", "train.epochs=1", "train.finetune_epochs=2"]
+    )
     run, original = create_run(tmp_path / "run"), Trainer.step
     train_models(config, run, ("fp16",))
 
@@ -62,10 +64,12 @@ def test_a_training_has_them_in_fp8_and_resumes_with_them(
         with pytest.raises(KeyboardInterrupt):
             train_models(config, run, ("nvfp4",))
     assert not run.checkpoint("nvfp4").exists()
-    names = json.loads((run.model_dir("nvfp4") / FP8_LAYERS).read_text())
+    chosen = json.loads((run.model_dir("nvfp4") / SENSITIVE).read_text())
     train_models(config, run, ("nvfp4",), resume=True)
-    assert list(read_card(run.checkpoint("nvfp4")).fp8) == names
+    card, names = read_card(run.checkpoint("nvfp4")), chosen["fp8"]
+    assert list(card.fp8) == names
+    assert list(card.exclude) == chosen["fp16"]
     model, _ = load_model(run.checkpoint("nvfp4"))
     formats = {name: layer.recipe.activation.format for name, layer in quantized_layers(model).items()}
     assert [name for name in formats if formats[name] == "fp8"] == [name for name in formats if name in names]
-    assert 0 < len(names) < len(formats)
+    assert 0 < len(names) < len(formats) == 21 - len(chosen["fp16"]) < 21

@@ -70,6 +70,18 @@ def quantize(
         list[str] | None,
         typer.Option("--int8", help="Quantised layers that are INT8, a pattern; repeatable.", show_default="none"),
     ] = None,
+    fp16_macs: Annotated[
+        float,
+        typer.Option(
+            "--fp16-macs",
+            min=0,
+            max=1,
+            help="Share of the multiply-accumulates that stays in FP16: the layers that lose most in FP4, measured.",
+        ),
+    ] = 0.0,
+    fp8_macs: Annotated[
+        float, typer.Option("--fp8-macs", min=0, max=1, help="Likewise, of layers that are FP8; after --fp16-macs.")
+    ] = 0.0,
     config: Annotated[
         Path | None, typer.Option("--config", help="Settings with quant.include, as of search.", show_default="none")
     ] = None,
@@ -141,6 +153,9 @@ def quantize(
     layers = {"include": include, "exclude": exclude, "fp8": fp8, "int8": int8}
     if aim is not None and checkpoint is not None and (checkpoint.is_dir() or checkpoint.suffix == ".onnx"):
         raise InputError("--for is for checkpoints. A folder of nnU-Net takes --fp8; an .onnx file has its own layers.")
+    of_checkpoints = checkpoint is None or not (nnunet.is_folder(checkpoint) or checkpoint.suffix == ".onnx")
+    if (fp16_macs or fp8_macs) and not of_checkpoints:
+        raise InputError("--fp16-macs and --fp8-macs are for checkpoints. Name layers with --exclude and --fp8.")
     if checkpoint is not None and nnunet.is_folder(checkpoint):
         if config is not None or digits or any(each is not None for each in (size, mean, std, outputs)):
             raise InputError(
@@ -209,6 +224,8 @@ def quantize(
             target=aim,
             say=note,
             progress=bar.phase,
+            fp16_macs=fp16_macs,
+            fp8_macs=fp8_macs,
             **settings,
             **_tuples(layers),
         )

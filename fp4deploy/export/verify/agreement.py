@@ -15,12 +15,13 @@ import numpy as np
 import torch
 
 from fp4deploy.errors import InputError
-from fp4deploy.export.verify.last_bits import settled
-from fp4deploy.models.meaning import Meaning, OutputMeanings
+from fp4deploy.export.verify.last_bits import MOST, settled
+from fp4deploy.models.meaning import Meaning, OutputMeanings, Values, Whole, class_axis
 from fp4deploy.rest import FP16, Rest
 
 REQUIRED_AGREEMENT = 0.999  # of the units of each output
 MAX_LOST = 0.5  # of one sample or place
+FEW = 16  # units that may be ties, whatever share of an output they are
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,11 @@ class OutputAgreement:
         if not self.count or self.broken is not None or self.lost > MAX_LOST:
             return False
         return 1 - self.differing / self.count >= enough
+
+    @property
+    def is_near(self) -> bool:
+        """Whether so little differs that last bits may be the reason."""
+        return self.broken is None and self.differing <= max(MOST * self.count, FEW)
 
     def sentence(self) -> str:
         """What agrees, as a clause."""
@@ -149,11 +155,13 @@ def compare_outputs(
     return tuple(map(_added, before, found)) if before else tuple(found)
 
 
-def differing(
-    expected: Sequence[torch.Tensor], given: Sequence[torch.Tensor], names: Sequence[str], meanings: OutputMeanings
-) -> list[float]:
-    """The share, 0..1, of each output that differs in what it means."""
-    return [1 - each.share for each in compare_outputs(expected, given, names, meanings)]
+def unsettled(expected: Sequence[torch.Tensor], moved: Sequence[torch.Tensor]) -> list[float]:
+    """The share, 0..1, of each output that moves by more than values may differ; of whole numbers that moves at all."""
+    pairs = zip(expected, moved, strict=True)
+    return [
+        1 - float((Values(axis=class_axis(x.ndim)) if x.is_floating_point() else Whole()).agreeing(x, y).float().mean())
+        for x, y in pairs
+    ]
 
 
 def described(found: Sequence[OutputAgreement], clause: Callable[[OutputAgreement], str]) -> str:

@@ -9,7 +9,7 @@ does is not guessed from how much differs: torch runs several times with noise o
 result, and **each element** of the file may differ from torch's by a small multiple (`FACTOR`) of what torch's own
 element moved. A wrong constant, operator or axis moves elements that noise leaves alone.
 
-Where noise alone moves more than a small share of what is compared (`MOST`), the comparison could not see a fault, and
+Where noise alone moves more than a small share of an output far (`MOST`), the comparison could not see a fault, and
 nothing is excused: FP4 amplifies in deep networks, which are compared layer by layer (`layerwise`).
 """
 
@@ -54,7 +54,8 @@ class _Noise(TorchFunctionMode):
         """The tensor with noise; whole numbers, which runtimes compute alike, as they are."""
         if not x.is_floating_point():
             return x
-        noisy = x * (1 + NOISE * torch.randn(x.shape, generator=self.generator, dtype=x.dtype))
+        noise = torch.randn(x.shape, generator=self.generator, dtype=x.dtype, device=self.generator.device)
+        noisy = x * (1 + NOISE * noise)
         return torch.where(x == x.round(), x, noisy)
 
     def enter(self, *_: object) -> None:
@@ -98,8 +99,8 @@ def movements(
 
     Args:
         run: gives of such inputs what `expected` holds, by calling the model.
-        differing: of what `run` gave, the share, 0..1, of each tensor that differs in what it means.
-        most: of a tensor that may differ.
+        differing: of what `run` gave, the share, 0..1, of each tensor that moved further than any small number.
+        most: of a tensor that may.
     """
     largest = [torch.zeros_like(x, dtype=torch.float64) for x in expected]
     counts = [True] * len(expected)

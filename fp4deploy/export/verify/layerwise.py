@@ -34,7 +34,7 @@ from torch import nn
 from fp4deploy.export.onnx.canonical import GEMM_OPS, rest_of_file
 from fp4deploy.export.onnx.layers import planned_layers
 from fp4deploy.export.onnx.session import verifying_session
-from fp4deploy.export.verify.agreement import OutputAgreement, compare_outputs, differing, least_share
+from fp4deploy.export.verify.agreement import OutputAgreement, compare_outputs, least_share, unsettled
 from fp4deploy.export.verify.last_bits import movements, settled
 from fp4deploy.export.verify.tensors import call, feed, floats
 from fp4deploy.formats import NVFP4_BLOCK, pad_to_blocks
@@ -122,7 +122,7 @@ def compare_layerwise(
         found = [floats(torch.from_numpy(each)) for each in session.run(None, fed)]
         given, own = found[: len(expected)], found[len(expected) :]
         outputs = names_of_outputs[: len(expected)]
-        moved = _moved(model, layers, cut, image, rest, outputs, meanings, last_bits) if last_bits else None
+        moved = _moved(model, layers, cut, image, rest, len(expected), last_bits) if last_bits else None
         compared = compare_outputs(expected, given, outputs, meanings, compared, moved and moved[: len(expected)])
         for at, ((name, _, x), y) in enumerate(zip(references, own, strict=True), len(expected)):
             finite = bool(y.isfinite().all())  # one block may differ by its scale, and never by NaN
@@ -194,11 +194,10 @@ def _moved(
     cut: CutGraph,
     image: Inputs,
     rest: Rest,
-    names: Sequence[str],
-    meanings: OutputMeanings,
+    count: int,
     most: float,
 ) -> list[torch.Tensor]:
-    """How far outputs, and the operands of the graph's GEMMs, move by last bits, each layer with reference inputs."""
+    """How far `count` outputs, and the operands of GEMMs, move by last bits, each layer with reference inputs."""
     kept: Operands = {name: [] for name in layers}
 
     def keep(name: str, _: int, x: torch.Tensor) -> torch.Tensor:
@@ -210,9 +209,9 @@ def _moved(
         return [*outputs, *(each for name in cut.values for each in operands[name])]
 
     def shares(moved: Sequence[torch.Tensor]) -> list[float]:
-        pairs = list(zip(expected, moved, strict=True))[len(names) :]
+        pairs = list(zip(expected, moved, strict=True))[count:]
         operands = [float((x != y).float().mean()) for x, y in pairs]
-        return differing(expected[: len(names)], moved[: len(names)], names, meanings) + operands
+        return unsettled(expected[:count], moved[:count]) + operands
 
     expected = run(image, keep)
     return movements(model, run, image, expected, shares, most)

@@ -40,8 +40,8 @@ from fp4deploy.export.verify.agreement import (
     OutputAgreement,
     compare_outputs,
     described,
-    differing,
     largest_difference,
+    unsettled,
 )
 from fp4deploy.export.verify.flat import flat_difference
 from fp4deploy.export.verify.last_bits import MOST, movements
@@ -122,7 +122,7 @@ def compare_with_torch(
         count += len(fed[names[0]])
         own, moved = outputs[: len(expected)], None
         if last_bits:
-            moved = movements(model, run, batch, expected, partial(differing, expected, names=own, meanings=meanings))
+            moved = movements(model, run, batch, expected, partial(unsettled, expected))
         found = compare_outputs(expected, given, own, meanings, found, moved)
         largest = float(np.maximum(largest, largest_difference(expected, given)))
     return Agreement(count, found, largest, ranges=ranges.largest, rest=rest)
@@ -146,7 +146,7 @@ def verify_decomposed(
     if not all(each.reaches(enough) for each in agreement.outputs) and quantized_layers(model):
         agreement = replace(agreement, layerwise=_layer_by_layer(model, portable, kept, meanings))
     by_layer = agreement.layerwise is not None and not agreement.layerwise.unmatched
-    if not (agreement.passed or by_layer) and all(each.reaches(1 - MOST) for each in agreement.outputs):
+    if not (agreement.passed or by_layer) and all(each.is_near for each in agreement.outputs):
         settled = compare_with_torch(model, portable, kept, meanings, last_bits=True)
         agreement = replace(agreement, outputs=settled.outputs)
     if not (agreement.passed and flat):
@@ -163,7 +163,8 @@ def _layer_by_layer(
 ) -> LayerwiseAgreement:
     """The comparison with reference inputs; where little enough differs, once more without what last bits decide."""
     found = compare_layerwise(model, portable, images, meanings)
-    if _explain(found) is None or found.unmatched or max(found.worst, 1 - found.share) > most:
+    near = found.worst <= most and all(each.is_near for each in found.outputs)
+    if _explain(found) is None or found.unmatched or not near:
         return found
     return compare_layerwise(model, portable, images, meanings, last_bits=most)
 

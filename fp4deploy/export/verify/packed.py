@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from fp4deploy.errors import GateError, InputError
-from fp4deploy.export.verify.agreement import Comparison, OutputAgreement, compare_outputs, described, differing
+from fp4deploy.export.verify.agreement import Comparison, OutputAgreement, compare_outputs, described, unsettled
 from fp4deploy.export.verify.flat import flat_difference
-from fp4deploy.export.verify.last_bits import MOST, movements
+from fp4deploy.export.verify.last_bits import movements
 from fp4deploy.export.verify.outputs import ALLOWED_ELEMENTS, NOTHING_WRITTEN
 from fp4deploy.export.verify.tensors import leaves
 from fp4deploy.formats import NVFP4_BLOCK, Nvfp4Tensor, pad_to_blocks
@@ -113,11 +113,11 @@ def verify_packed(
             nodes |= {name: largest(nodes.get(name, 0.0), error) for name, error in errors.items()}
             referenced = compare_outputs(outputs, given, names, meanings, referenced)
         agreement = replace(agreement, nodes=nodes, referenced=referenced)
-    if not (agreement.passed or agreement.wrong_nodes) and all(each.reaches(1 - MOST) for each in found):
+    if not (agreement.passed or agreement.wrong_nodes) and all(each.is_near for each in found):
         found = ()
         for batch, outputs, own in zip(kept, expected, of_file, strict=True):
-            apart = partial(differing, outputs, names=names, meanings=meanings)
-            moved = movements(model, lambda x: leaves(forward(*_copies(x))), batch, outputs, apart)
+            run, apart = (lambda x: leaves(forward(*_copies(x)))), partial(unsettled, outputs)
+            moved = movements(model, run, batch, outputs, apart)
             found = compare_outputs(outputs, own, names, meanings, found, moved)
         agreement = replace(agreement, outputs=found)
     if not (agreement.passed and flat):

@@ -46,6 +46,14 @@ class Ties(nn.Module):
         return self.head(F.relu(self.norm(self.body(F.relu(self.stem(x))))))
 
 
+class Labels(Ties):
+    """[2, 40]: one of the two equal classes leads in both samples."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x).mean((2, 3))
+        return y + 5 * F.one_hot(torch.tensor([0, 1]), 40).sum(0).to(y)
+
+
 class Normalised(Ties):
     """Pixels of an image without contrast are equal, and divided by nothing but last bits."""
 
@@ -145,9 +153,10 @@ def with_last_bits(kind: type[Ties], quantized: bool) -> onnx.ModelProto:
 
 
 @pytest.mark.parametrize("quantized", [False, True])
-def test_what_last_bits_decide_passes_and_is_counted(quantized: bool) -> None:
-    model = network(Ties, quantized)
-    found = fd.verify(model, with_last_bits(Ties, quantized), IMAGES)
+@pytest.mark.parametrize("kind", [Ties, Labels])
+def test_what_last_bits_decide_passes_and_is_counted(kind: type[Ties], quantized: bool) -> None:
+    model = network(kind, quantized)
+    found = fd.verify(model, with_last_bits(kind, quantized), IMAGES)
     outputs = found.layerwise.outputs if found.layerwise else found.outputs
     assert found.passed
     assert found.share < 0.999
@@ -158,6 +167,14 @@ def test_what_last_bits_decide_passes_and_is_counted(quantized: bool) -> None:
 @pytest.mark.parametrize("quantized", [False, True])
 def test_equal_pixels_that_are_normalised_pass(quantized: bool) -> None:
     assert not fd.verify(network(Normalised, quantized), with_last_bits(Normalised, quantized), IMAGES).flat
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_tie_of_labels_is_not_decided_by_a_fault(quantized: bool) -> None:
+    graph = with_last_bits(Labels, quantized)
+    constant("head.bias", at(1, lambda x: x + 1e-3))(graph)
+    with pytest.raises(GateError, match="disagree"):
+        require_agreement(fd.verify(network(Labels, quantized), graph, IMAGES), "network")
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -206,12 +223,13 @@ def test_noise_leaves_views_and_whole_numbers() -> None:
 
 def test_what_moves_too_much_explains_nothing() -> None:
     def sign(x: torch.Tensor) -> list[torch.Tensor]:
-        return [torch.sign(x - x.mean()) + 1, x + 0.1]
+        return [torch.sign(x - x.mean()) + 1, x + 0.1, torch.sqrt(x - x.mean())]  # NaN below the mean
 
     x = torch.full((1, 8), 0.3)
     expected = sign(x)
-    moves = movements(nn.Identity(), sign, x, expected, lambda moved: [1.0, 0.0])
+    moves = movements(nn.Identity(), sign, x, expected, lambda moved: [1.0, 0.0, 0.0])
     assert not moves[0].any()
     assert 0 < moves[1].max() < 1e-5
+    assert 0 < moves[2].max() < 1e-2
     assert torch.isnan(settled(expected[1], torch.full((1, 8), torch.nan), moves[1])).all()
     assert torch.equal(settled(expected[1], expected[1] + 1e-7, moves[1]), expected[1])
