@@ -8,6 +8,7 @@ import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 from fp4deploy.architecture import Architecture
 from fp4deploy.errors import InputError
 from fp4deploy.export.packing import packed_graph
+from fp4deploy.export.to_packed import pack_model
 from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.graph import capture
 from fp4deploy.native import Gpu, Plan, record
@@ -26,7 +28,9 @@ from fp4deploy.native.plan import Buffer, CudaKernel
 from fp4deploy.packed import PackedFile, packed_file
 from fp4deploy.packed.graph import GroupNormReLU, Layer
 from fp4deploy.packed.shapes import Shape, shapes_of
+from fp4deploy.plugins.aot.spec import Launch
 from fp4deploy.plugins.gemm.convolution.decoded_weight import decode_weight, planes_shape
+from fp4deploy.qat import calibrate, prepare, round_to_deployed
 from tests.native.conftest import GPU, SHAPES
 from tests.native.plain_bundle import write_plain_bundle
 from tests.packed.small_networks import packed
@@ -73,6 +77,31 @@ def test_every_layer_in_fp4(unet: PackedFile) -> None:
     assert "planes" not in {each.kind for each in plan.constants}
     kept = record(unet, GPU, SHAPES[0], weights="packed")
     assert "implicit_gemm_kernel" in names(kept)
+
+
+def test_layers_of_other_forms() -> None:
+    """Unequal strides and paddings, and a transposed convolution of one tap: by the kernels of `PackedNetwork`."""
+    layers = nn.Conv2d(32, 32, (1, 3), 1, (0, 1)), nn.Conv2d(32, 32, 3, (2, 1), 1), nn.ConvTranspose2d(32, 32, 1)
+    network, x = (
+        nn.Sequential(nn.Conv2d(3, 32, 3, 1, 1), *layers, nn.Conv2d(32, 5, 1)).eval(),
+        torch.randn(1, 3, 16, 16),
+    )
+    prepare(network, "nvfp4_qat", include=["1", "2", "3"])
+    calibrate(network, [x])
+    round_to_deployed(network)
+    plan = record(packed_file(Path("own.fp4"), None, *pack_model(network, x)), GPU, (1, 3, 16, 16))
+    assert plan.generated == ""
+    found = [each for each in plan.stages["body"] if isinstance(each.kernel, Launch)]
+    constants = [dict(cast(Launch, each.kernel).constants) for each in found]
+    kernels = [cast(Launch, each.kernel).kernel.partition(":")[2] for each in found]
+    assert kernels == ["decoded_conv_kernel", "decoded_conv_kernel", "implicit_gemm_kernel"]
+    assert [(each["KD"], each["KH"], each["KW"]) for each in constants] == [(1, 1, 3), (1, 3, 3), (1, 1, 1)]
+    names_of = [[name for name, _ in cast(Launch, each.kernel).arguments] for each in found]
+    given = [dict(zip(names, each.arguments, strict=False)) for names, each in zip(names_of, found, strict=True)]
+    assert [(each["padding"], each["padding_x"], each["stride"], each["stride_x"]) for each in given[:2]] == [
+        (0, 1, 1, 1),
+        (1, 1, 2, 1),
+    ]
 
 
 def test_buffers_that_live_together_lie_apart(plans: list[Plan]) -> None:
