@@ -28,7 +28,7 @@ from fp4deploy.native.bundle import KEY, SIGNED
 from fp4deploy.native.plan import Buffer, Constant, CudaKernel
 from fp4deploy.packed import PackedFile, read_packed
 from fp4deploy.packed import file as packed_format
-from fp4deploy.packed.graph import Layer
+from fp4deploy.packed.graph import MAX_PORTS, Graph, Layer
 from fp4deploy.plugins.gemm.convolution.decoded_weight import decode_weight
 from fp4deploy.system.files import digest_of
 from tests.fuzz import loaders
@@ -136,6 +136,20 @@ def test_formats(sanitized: Path, narrow: PackedFile, tmp_path: Path) -> None:
     assert "reads packed/3 to packed/9" in found[len(read)][1]
     assert "packed/1" in found[len(read) + 1][1]
     assert "cannot be" in found[-2][1]
+
+
+def test_caches_of_a_decoder(sanitized: Path, narrow: PackedFile, tmp_path: Path) -> None:
+    """As many inputs and outputs as Python takes: the keys and values of every layer."""
+
+    def change(metadata: dict[str, str]) -> None:
+        graph = json.loads(metadata["graph"])
+        for ports in ("inputs", "outputs"):
+            graph[ports] = [graph[ports][0] | {"name": f"{ports} {number}"} for number in range(MAX_PORTS)]
+        metadata["graph"] = Graph.model_validate(graph).to_json()
+
+    path = tmp_path / "decoder.fp4"
+    path.write_bytes(rewritten(narrow.path.read_bytes(), change, loaders.PACKED_KEY, loaders.PACKED_SIGNED))
+    assert statuses(sanitized, ["check"], [path]) == [(0, "")]
 
 
 @pytest.mark.parametrize("channels", [1, 4])

@@ -23,7 +23,7 @@ from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.graph import capture
 from fp4deploy.native import Gpu, Plan, record
 from fp4deploy.native.arena import Lifetime, place
-from fp4deploy.native.bundle import KEY, graph_digest
+from fp4deploy.native.bundle import KEY, graph_digest, write_bundle
 from fp4deploy.native.plan import Buffer, CudaKernel
 from fp4deploy.packed import PackedFile, packed_file
 from fp4deploy.packed.graph import GroupNormReLU, Layer
@@ -181,6 +181,14 @@ def test_the_digest_of_a_graph_ignores_its_weights(unet: PackedFile, tmp_path: P
     other = {name: info.model_copy(update={"sha256": "0" * 64}) for name, info in graph.tensors.items()}
     assert graph_digest(graph.model_copy(update={"tensors": other})) == graph_digest(graph)
     assert graph_digest(graph.model_copy(update={"digits": True})) != graph_digest(graph)
+
+
+def test_a_bundle_holds_what_the_library_reads(unet: PackedFile, plans: list[Plan], tmp_path: Path) -> None:
+    """Its limits, before anything is compiled."""
+    many = [dataclasses.replace(plans[0], arena=number) for number in range(257)]
+    with pytest.raises(InputError, match="at most 256 plans, and here are 257"):
+        write_bundle(tmp_path / "many.kernels", unet, many)
+    assert not (tmp_path / "many.kernels").exists()
 
 
 def test_a_kernel_may_have_what_any_of_its_launches_needs(unet: PackedFile, plans: list[Plan], tmp_path: Path) -> None:
