@@ -3,7 +3,9 @@
  *     fp4d_model *model;        fp4d_model_open("unet.fp4", &model);
  *     fp4d_network *network;    fp4d_network_open(model, "unet.kernels", 0, &network);
  *     fp4d_run *run;            fp4d_run_create(network, shapes, NULL, &run);
- *     fp4d_run_enqueue(run, FP4D_FLOAT32, images, FP4D_FLOAT16, logits, stream);      arrays of one element an input and output
+ *     fp4d_run_enqueue(run, FP4D_FLOAT32, inputs, FP4D_FLOAT16, outputs, stream);
+ *
+ * shapes has the shape of each input, inputs and outputs a pointer for each.
  *
  * Errors. Functions that can fail return a status; FP4D_OK is 0. `fp4d_last_error` has the cause of the last failure of
  * the calling thread. No exception leaves the library, no function ends the process. After a failure nothing was written
