@@ -16,7 +16,11 @@ import triton.language as tl
 from fp4deploy.plugins.gemm.triton.epilogue import quantize
 from fp4deploy.plugins.gemm.triton.gemm import implicit_gemm_kernel
 
-ONE: tl.constexpr = tl.constexpr(1.0)
+
+@triton.jit
+def _one():
+    """A range of 1, as the tensor that an IEEE division takes."""
+    return tl.full((), 1.0, tl.float32)
 
 
 @triton.jit
@@ -30,7 +34,7 @@ def gemm_entry(
     """One packed source, float16 output."""
     implicit_gemm_kernel(
         x, x_scales, x_scale, x, x_scales, x_scale, w, w_scales, w_scale, bias, out, out, x_scale,
-        H, W, CB, 0, OH, OW, M, outputs, stride, padding, dilation, ONE, ONE, ONE,
+        H, W, CB, 0, OH, OW, M, outputs, stride, padding, dilation, _one(), _one(), _one(),
         None, None, None, None, None, None, None, 1, KH, KW,
         False, UP, EVEN, TAPS, True, RELU, False, False, BM, BN, BK, NATIVE, ASM,
     )  # fmt: skip
@@ -47,7 +51,7 @@ def packed_gemm_entry(
     """One packed source, packed output."""
     implicit_gemm_kernel(
         x, x_scales, x_scale, x, x_scales, x_scale, w, w_scales, w_scale, bias, out, out_scales, out_amax,
-        H, W, CB, 0, OH, OW, M, outputs, stride, padding, dilation, ONE, ONE, ONE,
+        H, W, CB, 0, OH, OW, M, outputs, stride, padding, dilation, _one(), _one(), _one(),
         None, None, None, None, None, None, None, 1, KH, KW,
         False, UP, EVEN, TAPS, True, RELU, True, False, BM, BN, BK, NATIVE, ASM,
     )  # fmt: skip
@@ -64,7 +68,7 @@ def two_source_gemm_entry(
     """Two packed sources, concatenated along channels without being written; float16 output."""
     implicit_gemm_kernel(
         x, x_scales, x_scale, x2, x2_scales, x2_scale, w, w_scales, w_scale, bias, out, out, x_scale,
-        H, W, CB, CB2, OH, OW, M, outputs, stride, padding, dilation, ONE, ONE, ONE,
+        H, W, CB, CB2, OH, OW, M, outputs, stride, padding, dilation, _one(), _one(), _one(),
         None, None, None, None, None, None, None, 1, KH, KW,
         True, UP, EVEN, TAPS, True, RELU, False, False, BM, BN, BK, NATIVE, ASM,
     )  # fmt: skip
@@ -81,7 +85,7 @@ def packed_two_source_gemm_entry(
     """Two packed sources, packed output."""
     implicit_gemm_kernel(
         x, x_scales, x_scale, x2, x2_scales, x2_scale, w, w_scales, w_scale, bias, out, out_scales, out_amax,
-        H, W, CB, CB2, OH, OW, M, outputs, stride, padding, dilation, ONE, ONE, ONE,
+        H, W, CB, CB2, OH, OW, M, outputs, stride, padding, dilation, _one(), _one(), _one(),
         None, None, None, None, None, None, None, 1, KH, KW,
         True, UP, EVEN, TAPS, True, RELU, True, False, BM, BN, BK, NATIVE, ASM,
     )  # fmt: skip
