@@ -6,6 +6,7 @@ import math
 
 import typer
 
+MAX_DROP = 0.5  # points of accuracy, where --max-drop is not given
 MAX_SECONDS = 1e8  # three years; a timer of the system takes no more than some hundred
 
 

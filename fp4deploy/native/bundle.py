@@ -48,6 +48,7 @@ from fp4deploy.system.files import digest_of
 from fp4deploy.system.processors import cores
 
 SUFFIX = ".kernels"
+LIMITS = {"plans": 256, "kernels": 4096, "constants": 65_536}  # of the library
 FORMAT = "kernels/2"
 KEY = "fp4deploy.kernels"
 SIGNED = ("format", "version", "body")
@@ -74,7 +75,7 @@ def write_bundle(path: Path, file: PackedFile, plans: Sequence[Plan], jobs: int 
     """Compile the kernels of plans of one network for one GPU, and write all to a file; how many kernels there are.
 
     Raises:
-        InputError: no plan, plans for different GPUs, or the file cannot be written.
+        InputError: no plan or too many, plans for different GPUs, or the file cannot be written.
         UnavailableError: Triton or nvcc is missing.
         KernelError: a kernel does not compile for the architecture.
     """
@@ -82,8 +83,14 @@ def write_bundle(path: Path, file: PackedFile, plans: Sequence[Plan], jobs: int 
         raise InputError("A bundle holds plans for one GPU, and at least one.")
     launches = [launch for plan in plans for stage in plan.stages.values() for launch in stage]
     kernels = list(dict.fromkeys(launch.kernel for launch in launches))
-    codes = compiled(kernels, plans[0], jobs)
     constants = list(dict.fromkeys(constant for plan in plans for constant in plan.constants))
+    for name, count in {"plans": len(plans), "kernels": len(kernels), "constants": len(constants)}.items():
+        if count > LIMITS[name]:
+            raise InputError(
+                f"A bundle holds at most {LIMITS[name]} {name}, and here are {count}. Write several, each of fewer "
+                "--size and --batch, with --out."
+            )
+    codes = compiled(kernels, plans[0], jobs)
     held = {name: memory for plan in plans for name, memory in plan.stored.items()}
     distinct = list(dict.fromkeys(code.cubin for code in codes))
     tensors = {f"code.{number:03}": _bytes(cubin) for number, cubin in enumerate(distinct)} | held

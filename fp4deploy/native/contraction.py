@@ -90,8 +90,10 @@ def call(arguments: Sequence[Any], y: torch.Tensor) -> Call:
     )
     geometry = (*stride, *padding, *dilation)
     values = (rows, outputs, channels, *sizes, *extent, *taps, *geometry, *x.stride(), *w.stride(), *strides)
-    # Strides of groups, items and outputs are multiplied in 64 bits by the kernel.
-    kinds = {name: "i64" if value >= 1 << 31 else "i32" for name, value in zip(numbers, values, strict=True)}
+    # Strides of groups, items and outputs are multiplied in 64 bits by the kernel, others where offsets need it.
+    far = {f"{name}{axis}" for name, tensor in (("x", x), ("w", w)) for axis in "dhwc" if _reach(tensor) >= 1 << 31}
+    large = {name for name, value in zip(numbers, values, strict=True) if value >= 1 << 31}
+    kinds = {name: "i64" if name in far | large else "i32" for name in numbers}
     pointers = {"x": x, "w": w, "bias": bias, "y": y}
     types = [(name, TYPES[(y if each is None else each).dtype]) for name, each in pointers.items()]
     even = [name for name, each in pointers.items() if each is None or _offset(each) % 16 == 0]
@@ -110,12 +112,22 @@ def _offset(x: torch.Tensor) -> int:
     return int(x.storage_offset()) * x.element_size()
 
 
+def _reach(x: torch.Tensor) -> int:
+    """The largest offset of taps and channels, elements."""
+    return sum((size - 1) * stride for size, stride in zip(x.shape[2:], x.stride()[2:], strict=True))
+
+
+def _vector(bias: torch.Tensor, groups: int) -> torch.Tensor:
+    """[groups, O], contiguous: the kernel has no stride for it."""
+    return bias.to(torch.float32).contiguous().view(groups, -1)
+
+
 def _product(
     x: torch.Tensor, y: torch.Tensor, bias: torch.Tensor | None = None, alpha: float = 1, wide: bool = False
 ) -> torch.Tensor:
     """[B, M, K] times [B, K, N]."""
     left, right = x[:, None, None, None], y.mT[:, :, None, None, None]
-    added = None if bias is None else bias.to(torch.float32)[None]
+    added = None if bias is None else _vector(bias, 1)
     extent = [1, 1, x.shape[1]]
     z: torch.Tensor = torch.ops.fp4deploy.contract(
         left, right, added, ONE, NONE, ONE, extent, alpha, False, False, True, wide
@@ -168,7 +180,7 @@ def _convolution(
     lacking = 3 - len(axes)
     for _ in range(lacking):
         image, filters = image.unsqueeze(2), filters.unsqueeze(2)
-    added = None if bias is None else bias.to(torch.float32).view(groups, -1)
+    added = None if bias is None else _vector(bias, groups)
     places = [
         [*default[:lacking], *given]
         for default, given in ((ONE, stride), (NONE, padding), (ONE, dilation), (ONE, extent))
@@ -189,7 +201,7 @@ def _attention(  # type: ignore[no-untyped-def]
     if enable_gqa:
         k, v = (each.repeat_interleave(q.shape[-3] // each.shape[-3], -3) for each in (k, v))
     batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
-    q, k, v = (each.expand(*batch, *each.shape[-2:]).flatten(0, -3) if batch else each[None] for each in (q, k, v))
+    q, k, v = (each.expand(*batch, *each.shape[-2:]).reshape(-1, *each.shape[-2:]) for each in (q, k, v))
     scores = _product(q, k.mT, None, q.shape[-1] ** -0.5 if scale is None else scale, True)
     scores = scores.view(*batch, *scores.shape[-2:])
     if is_causal:
@@ -198,8 +210,9 @@ def _attention(  # type: ignore[no-untyped-def]
     if attn_mask is not None:
         masked = attn_mask.dtype == torch.bool
         scores = scores.masked_fill(~attn_mask, float("-inf")) if masked else scores + attn_mask
-    weights = torch.softmax(scores, -1).to(v.dtype).flatten(0, -3) if batch else torch.softmax(scores, -1).to(v.dtype)
-    return _product(weights, v).view(*batch, -1, v.shape[-1])
+    # A row whose every key is masked gives 0.
+    weights = torch.softmax(scores, -1) if attn_mask is None else aten._safe_softmax.default(scores, -1)
+    return _product(weights.to(v.dtype).reshape(q.shape[0], *weights.shape[-2:]), v).view(*batch, -1, v.shape[-1])
 
 
 REPLACED: dict[Any, Callable[..., Any]] = {

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fp4deploy.errors import InputError, UnavailableError
+from fp4deploy.errors import InputError, UnavailableError, counted
 
 TYPES = {torch.float32: 0, torch.float16: 1, torch.uint8: 2}  # fp4d_type
 
@@ -75,13 +75,22 @@ class Network:
         self.model, self.handle = ctypes.c_void_p(), ctypes.c_void_p()
         library.call("fp4d_model_open", str(model).encode(), ctypes.byref(self.model))
         library.call("fp4d_network_open", self.model, str(kernels).encode(), device, ctypes.byref(self.handle))
+        self.inputs, self.outputs = (
+            int(getattr(library.functions, f"fp4d_model_{name}")(self.model)) for name in ("inputs", "outputs")
+        )
 
     def __del__(self) -> None:
         self.library.functions.fp4d_network_close(self.handle)
         self.library.functions.fp4d_model_close(self.model)
 
     def run(self, *shapes: Sequence[int]) -> Run:
-        """Forward passes of one shape of each input."""
+        """Forward passes of one shape of each input.
+
+        Raises:
+            InputError: another number of shapes, or none has a plan.
+        """
+        if len(shapes) != self.inputs:
+            raise InputError(f"The network has {self.inputs} inputs, and {len(shapes)} shapes were given.")
         return Run(self, shapes)
 
 
@@ -89,7 +98,7 @@ class Run:
     """Forward passes of one shape of each input; closed with the object."""
 
     def __init__(self, network: Network, shapes: Sequence[Sequence[int]]) -> None:
-        self.network, self.handle, self.inputs = network, ctypes.c_void_p(), len(shapes)
+        self.network, self.handle = network, ctypes.c_void_p()
         wanted = (_Shape * len(shapes))(*(_Shape(len(shape), (ctypes.c_int64 * 8)(*shape)) for shape in shapes))
         network.library.call("fp4d_run_create", network.handle, wanted, None, ctypes.byref(self.handle))
 
@@ -99,14 +108,27 @@ class Run:
     def enqueue(self, *tensors: torch.Tensor) -> None:
         """One forward pass on torch's current stream: inputs, then outputs; all contiguous, and on the GPU.
 
-        Inputs are float32 or float16, whole numbers int64; outputs all float32, all float16, or one uint8 of classes.
+        Inputs are all float32 or all float16, whole numbers int64; outputs all float32, all float16, or one uint8 of
+        classes.
+
+        Raises:
+            InputError: another number of tensors, or of types; or the library refuses them.
         """
-        inputs, outputs = (_pointers(part) for part in (tensors[: self.inputs], tensors[self.inputs :]))
-        image = next((x.dtype for x in tensors[: self.inputs] if x.is_floating_point()), torch.float32)
+        inputs, outputs = tensors[: self.network.inputs], tensors[self.network.inputs :]
+        images = {x.dtype for x in inputs if x.is_floating_point()} or {torch.float32}
+        types = {y.dtype for y in outputs}
+        wanted = 1 if types == {torch.uint8} else self.network.outputs
+        if len(outputs) != wanted or len(images) > 1 or len(types) > 1:
+            raise InputError(
+                f"The network has {counted(self.network.inputs, 'input')} and {counted(wanted, 'output')}, each of one "
+                f"type; {counted(len(tensors), 'tensor')} were given."
+            )
         device = tensors[0].device
         stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None)
-        types = TYPES[image], TYPES[tensors[-1].dtype]
-        self.network.library.call("fp4d_run_enqueue", self.handle, types[0], inputs, types[1], outputs, stream)
+        kinds = TYPES[images.pop()], TYPES[types.pop()]
+        self.network.library.call(
+            "fp4d_run_enqueue", self.handle, kinds[0], _pointers(inputs), kinds[1], _pointers(outputs), stream
+        )
 
     def host(self, x: torch.Tensor, y: torch.Tensor) -> None:
         """One forward pass on tensors of the CPU: `x` float32, `y` of any type."""

@@ -83,6 +83,7 @@ class Plan:
     """All launches for one shape of each input; `arena`: bytes of memory for activations.
 
     stored: tensors that constants of the kind "stored" name; a plan that has some is of one file, with its weights.
+    generated: why kernels of this package do not compute every node; "" where they do.
     """
 
     gpu: Gpu
@@ -92,3 +93,4 @@ class Plan:
     constants: tuple[Constant, ...]
     stages: dict[str, tuple[Recorded, ...]]
     stored: dict[str, torch.Tensor] = field(default_factory=dict)
+    generated: str = ""

@@ -124,7 +124,7 @@ class _Program:
             except InputError:
                 raise
             except Exception as error:
-                raise InputError(f"This network has no launch plan ({named_cause(error)}).") from error
+                raise InputError(f"This network has no launch plan ({named_cause(error)}). {BY_PYTHON}") from error
         found = _Launches(graph, kernels, self.recording).run(*lines, enable_io_processing=False)
         return list(found) if isinstance(found, (list, tuple)) else [found]
 
@@ -134,6 +134,7 @@ class _Launches(fx.Interpreter):
 
     def __init__(self, graph: fx.GraphModule, kernels: dict[str, Any], recording: Recording) -> None:
         super().__init__(graph)
+        self.extra_traceback = False  # which would become part of the text of an error
         self.kernels, self.recording = kernels, recording
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -158,14 +159,20 @@ class _Launches(fx.Interpreter):
 
 
 VIEWS = (torch.as_strided,)
-UNKNOWN = "Nothing compiles {} for the C library. Run the file with Python: fp4deploy predict IMAGES --model FILE."
+BY_PYTHON = "Run the file with Python: fp4deploy predict IMAGES --model FILE."
+UNKNOWN = f"Nothing compiles {{}} for the C library. {BY_PYTHON}"
 
 
 def _compiled() -> set[Any]:
-    """Operators that Inductor generates code for."""
+    """Operators that Inductor generates code for; not random numbers, whose seeds are torch's."""
     from torch._inductor.lowering import lowerings
 
-    return {each for each, lowering in lowerings.items() if not getattr(lowering, "_is_fallback_handler", False)}
+    return {
+        each
+        for each, lowering in lowerings.items()
+        if not getattr(lowering, "_is_fallback_handler", False)
+        and torch.Tag.nondeterministic_seeded not in getattr(each, "tags", ())
+    }
 
 
 def _refuse_unknown(graph: fx.Graph) -> None:

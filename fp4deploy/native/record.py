@@ -4,7 +4,8 @@ The functions that launch kernels for `PackedNetwork` run here on torch's meta d
 Triton calls and CUDA launches are recorded instead of made; every tensor that appears as an argument is a buffer: a
 constant that the library makes from tensors of the `.fp4` file, the network's input or output, or a part of the arena.
 What a plan holds is what `PackedNetwork(file, "cuda", plain="kernel")` launches on that GPU, in the same order, with
-the same grids.
+the same grids. What that one leaves to torch, before Blackwell a layer of unequal strides or paddings whose channels
+`decoded_weight.supports` does not take, the kernel of packed weights computes here.
 
 **What has such a plan.** One input, a feature map, and the nodes of `RUNS`, where kernels take their sizes. Any other
 network has one of generated kernels (`program`).
@@ -12,27 +13,26 @@ network has one of generated kernels (`program`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 
 from fp4deploy.errors import InputError
 from fp4deploy.formats import Nvfp4Tensor
-from fp4deploy.graph.sizes import output_size
 from fp4deploy.native.plan import MAX_CLASSES, Gpu, Plan
 from fp4deploy.native.program import record_program
 from fp4deploy.native.recording import META, Recording
 from fp4deploy.packed import PackedFile
 from fp4deploy.packed.check import REST_TYPES
 from fp4deploy.packed.graph import Concat, Conv2d, ConvTranspose2d, Form, GroupNormReLU, Node, weight_names
-from fp4deploy.packed.network import dilation_of, has_kernel, is_flat
+from fp4deploy.packed.network import dilation_of, has_kernel, is_decoded
 from fp4deploy.packed.plain_layers import plain_geometry, plain_kernel
 from fp4deploy.packed.shapes import Shape, fitting, weight_shape
 from fp4deploy.plugins.gemm.arguments import launch_gemm
 from fp4deploy.plugins.gemm.convolution import decoded, plain
-from fp4deploy.plugins.gemm.convolution.decoded_weight import DecodedWeight, planes_shape, supports
+from fp4deploy.plugins.gemm.convolution.decoded_weight import DecodedWeight, planes_shape
 from fp4deploy.plugins.gemm.reference import output_sizes
 from fp4deploy.plugins.gemm.triton.tiles import NATIVE_FROM
 from fp4deploy.plugins.quantize import operators
@@ -52,7 +52,8 @@ def record(file: PackedFile, gpu: Gpu, *shapes: Shape, weights: str | None = Non
 
     Args:
         shapes: of each input, such as [N, C, H, W].
-        weights: "decoded" or "packed", as of `PackedNetwork`; None chooses as it does.
+        weights: "decoded" or "packed", as of `PackedNetwork`; None chooses as it does. Plans of generated kernels have
+            them decoded in any case.
 
     Raises:
         InputError: the network does not take the shapes, or has an operator that nothing compiles.
@@ -62,12 +63,13 @@ def record(file: PackedFile, gpu: Gpu, *shapes: Shape, weights: str | None = Non
     if len(shapes) != len(graph.inputs):
         raise InputError(f"The network has {len(graph.inputs)} inputs, and {len(shapes)} shapes were given.")
     fitting(graph, {each.name: shape for each, shape in zip(graph.inputs, shapes, strict=True)})
+    why = "kernels of this package do not compute all its nodes, or not with its inputs or its rest"
     if _is_covered(file):
         try:
             return _Network(file, gpu, weights).plan(shapes[0])
-        except NoKernelError:
-            pass
-    return record_program(file, gpu, shapes)
+        except NoKernelError as error:
+            why = str(error)
+    return replace(record_program(file, gpu, shapes), generated=why)
 
 
 def _is_covered(file: PackedFile) -> bool:
@@ -170,11 +172,9 @@ class _Network:
         shape = weight_shape(self.file.graph, node, sum(x.shape[-1] for x in inputs))
         if node.precision != "nvfp4" or not has_kernel(node, shape[1:3]):
             raise NoKernelError("no kernel has its form")
-        transposed, channels = isinstance(node, ConvTranspose2d), tuple(x.shape[-1] for x in sources)
-        taps = 1 if transposed else math.prod(shape[1:3])
-        if self.decodes and is_flat(node, shape[1:3]) and supports(channels, taps):
-            geometry = (1, 0, 1) if transposed else (node.stride[0], node.padding[0], node.dilation[0])
-            return self.decoded(node, sources, channels, shape, geometry, bias, moments)
+        channels = tuple(x.shape[-1] for x in sources)
+        if self.decodes and is_decoded(node, channels, shape[1:3]):
+            return self.decoded(node, sources, channels, shape, bias, moments)
         y = self.multiply(node, sources, shape, bias)
         return [y] if isinstance(y, Nvfp4Tensor) else self.forms(y, node.outputs)
 
@@ -184,7 +184,6 @@ class _Network:
         sources: list[Nvfp4Tensor],
         channels: tuple[int, ...],
         shape: list[int],
-        geometry: tuple[int, int, int],
         bias: torch.Tensor | None,
         moments: dict[str, Moments],
     ) -> list[FeatureMap]:
@@ -195,12 +194,16 @@ class _Network:
         amax = self.amax(node.outputs[0]) if len(node.outputs) == 1 else None
         wanted = amax is None and node.outputs[0].name in self.normed
         n, h, w = sources[0].shape[:3]
-        taps = (1, 1) if transposed else (shape[1], shape[2])
-        oh, ow = (output_size(size, each, *geometry) for size, each in zip((h, w), taps, strict=True))
+        stride, padding, dilation, taps = (1, 1), (0, 0), 1, (1, 1)
+        if isinstance(node, Conv2d):
+            stride, padding = (node.stride[0], node.stride[1]), (node.padding[0], node.padding[1])
+            taps = (shape[1], shape[2])
+            dilation = dilation_of(node, taps)
+        oh, ow = output_sizes((h, w), taps, stride, padding, dilation)
         depths = tuple(x.codes.shape[-1] for x in sources)
-        stride, padding, dilation = geometry
         chosen = None
-        if not decoded.directly(weight, (n, oh, ow), stride, dilation, transposed, META):
+        equal = stride[0] == stride[1]
+        if not (equal and decoded.directly(weight, (n, oh, ow), stride[0], dilation, transposed, META)):
             shape_of_gemm = (n * oh * ow, shape[0], depths, taps[0] * taps[1], transposed)
             chosen = decoded.plan_for(self.gpu.name, self.gpu.processors, *shape_of_gemm)
         y, found = decoded.conv2d(

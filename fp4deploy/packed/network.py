@@ -505,14 +505,13 @@ class PackedNetwork:
         shape = torch.Size(weight_shape(self.graph, node, sum(sources)))
         weight = Nvfp4Tensor(codes, scales, amax, shape, node.e4m3_max)
         taps = self._taps[node.layer] = list(shape[1:-1])
-        if self._decodes and not isinstance(node, Linear) and has_kernel(node, taps) and len(taps) > 1:
+        if self._decodes and is_decoded(node, sources, taps):
             transposed = isinstance(node, ConvTranspose2d)
-            if supports(sources, 1 if transposed else math.prod(taps)) and (not transposed or taps[-2:] == [2, 2]):
-                pairs = warpgroup.pairs(sources, shape[0], tuple(taps), transposed)
-                if not (any(pairs) and warpgroup.is_available(self.device)):
-                    pairs = (False, False)
-                self._decoded[node.layer] = decode_weight(weight, sources, transposed, pairs)
-                return
+            pairs = warpgroup.pairs(sources, shape[0], tuple(taps), transposed)
+            if not (any(pairs) and warpgroup.is_available(self.device)):
+                pairs = (False, False)
+            self._decoded[node.layer] = decode_weight(weight, sources, transposed, pairs)
+            return
         if not self._has_kernel(node):
             self._wide[node.layer, self.decoded_dtype] = weight.dequantize(self.decoded_dtype)
             return
@@ -577,6 +576,14 @@ def has_kernel(node: Layer, taps: Sequence[int]) -> bool:
         whole = not any((*place.padding, *place.output_padding)) and dilations <= {1}
         return whole and place.stride == list(taps) and {*taps} <= {1, 2}
     return math.prod(taps) <= TAPS
+
+
+def is_decoded(node: Layer, sources: tuple[int, ...], taps: Sequence[int]) -> bool:
+    """Whether a kernel multiplies packed sources of so many channels with a weight that was decoded."""
+    if isinstance(node, Linear) or len(taps) == 1 or not has_kernel(node, taps):
+        return False
+    transposed = isinstance(node, ConvTranspose2d)
+    return supports(sources, 1 if transposed else math.prod(taps)) and (not transposed or [*taps[-2:]] == [2, 2])
 
 
 def is_flat(node: Layer, taps: Sequence[int]) -> bool:

@@ -3,7 +3,9 @@
  *     fp4d_model *model;        fp4d_model_open("unet.fp4", &model);
  *     fp4d_network *network;    fp4d_network_open(model, "unet.kernels", 0, &network);
  *     fp4d_run *run;            fp4d_run_create(network, shapes, NULL, &run);
- *     fp4d_run_enqueue(run, FP4D_FLOAT32, images, FP4D_FLOAT16, logits, stream);      arrays of one element an input and output
+ *     fp4d_run_enqueue(run, FP4D_FLOAT32, inputs, FP4D_FLOAT16, outputs, stream);
+ *
+ * shapes has the shape of each input, inputs and outputs a pointer for each.
  *
  * Errors. Functions that can fail return a status; FP4D_OK is 0. `fp4d_last_error` has the cause of the last failure of
  * the calling thread. No exception leaves the library, no function ends the process. After a failure nothing was written
@@ -82,7 +84,7 @@ FP4D_API fp4d_status fp4d_model_input_shape(const fp4d_model *model, int32_t num
 FP4D_API int32_t fp4d_model_classes(const fp4d_model *model);
 FP4D_API const char *fp4d_model_class_name(const fp4d_model *model, int32_t number); /* NULL: no such number */
 FP4D_API void fp4d_model_image_size(const fp4d_model *model, int32_t *height, int32_t *width);
-FP4D_API void fp4d_model_normalisation(const fp4d_model *model, float mean[3], float std[3]); /* of RGB in [0, 1] */
+FP4D_API void fp4d_model_normalisation(const fp4d_model *model, float mean[3], float std[3]); /* of RGB in [0, 1]; of volumes 0 and 1 */
 /* Text by key: "card" and "graph" (JSON), "version" (that wrote the file), "sha256". NULL: no such key. */
 FP4D_API const char *fp4d_model_metadata(const fp4d_model *model, const char *key);
 

@@ -109,8 +109,8 @@ public:
 
     Plan plan(const Value& value) const {
         Plan found;
-        for (const Value& each : list(value, "inputs", 8)) found.inputs.push_back(shape(each));
-        for (const Value& each : list(value, "outputs", 64)) found.outputs.push_back(shape(each));
+        for (const Value& each : list(value, "inputs", MAX_PORTS)) found.inputs.push_back(shape(each));
+        for (const Value& each : list(value, "outputs", MAX_PORTS)) found.outputs.push_back(shape(each));
         const Graph& graph = model_.graph;
         bool same = found.inputs.size() == graph.inputs.size() && found.outputs.size() == graph.outputs.size();
         for (size_t at = 0; same && at < found.inputs.size(); ++at) same = fits(graph.inputs[at], found.inputs[at]);
@@ -211,6 +211,7 @@ Bundle::Bundle(std::vector<uint8_t> bytes, const Model& model) : content(std::mo
     if (field(body, "network", Value::String).text != digest) refuse("the kernel bundle is for another network: write one for this file with fp4deploy kernels --for FILE.fp4");
     arch = int(number(body, "arch", 50, 999));
     const Reader read(*this, model);
+    // The limits are those of fp4deploy/native/bundle.py.
     for (const Value& each : list(body, "kernels", 4096)) kernels.push_back(read.kernel(each));
     for (const Value& each : list(body, "constants", 65'536)) constants.push_back(read.constant(each));
     for (const Value& each : list(body, "plans", 256)) plans.push_back(read.plan(each));

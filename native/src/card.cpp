@@ -5,7 +5,7 @@
 namespace fp4d {
 namespace {
 
-constexpr size_t MAX_CLASSES = 10'000;
+constexpr size_t MAX_CLASSES = 10'000, MAX_CHANNELS = 64;
 constexpr int64_t MAX_PIXELS = 16'384;
 
 [[noreturn]] void fail(const char* name) { refuse(std::string("its model card: ") + name + " is missing, or beyond its limits"); }
@@ -22,12 +22,14 @@ int64_t pixels(const Value& card, const char* name) {
     return value.integer;
 }
 
-void of_colours(const Value& card, const char* name, double least, double (&into)[3]) {
+// Of volumes, of as many channels as they have, they are 0 and 1: those of a Card that nothing is written to.
+void of_channels(const Value& card, const char* name, double least, double (&into)[3]) {
     const auto& items = about(card, name, Value::Array).items;
-    if (items.size() != 3) fail(name);
-    for (size_t at = 0; at < 3; ++at) {
-        into[at] = items[at].number;
-        if ((items[at].kind != Value::Int && items[at].kind != Value::Float) || !(into[at] >= least && into[at] <= 100)) fail(name);
+    if (items.empty() || items.size() > MAX_CHANNELS) fail(name);
+    for (size_t at = 0; at < items.size(); ++at) {
+        const double value = items[at].number;
+        if ((items[at].kind != Value::Int && items[at].kind != Value::Float) || !(value >= least && value <= 100)) fail(name);
+        if (items.size() == 3) into[at] = value;
     }
 }
 
@@ -42,8 +44,8 @@ Card read_card(const std::string& text) {
     }
     card.height = pixels(value, "height");
     card.width = pixels(value, "width");
-    of_colours(value, "mean", -100, card.mean);
-    of_colours(value, "std", 0.01, card.std);
+    of_channels(value, "mean", -100, card.mean);
+    of_channels(value, "std", 0.01, card.std);
     return card;
 }
 

@@ -14,7 +14,6 @@ struct Error {
 
 [[noreturn]] inline void refuse(std::string text) { throw Error{FP4D_INVALID_FILE, std::move(text)}; }
 [[noreturn]] inline void refuse_argument(std::string text) { throw Error{FP4D_INVALID_ARGUMENT, std::move(text)}; }
-[[noreturn]] inline void unsupported(std::string text) { throw Error{FP4D_UNSUPPORTED, std::move(text)}; }
 inline void require(bool condition, const char* text) {
     if (!condition) refuse(text);
 }

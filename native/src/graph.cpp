@@ -50,7 +50,7 @@ bool is_digest(const std::string& text) {
 Graph read_graph(const std::string& text) {
     const Value value = parse_json(text, GRAPH, "its graph");
     Graph graph;
-    for (const Value& each : list(value, "inputs", 1, 8)) {
+    for (const Value& each : list(value, "inputs", 1, MAX_PORTS)) {
         Input input;
         input.name = name_of(part(each, "name", Value::String).text, 1);
         input.shape = numbers(list(each, "shape", 1, 6), 1, 1 << 20);
@@ -60,7 +60,7 @@ Graph read_graph(const std::string& text) {
         graph.inputs.push_back(input);
     }
     list(value, "nodes", 1, SIZE_MAX);
-    for (const Value& each : list(value, "outputs", 1, 64)) graph.outputs.push_back(name_of(part(each, "name", Value::String).text, 0));
+    for (const Value& each : list(value, "outputs", 1, MAX_PORTS)) graph.outputs.push_back(name_of(part(each, "name", Value::String).text, 0));
     for (const auto& [name, each] : part(value, "tensors", Value::Object).fields) {
         TensorInfo info;
         info.dtype = part(each, "dtype", Value::String).text;

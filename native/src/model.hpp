@@ -11,6 +11,7 @@
 namespace fp4d {
 
 using Shape = std::vector<int64_t>;
+constexpr size_t MAX_PORTS = 512;  // inputs, or outputs
 
 // A tensor of a safetensors file; `content` points into the file's bytes.
 struct Tensor {

@@ -18,7 +18,7 @@ from fp4deploy.export.to_packed import pack_model
 from fp4deploy.native import Gpu, bundle, record
 from fp4deploy.native.bundle import Code, write_bundle
 from fp4deploy.native.library import Library
-from fp4deploy.native.program import _Program
+from fp4deploy.native.program import UNKNOWN, _Program
 from fp4deploy.native.replay import play
 from fp4deploy.packed import PackedFile, PackedNetwork, packed_file, write_packed
 from fp4deploy.plugins.aot.compile import compile_launch, signature
@@ -78,7 +78,13 @@ def test_the_c_library_gives_the_bytes_of_python(driver: Path, tmp_path: Path, m
     y, classes = torch.empty_like(expected), torch.empty((1, 8, 8), dtype=torch.uint8)
     names = {f"kernel_{number}": kernel for number, kernel in enumerate(kernels)}
     _, _, failures = kept = emulated.compute(driver, log, names, [*inputs, y, classes])
-    run = Library(builds.library(tmp_path)).network(file.path, path).run(*(x.shape for x in inputs))
+    opened = Library(builds.library(tmp_path)).network(file.path, path)
+    with pytest.raises(InputError, match="has 2 inputs, and 1 shapes were given"):
+        opened.run(inputs[0].shape)
+    run = opened.run(*(x.shape for x in inputs))
+    for wrong in ((), (y, y), (y.half(), y)):
+        with pytest.raises(InputError, match="2 inputs and 1 output, each of one type"):
+            run.enqueue(*inputs, *wrong)
     run.enqueue(*inputs, y)
     run.enqueue(*inputs, classes)
     assert not failures
@@ -139,8 +145,17 @@ def test_inputs_of_other_shapes_are_refused(tmp_path: Path) -> None:
         record(file, SM120, (1, 3, 8, 8))
 
 
-def test_an_operator_that_nothing_compiles_is_refused_by_name(tmp_path: Path) -> None:
+REFUSED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "aten._linalg_check_errors.default, aten.linalg_inv_ex.default": torch.linalg.inv,
+    "aten.topk.default": lambda x: torch.topk(x, 2)[0],
+    "aten.rand.default": lambda x: x + torch.rand_like(x),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_operator_that_nothing_compiles_is_refused_by_name(tmp_path: Path, name: str) -> None:
     file, _ = packed(tmp_path / "small.fp4", "fp32")
     program = _Program(file, SM120, torch.float32, torch.float32)
-    with pytest.raises(InputError, match="linalg_inv"):
-        program.run(lambda x: [torch.linalg.inv(x)], [torch.empty(4, 4, device="meta")])
+    with pytest.raises(InputError) as refused:
+        program.run(lambda x: [REFUSED[name](x)], [torch.empty(4, 4, device="meta")])
+    assert str(refused.value) == UNKNOWN.format(name)

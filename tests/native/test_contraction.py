@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp4deploy.native import contraction
 from fp4deploy.native.contraction import REPLACED
@@ -39,6 +40,18 @@ CASES: dict[str, tuple[Any, Callable[..., torch.Tensor], Tensors, tuple[Any, ...
         F.scaled_dot_product_attention,
         (draw(2, 3, 5, 8), draw(2, 3, 6, 8), draw(2, 3, 6, 4)),
         (draw(5, 6) > 0,),
+    ),
+    "a row without keys": (
+        aten.scaled_dot_product_attention.default,
+        F.scaled_dot_product_attention,
+        (draw(2, 5, 8), draw(2, 6, 8), draw(2, 6, 4)),
+        (torch.arange(5)[:, None] > torch.arange(6),),
+    ),
+    "attention of matrices": (
+        aten.scaled_dot_product_attention.default,
+        F.scaled_dot_product_attention,
+        (draw(5, 8), draw(6, 8), draw(6, 4)),
+        (draw(5, 6),),
     ),
     "causal": (
         aten.scaled_dot_product_attention.default,
@@ -80,6 +93,35 @@ KERNELS = {
         ([2, 2, 2], [0, 1, 0], ONE, [4, 6, 6], 1.0, True, True, False, False),
     ),
 }
+
+
+def test_its_bias_is_contiguous() -> None:
+    """The kernel has no stride for it."""
+    given: list[torch.Tensor] = []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, called: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if called is torch.ops.fp4deploy.contract.default:
+                given.append(args[2])
+            return called(*args, **kwargs or {})
+
+    bias, x, w = draw(12)[::2], draw(1, 4, 4, 3), draw(6, 3, 1, 1)
+    with Calls():
+        REPLACED[aten.addmm.default](bias, draw(5, 7), draw(7, 6))
+        REPLACED[torch.ops.fp4deploy.convolution.default](x, w, bias, [1, 1], [0, 0], [1, 1], [0, 0], 1, False, False)
+    assert [each.is_contiguous() for each in given] == [True, True]
+
+
+def test_offsets_beyond_32_bits() -> None:
+    """Of rows or columns of one item; their strides are small."""
+    x = torch.empty(1, 1, 1, 1, 1 << 20, 4096, dtype=torch.float16, device="meta")
+    w = torch.empty(1, 8, 1, 1, 1, 4096, dtype=torch.float16, device="meta")
+    y = torch.empty(1, 1, 1, 1, 1 << 20, 8, dtype=torch.float16, device="meta")
+    about = (ONE, NONE, ONE, [1, 1, 1 << 20], 1.0, False, False, True, False)
+    kinds = dict(contraction.call((x, w, None, *about), y).launch.arguments)
+    assert (kinds["xw"], kinds["xc"], kinds["ww"]) == ("i64", "i64", "i32")
+    kinds = dict(contraction.call((x[..., :99, :], w, None, *about), y).launch.arguments)
+    assert kinds["xw"] == "i32"
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -21,12 +21,14 @@ import torch
 
 from fp4deploy.errors import Fp4DeployError
 from fp4deploy.formats import Nvfp4Tensor
+from fp4deploy.models.card import ModelCard
+from fp4deploy.models.volumes import Intensity, VolumeInput
 from fp4deploy.native import Plan, record
 from fp4deploy.native.bundle import KEY, SIGNED
 from fp4deploy.native.plan import Buffer, Constant, CudaKernel
 from fp4deploy.packed import PackedFile, read_packed
 from fp4deploy.packed import file as packed_format
-from fp4deploy.packed.graph import Layer
+from fp4deploy.packed.graph import MAX_PORTS, Graph, Layer
 from fp4deploy.plugins.gemm.convolution.decoded_weight import decode_weight
 from fp4deploy.system.files import digest_of
 from tests.fuzz import loaders
@@ -134,6 +136,36 @@ def test_formats(sanitized: Path, narrow: PackedFile, tmp_path: Path) -> None:
     assert "reads packed/3 to packed/9" in found[len(read)][1]
     assert "packed/1" in found[len(read) + 1][1]
     assert "cannot be" in found[-2][1]
+
+
+def test_caches_of_a_decoder(sanitized: Path, narrow: PackedFile, tmp_path: Path) -> None:
+    """As many inputs and outputs as Python takes: the keys and values of every layer."""
+
+    def change(metadata: dict[str, str]) -> None:
+        graph = json.loads(metadata["graph"])
+        for ports in ("inputs", "outputs"):
+            graph[ports] = [graph[ports][0] | {"name": f"{ports} {number}"} for number in range(MAX_PORTS)]
+        metadata["graph"] = Graph.model_validate(graph).to_json()
+
+    path = tmp_path / "decoder.fp4"
+    path.write_bytes(rewritten(narrow.path.read_bytes(), change, loaders.PACKED_KEY, loaders.PACKED_SIGNED))
+    assert statuses(sanitized, ["check"], [path]) == [(0, "")]
+
+
+@pytest.mark.parametrize("channels", [1, 4])
+def test_cards_of_volumes(sanitized: Path, narrow: PackedFile, tmp_path: Path, channels: int) -> None:
+    """Their means and standard deviations are of as many channels as the volumes have."""
+    assert narrow.card is not None
+    names = tuple(map(str, range(channels)))
+    volume = VolumeInput(16, (1.0, 1.0, 1.0), names, (Intensity(),) * channels)
+    card = dataclasses.replace(narrow.card, mean=(0.0,) * channels, std=(1.0,) * channels, volume=volume)
+
+    def change(metadata: dict[str, str]) -> None:
+        metadata["card"] = ModelCard.from_json(card.to_json()).to_json()
+
+    path = tmp_path / "volumes.fp4"
+    path.write_bytes(rewritten(narrow.path.read_bytes(), change, loaders.PACKED_KEY, loaders.PACKED_SIGNED))
+    assert statuses(sanitized, ["check"], [path]) == [(0, "")]
 
 
 def test_mutated_bundles(

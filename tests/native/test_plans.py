@@ -6,7 +6,9 @@ import dataclasses
 import json
 import random
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -16,16 +18,19 @@ from torch import nn
 from fp4deploy.architecture import Architecture
 from fp4deploy.errors import InputError
 from fp4deploy.export.packing import packed_graph
+from fp4deploy.export.to_packed import pack_model
 from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.graph import capture
 from fp4deploy.native import Gpu, Plan, record
 from fp4deploy.native.arena import Lifetime, place
-from fp4deploy.native.bundle import KEY, graph_digest
+from fp4deploy.native.bundle import KEY, graph_digest, write_bundle
 from fp4deploy.native.plan import Buffer, CudaKernel
 from fp4deploy.packed import PackedFile, packed_file
 from fp4deploy.packed.graph import GroupNormReLU, Layer
-from fp4deploy.packed.shapes import shapes_of
+from fp4deploy.packed.shapes import Shape, shapes_of
+from fp4deploy.plugins.aot.spec import Launch
 from fp4deploy.plugins.gemm.convolution.decoded_weight import decode_weight, planes_shape
+from fp4deploy.qat import calibrate, prepare, round_to_deployed
 from tests.native.conftest import GPU, SHAPES
 from tests.native.plain_bundle import write_plain_bundle
 from tests.packed.small_networks import packed
@@ -72,6 +77,31 @@ def test_every_layer_in_fp4(unet: PackedFile) -> None:
     assert "planes" not in {each.kind for each in plan.constants}
     kept = record(unet, GPU, SHAPES[0], weights="packed")
     assert "implicit_gemm_kernel" in names(kept)
+
+
+def test_layers_of_other_forms() -> None:
+    """Unequal strides and paddings, and a transposed convolution of one tap: by the kernels of `PackedNetwork`."""
+    layers = nn.Conv2d(32, 32, (1, 3), 1, (0, 1)), nn.Conv2d(32, 32, 3, (2, 1), 1), nn.ConvTranspose2d(32, 32, 1)
+    network, x = (
+        nn.Sequential(nn.Conv2d(3, 32, 3, 1, 1), *layers, nn.Conv2d(32, 5, 1)).eval(),
+        torch.randn(1, 3, 16, 16),
+    )
+    prepare(network, "nvfp4_qat", include=["1", "2", "3"])
+    calibrate(network, [x])
+    round_to_deployed(network)
+    plan = record(packed_file(Path("own.fp4"), None, *pack_model(network, x)), GPU, (1, 3, 16, 16))
+    assert plan.generated == ""
+    found = [each for each in plan.stages["body"] if isinstance(each.kernel, Launch)]
+    constants = [dict(cast(Launch, each.kernel).constants) for each in found]
+    kernels = [cast(Launch, each.kernel).kernel.partition(":")[2] for each in found]
+    assert kernels == ["decoded_conv_kernel", "decoded_conv_kernel", "implicit_gemm_kernel"]
+    assert [(each["KD"], each["KH"], each["KW"]) for each in constants] == [(1, 1, 3), (1, 3, 3), (1, 1, 1)]
+    names_of = [[name for name, _ in cast(Launch, each.kernel).arguments] for each in found]
+    given = [dict(zip(names, each.arguments, strict=False)) for names, each in zip(names_of, found, strict=True)]
+    assert [(each["padding"], each["padding_x"], each["stride"], each["stride_x"]) for each in given[:2]] == [
+        (0, 1, 1, 1),
+        (1, 1, 2, 1),
+    ]
 
 
 def test_buffers_that_live_together_lie_apart(plans: list[Plan]) -> None:
@@ -122,10 +152,14 @@ def test_refusals(unet: PackedFile) -> None:
 def test_what_kernels_of_this_package_do_not_cover_is_generated(
     unet: PackedFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Narrow norms, other nodes, a rest in FP32."""
+    """Narrow norms, other nodes, a rest in FP32; the plan says which."""
     seen: list[PackedFile] = []
-    module = sys.modules["fp4deploy.native.record"]
-    monkeypatch.setattr(module, "record_program", lambda file, gpu, shapes: seen.append(file))
+
+    def generate(file: PackedFile, gpu: Gpu, shapes: Sequence[Shape]) -> Plan:
+        seen.append(file)
+        return Plan(gpu, tuple(shapes), (), 0, (), {})
+
+    monkeypatch.setattr(sys.modules["fp4deploy.native.record"], "record_program", generate)
     network = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.Conv2d(32, 32, 1), nn.MaxPool2d(2))
     own, tensors = packed_graph(capture(network.eval(), torch.zeros(SHAPES[0])), network)
     wide = unet.graph.model_copy(update={"rest": "fp32"})
@@ -134,9 +168,12 @@ def test_what_kernels_of_this_package_do_not_cover_is_generated(
         packed_file(Path("own.fp4"), None, own, tensors),
         dataclasses.replace(unet, graph=wide),
     ]
-    for file in files:
-        record(file, GPU, SHAPES[0])
+    causes = [record(file, GPU, SHAPES[0]).generated for file in files]
     assert [id(file) for file in seen] == [id(file) for file in files]
+    assert "multiples of 16 channels" in causes[0]
+    assert "do not compute all its nodes" in causes[1]
+    assert causes[1] == causes[2]
+    assert record(unet, GPU, SHAPES[0]).generated == ""
 
 
 def test_the_digest_of_a_graph_ignores_its_weights(unet: PackedFile, tmp_path: Path) -> None:
@@ -144,6 +181,14 @@ def test_the_digest_of_a_graph_ignores_its_weights(unet: PackedFile, tmp_path: P
     other = {name: info.model_copy(update={"sha256": "0" * 64}) for name, info in graph.tensors.items()}
     assert graph_digest(graph.model_copy(update={"tensors": other})) == graph_digest(graph)
     assert graph_digest(graph.model_copy(update={"digits": True})) != graph_digest(graph)
+
+
+def test_a_bundle_holds_what_the_library_reads(unet: PackedFile, plans: list[Plan], tmp_path: Path) -> None:
+    """Its limits, before anything is compiled."""
+    many = [dataclasses.replace(plans[0], arena=number) for number in range(257)]
+    with pytest.raises(InputError, match="at most 256 plans, and here are 257"):
+        write_bundle(tmp_path / "many.kernels", unet, many)
+    assert not (tmp_path / "many.kernels").exists()
 
 
 def test_a_kernel_may_have_what_any_of_its_launches_needs(unet: PackedFile, plans: list[Plan], tmp_path: Path) -> None:

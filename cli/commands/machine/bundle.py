@@ -60,8 +60,13 @@ def write(
         "processors": gpu.processors,
         "kernels": count,
         "bytes": out.stat().st_size,
-        "plans": [{"input": list(plan.inputs[0]), "workspace_bytes": plan.arena} for plan in plans],
+        "plans": [
+            {"input": list(plan.inputs[0]), "workspace_bytes": plan.arena, "generated": plan.generated or None}
+            for plan in plans
+        ],
     }
+    for why in dict.fromkeys(plan.generated for plan in plans if plan.generated):
+        note(f"Kernels are generated: {why}. The bundle holds decoded weights, and is of {shown(network)} alone.")
     if as_json:
         print_json(about)
         return

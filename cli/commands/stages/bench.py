@@ -13,7 +13,7 @@ from fp4deploy.errors import InputError, UnavailableError, counted
 from ... import completion
 from ...artifacts import find_artifacts, write_json
 from ...console import note, notes, results, shown
-from ...numbers import MAX_SECONDS, finite
+from ...numbers import MAX_DROP, MAX_SECONDS, finite
 from ...settings import CompileOption, NamedModelOption, RestOption, expect
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from fp4deploy.bench.records import ArtifactEntry
     from fp4deploy.bench.runtimes.like import Like
 
-MAX_DROP = 0.5  # points
 MAX_LETTERS = 40  # of the name of a file, before it may be broken over two lines
 ACCURACY, GATE, RUNTIMES, LATENCY = "Accuracy", "Gate", "Runtimes", "Latency"  # headings of the options in --help
 WIDE = 120  # columns of a terminal from which backend and precision have columns of their own

@@ -14,15 +14,13 @@ from fp4deploy.runs import latest_run, open_run
 
 from ... import completion
 from ...console import done, note, shown, typed
-from ...numbers import finite
+from ...numbers import MAX_DROP, finite
 from ...settings import parse_size
 
 if TYPE_CHECKING:
     from fp4deploy.bench.gate.baseline import Baseline
     from fp4deploy.export.engine.build import BuildResult, PreparedEngine
     from fp4deploy.export.engine.profile import Sizes
-
-MAX_DROP = 0.5  # points
 
 
 def build(

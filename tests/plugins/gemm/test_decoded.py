@@ -12,6 +12,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.formats import quantize_nvfp4
 from fp4deploy.plugins.gemm.convolution import decoded
 from fp4deploy.plugins.gemm.convolution.decoded_weight import decode_weight, supports
+from fp4deploy.plugins.quantize.statistics import Moments
 
 
 @pytest.mark.parametrize(("channels", "transposed"), [((32,), False), ((48, 16), False), ((64,), True)])
@@ -69,3 +70,18 @@ def test_which_channels_have_a_kernel() -> None:
     assert supports((32,), 1)
     assert supports((32, 32), 27)
     assert not supports((16,), 49)
+
+
+def test_slices_are_multiplied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the moments are of runs of pixels, which no volume's norm takes, the output is kept without them."""
+    sources = (quantize_nvfp4(torch.randn(1, 2, 4, 5, 64)),)
+    weight = decode_weight(quantize_nvfp4(torch.randn(64, 1, 3, 3, 64)), (64,))
+    y = torch.randn(2, 4, 5, 64, dtype=torch.float16)
+    made = y, Moments(torch.empty(1, 2, 2, 64), 64)
+    monkeypatch.setattr(decoded.warpgroup, "is_available", lambda device: True)
+    monkeypatch.setattr(decoded.Convolution, "_directly", lambda work: False)
+    monkeypatch.setattr(decoded.Convolution, "_by_warpgroups", lambda work: made)
+    found, moments = decoded.conv2d(sources, weight, padding=(0, 1, 1), moments=True)
+    assert isinstance(found, torch.Tensor)
+    assert torch.equal(found, y.view(1, 2, 4, 5, 64))
+    assert moments is None

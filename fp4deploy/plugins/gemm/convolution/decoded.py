@@ -173,8 +173,8 @@ def conv2d(
         tensor_maps: whether kernels may be used whose arguments a launch plan cannot record (`fp4deploy.native`).
 
     Returns:
-        [N, OH, OW, O] or [N, OD, OH, OW, O], or packed; None instead of moments with `transposed`, and where a tile
-        would span more than two batch items.
+        [N, OH, OW, O] or [N, OD, OH, OW, O], or packed; None instead of moments with `transposed`, where a tile would
+        span more than two batch items, and of slices of a volume whose K is split.
 
     Raises:
         InputError: sizes beyond the kernel's 32-bit counters and offsets.
@@ -269,10 +269,8 @@ class Convolution:
         if done is None:
             return None
         y, found = done
-        if found is not None:
-            if not found.per_item:  # runs of pixels, of any number of slices
-                return None
-            found = replace(found, per_item=d * found.per_item, height=y.shape[1])
+        if found is not None:  # runs of pixels are of any number of slices
+            found = replace(found, per_item=d * found.per_item, height=y.shape[1]) if found.per_item else None
         shape = (n, d, *y.shape[1:])
         return y.view(shape) if isinstance(y, torch.Tensor) else _reshaped(y, shape), found
 
