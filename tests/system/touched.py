@@ -61,6 +61,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {  # each may read what those before it w
     "predict": ("data/val2017", "--model", PACKED, "--out", "predicted"),
     "telemetry plot": ("run",),
     "telemetry study": (FP16,),
+    "telemetry layers": (FP16, "--images", "2", "--out", "layers"),
     "report": ("run",),
     "open": ("run",),
     "settings": (),

@@ -63,4 +63,5 @@ def divide(a, b, RN: tl.constexpr):
     if RN:
         return tl.math.div_rn(a + b * 0, b)
     # The interpreter divides like IEEE. Triton 3.7 makes a constexpr of constexpr / tensor, hence the zeros.
+    b = b + a * 0.0
     return (tl.zeros_like(b) + a) / b

@@ -3,6 +3,7 @@
 | module | kernels |
 |---|---|
 | `gemms` | Triton's: implicit GEMMs, W4A16 |
+| `contractions` | Triton's: GEMMs and convolutions of the C library's generated plans |
 | `decoded` | Triton's: convolutions with decoded weights, split-K, moments |
 | `direct` | convolutions of few channels, decoded once into shared memory |
 | `warpgroup` | convolutions by wgmma, for SM90 |
@@ -25,6 +26,7 @@ from collections.abc import Sequence
 from fp4deploy.errors import InputError, suggest
 from fp4deploy_emulator.cases import (
     channels_last,
+    contractions,
     cuda,
     decoded,
     depthwise,
@@ -39,7 +41,7 @@ from fp4deploy_emulator.cases import (
 )
 from fp4deploy_emulator.cases.case import Case
 
-TRITON = (*gemms.CASES, *decoded.CASES, *training.GEMMS, *plugins.CASES)
+TRITON = (*gemms.CASES, *decoded.CASES, *training.GEMMS, *plugins.CASES, *contractions.CASES)
 CUDA = (
     *cuda.CASES,
     *channels_last.CASES,
