@@ -18,7 +18,6 @@ from torch import fx
 
 from fp4deploy.errors import InputError, UnavailableError, named_cause
 from fp4deploy.fusion.concatenate import register_lowering
-from fp4deploy.fusion.expand import expand
 from fp4deploy.fusion.group_norm import group_norm_map
 from fp4deploy.native import contraction
 from fp4deploy.native.plan import MAX_CLASSES, Gpu, Plan
@@ -28,6 +27,7 @@ from fp4deploy.packed.program import EXPANSIONS, trace
 from fp4deploy.packed.shapes import Shape
 from fp4deploy.packed.writer import Writer
 from fp4deploy.plugins.aot.compile import INSTALL_TRITON, triton_version
+from fp4deploy.plugins.runtime.cache import keep_compiled_private
 from fp4deploy.rest import rest_of
 
 CPU = torch.device("cpu")
@@ -96,11 +96,13 @@ class _Program:
 
     def run(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Record what a function launches, and return its results."""
+        keep_compiled_private()
         from torch._decomp import decomposition_table
         from torch._inductor.decomposition import select_decomp_table
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.proxy_tensor import make_fx
 
+        from fp4deploy.fusion.expand import expand
         from fp4deploy.native.inductor import generate
 
         register_lowering()
