@@ -6,7 +6,7 @@ import pytest
 
 triton = pytest.importorskip("triton", reason="Triton compiles the kernels")
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
-UNSET = "decoded weights, two sources, moments"
+UNSET = ("decoded weights, two sources, moments", "decoded weights, slices of a volume, moments")
 UNORDERED = ("decoded weights, 3x3", "barriers are missing in the loop")
 
 
@@ -17,7 +17,7 @@ def _code_of_this_triton(request: pytest.FixtureRequest) -> None:
         return
     values = request.node.callspec.params
     case = getattr(values.get("case"), "name", "")
-    if case == UNSET:
+    if case in UNSET:
         pytest.skip("before Triton 3.9 a shuffle reads registers that the code leaves unset")
     if (values.get("name"), values.get("fault")) == UNORDERED:
         pytest.skip("before Triton 3.9 these barriers order nothing that is not ordered otherwise")
