@@ -172,11 +172,23 @@ WEIGHT_ONLY_FAULTS = {
 } | {"barriers are missing in the loop": (planted.without_first_barriers(3), "race")}
 
 
+# Of products in FP32: no scales, and no fragments of tensor cores.
+WITHOUT_TENSOR_CORES = (
+    "scales are swapped",
+    "registers of a fragment are swapped",
+    "an accumulator is not set to zero",
+)
+FAULTS = {
+    "W4A16": WEIGHT_ONLY_FAULTS,
+    "contractions": {name: fault for name, fault in GEMM_FAULTS.items() if name not in WITHOUT_TENSOR_CORES},
+}
+
+
 def _faults() -> list[object]:
     found = []
     for family in FAMILIES:
         (case,) = [case for case in TRITON if case.family == family][:1]
-        faults = WEIGHT_ONLY_FAULTS if family == "W4A16" else GEMM_FAULTS
+        faults = FAULTS.get(family, GEMM_FAULTS)
         marks = () if family == "conv" else pytest.mark.emulate
         found += [pytest.param(case, *fault, id=f"{family}: {name}", marks=marks) for name, fault in faults.items()]
     return found
@@ -192,7 +204,7 @@ def test_a_planted_fault_is_found(case: Case, edit: planted.Edit, kind: str) -> 
 
 def test_every_family_has_five_planted_faults() -> None:
     families = {case.family for case in (*TRITON, *CUDA)}
-    faults = {family: len(WEIGHT_ONLY_FAULTS if family == "W4A16" else GEMM_FAULTS) for family in FAMILIES}
+    faults = {family: len(FAULTS.get(family, GEMM_FAULTS)) for family in FAMILIES}
     for case in (*CUDA, *decoded.CASES):
         planted_here = {**CUDA_FAULTS, **DECODED_FAULTS}.get(case.name, ())
         faults[case.family] = max(faults.get(case.family, 0), len(planted_here))
