@@ -18,6 +18,15 @@ from ...settings import NamedModelOption, NetworkOption, expect
 app = typer.Typer(help="Heatmaps of a training; errors of its layers; kurtosis of its tensors.", no_args_is_help=True)
 
 
+CheckpointArgument = Annotated[
+    Path | None, typer.Argument(help="Checkpoint.", show_default="nvfp4, else fp16, of the latest run")
+]
+DataOption = Annotated[
+    Path | None, typer.Option("--data", help="Dataset folder.", show_default="what the run was trained on")
+]
+ImagesOption = Annotated[int, typer.Option("--images", min=1, help="Validation images to use.")]
+
+
 @deferred(app, "plot")
 def plot(
     run: Annotated[
@@ -47,13 +56,9 @@ def plot(
 
 @deferred(app, "study")
 def study(
-    checkpoint: Annotated[
-        Path | None, typer.Argument(help="Checkpoint.", show_default="nvfp4, else fp16, of the latest run")
-    ] = None,
-    data: Annotated[
-        Path | None, typer.Option("--data", help="Dataset folder.", show_default="what the run was trained on")
-    ] = None,
-    images: Annotated[int, typer.Option("--images", min=1, help="Validation images to use.")] = 16,
+    checkpoint: CheckpointArgument = None,
+    data: DataOption = None,
+    images: ImagesOption = 16,
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder for kurtosis.{json,md,png}.", show_default="the run's plots/")
     ] = None,
@@ -69,22 +74,14 @@ def study(
     path = checkpoint or _default_checkpoint()
     with progress("every layer alone in NVFP4"):
         found = study_kurtosis(path, study_images(path, data or data_of(path), images), on_gpu=True)
-    whole = path.resolve()
-    files = save_study(found, out or whole.parents[1] / "plots" / "kurtosis" / whole.parent.name)
-    done(render_study(found).split("Each layer")[0].strip())
-    for file in files:
-        done(shown(file), file=str(file))
+    _say(render_study(found).split("Each layer")[0].strip(), save_study(found, out or _plots(path, "kurtosis")))
 
 
 @deferred(app, "layers")
 def layers(
-    checkpoint: Annotated[
-        Path | None, typer.Argument(help="Checkpoint.", show_default="nvfp4, else fp16, of the latest run")
-    ] = None,
-    data: Annotated[
-        Path | None, typer.Option("--data", help="Dataset folder.", show_default="what the run was trained on")
-    ] = None,
-    images: Annotated[int, typer.Option("--images", min=1, help="Validation images to use.")] = 16,
+    checkpoint: CheckpointArgument = None,
+    data: DataOption = None,
+    images: ImagesOption = 16,
     recipe: Annotated[
         str | None, typer.Option("--recipe", help="NVFP4 recipe.", show_default="the checkpoint's, else nvfp4_qat")
     ] = None,
@@ -104,9 +101,17 @@ def layers(
     path = checkpoint or _default_checkpoint()
     with progress("every layer alone, by operand"):
         found = study_layers(path, study_images(path, data or data_of(path), images), recipe, on_gpu=True)
-    whole = path.resolve()
-    files = save_layers(found, out or whole.parents[1] / "plots" / "layers" / whole.parent.name)
-    done(render_layers(found).strip())
+    _say(render_layers(found).strip(), save_layers(found, out or _plots(path, "layers")))
+
+
+def _plots(checkpoint: Path, kind: str) -> Path:
+    """The folder of a study in the run that a checkpoint is of."""
+    whole = checkpoint.resolve()
+    return whole.parents[1] / "plots" / kind / whole.parent.name
+
+
+def _say(text: str, files: list[Path]) -> None:
+    done(text)
     for file in files:
         done(shown(file), file=str(file))
 

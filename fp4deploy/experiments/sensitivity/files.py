@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -30,12 +31,14 @@ def save_study(study: Study, folder: Path) -> list[Path]:
         InputError: the disk is full or the folder cannot be written.
     """
     contents = {"json": _json(study), "md": render_study(study).encode(), "png": _png(study)}
-    written = []
+    return write_each(folder / "kurtosis", contents)
+
+
+def write_each(stem: Path, contents: Mapping[str, bytes]) -> list[Path]:
+    """Write STEM.SUFFIX for each suffix; their paths."""
     for suffix, content in contents.items():
-        path = folder / f"kurtosis.{suffix}"
-        write_whole(path, content)
-        written.append(path)
-    return written
+        write_whole(Path(f"{stem}.{suffix}"), content)
+    return [Path(f"{stem}.{suffix}") for suffix in contents]
 
 
 def render_study(study: Study) -> str:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fp4deploy.bench import tables
+from fp4deploy.experiments.sensitivity.files import write_each
 from fp4deploy.experiments.sensitivity.layers import LayerError, LayerStudy
-from fp4deploy.system.files import write_whole
 
 COLOURS = {"input": "#0072b2", "weight": "#e69f00"}  # Okabe and Ito's, distinct to colour-blind readers
 LONGEST = 60  # layers of a picture
@@ -25,12 +25,7 @@ def save_layers(study: LayerStudy, folder: Path) -> list[Path]:
     """
     text = json.dumps(asdict(study), indent=1, allow_nan=False) + "\n"
     contents = {"json": text.encode(), "md": render_layers(study).encode(), "png": _png(study)}
-    written = []
-    for suffix, content in contents.items():
-        path = folder / f"layers.{suffix}"
-        write_whole(path, content)
-        written.append(path)
-    return written
+    return write_each(folder / "layers", contents)
 
 
 def render_layers(study: LayerStudy) -> str:
