@@ -72,7 +72,7 @@ class Kernel:
 def generate(
     module: fx.GraphModule, tensors: Sequence[torch.Tensor], gpu: Gpu
 ) -> tuple[fx.GraphModule, dict[str, Kernel]]:
-    """What Inductor makes of a graph; tensors: of its placeholders, fake ones.
+    """What Inductor makes of a graph, given a FakeTensor for each of its placeholders.
 
     Raises:
         UnavailableError: Triton is missing.
