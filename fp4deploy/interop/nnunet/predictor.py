@@ -21,9 +21,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.interop.nnunet.cases import check_cases, find_cases
 from fp4deploy.interop.nnunet.folders import PACKED
 from fp4deploy.models.nnunet.folder import ResultsFolder, read_fold, read_folder
-from fp4deploy.packed import PackedFile, PackedNetwork, read_packed
-from fp4deploy.packed.capture import CapturedNetwork, graphs_enabled
-from fp4deploy.packed.program import compile_mode
+from fp4deploy.packed import PackedFile, PackedModule, read_packed
 from fp4deploy.requirements import NNUNET
 
 if TYPE_CHECKING:
@@ -40,23 +38,16 @@ class PackedFolds(nn.Module):
 
     def __init__(self, files: Mapping[str, PackedFile], device: torch.device) -> None:
         super().__init__()
-        self.networks = {
-            name: CapturedNetwork(PackedNetwork(file, device), graphs_enabled(), compile_mode())
-            for name, file in files.items()
-        }
+        self.networks = {name: PackedModule(file, device, None) for name, file in files.items()}
         self.fold = next(iter(files))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Choose a fold; nnU-Net's predictor calls it before it predicts with each."""
         self.fold = state_dict[FOLD]
 
-    @torch.compiler.disable
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         """Logits of the chosen fold, in memory of their own: nnU-Net adds flipped ones to them in place."""
-        with torch.autocast(x.device.type, enabled=False):
-            logits = self.networks[self.fold](x.float())
-        assert isinstance(logits, torch.Tensor)
-        return logits
+        return self.networks[self.fold](x)
 
 
 def predictor(
