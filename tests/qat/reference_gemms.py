@@ -126,6 +126,22 @@ def convolution(
     def channels(t: torch.Tensor) -> torch.Tensor:  # [N, g, H, W, C / g]
         return t.unflatten(1, (groups, -1)).movedim(2, -1)
 
+    pointwise = {*kernel, *stride} == {1} and layer.padding in ("same", "valid", (0, 0))
+
+    def over_pixels(t: torch.Tensor, spec: QuantSpec | None) -> torch.Tensor:
+        """[..., H', W'] -> [..., pixels], quantised along rows; of a pointwise convolution along all pixels."""
+        return blocked(t.flatten(-2), spec) if pointwise else blocked(t, spec).flatten(-2)
+
+    def patches_over_pixels(t: torch.Tensor, spec: QuantSpec | None) -> torch.Tensor:
+        """[..., H, W] -> [..., taps, pixels]: each column of the filter has blocks of its own, along rows."""
+        if pointwise:
+            return over_pixels(t, spec).unsqueeze(-2)
+        wide = blocked(
+            torch.stack([t[..., window((0, at), grid, stride, dilation)[1]] for at in range(kernel[1])]), spec
+        )
+        cut = [wide[at][..., window((row, 0), grid, stride, dilation)[0], :].flatten(-2) for row, at in taps(kernel)]
+        return torch.stack(cut, -2)
+
     # [g, taps, out, in], whichever axis holds the groups.
     weight = layer.weight.detach().flatten(2).unflatten(0, (groups, -1))
     order = (0, 3, 2, 1) if transposed else (0, 3, 1, 2)
@@ -143,8 +159,8 @@ def convolution(
         dx = torch.einsum("gtoc,ngotp->ngcp", w2, patches(gq, *geometry)).flatten(1, 2).unflatten(-1, grid)
         dw = torch.einsum(
             "ngcp,ngotp->gcot",
-            blocked(x_back.flatten(2).unflatten(1, (groups, -1)), recipe.wgrad_activation),
-            blocked(patches(g, *geometry).unflatten(1, (groups, -1)), recipe.wgrad_gradient),
+            over_pixels(x_back.unflatten(1, (groups, -1)), recipe.wgrad_activation),
+            patches_over_pixels(g.unflatten(1, (groups, -1)), recipe.wgrad_gradient),
         )
     else:
         y = torch.einsum("gtoc,ngctp->ngop", wq, patches(xq.movedim(-1, 2), *geometry)).flatten(1, 2)
@@ -153,8 +169,8 @@ def convolution(
         dx = scatter(product.flatten(1, 2), size, *geometry)
         dw = torch.einsum(
             "ngop,ngctp->goct",
-            blocked(g.flatten(2).unflatten(1, (groups, -1)), recipe.wgrad_gradient),
-            blocked(patches(x_back, *geometry).unflatten(1, (groups, -1)), recipe.wgrad_activation),
+            over_pixels(g.unflatten(1, (groups, -1)), recipe.wgrad_gradient),
+            patches_over_pixels(x_back.unflatten(1, (groups, -1)), recipe.wgrad_activation),
         )
     mask = saturated(channels(x), recipe.activation, amax).movedim(-1, 2).flatten(1, 2)
     db = g.double().sum((0, 2, 3))
