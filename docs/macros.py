@@ -24,7 +24,18 @@ import jinja2
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for docs and tools
-from docs.tables import accuracy, engines, kernels, names, networks, packed, picture, results, training  # noqa: E402
+from docs.tables import (  # noqa: E402
+    accuracy,
+    engines,
+    kernels,
+    names,
+    networks,
+    packed,
+    picture,
+    results,
+    studies,
+    training,
+)
 from docs.tables.accuracy import ABLATION as ABLATION  # noqa: E402
 from docs.tables.results import as_of, document, points, result  # noqa: E402
 
@@ -73,7 +84,7 @@ FIGURES: dict[str, Callable[..., Any]] = {
 TEXTS: dict[str, Callable[..., str]] = {"commands": commands, "public_names": names.public_names}
 TABLES: dict[str, Callable[..., str]] = {
     name: function
-    for module in (accuracy, engines, kernels, names, networks, packed, picture, training)
+    for module in (accuracy, engines, kernels, names, networks, packed, picture, studies, training)
     for name, function in inspect.getmembers(module, inspect.isfunction)
     if function.__module__ == module.__name__ and not name.startswith("_") and name not in FIGURES | TEXTS
 }

@@ -61,6 +61,7 @@ MEASURED = {  # by script, or command of fp4deploy: folders of fp4deploy
     "hazards": ("plugins",),
     "kernels": ("plugins/quantize",),
     "kill_resume": ("train",),
+    "language_model": ("formats", "qat", "train", "plugins/quantize"),
     "large_images": ("predict", "bench/runtimes"),
     "largest_batch": _TRAINING,
     "modelopt_peer": (*_TRAINING, "ptq"),
