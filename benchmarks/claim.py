@@ -98,7 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     def keep(new: Sequence[Row]) -> None:
         known, sweep = [*rows, *new], options.sweep.name
-        write(options.json, command_of(known, sweep, options.set, options.json), known, labels, sweep=sweep)
+        about = {"sweep": sweep} | ({} if options.data else first_origin([options.json, *options.merge]))
+        write(options.json, command_of(known, sweep, options.set, options.json), known, labels, **about)
 
     for name, folder in (each.split("=", 1) for each in options.data):
         asked = {key: cell for key, cell in found.items() if cell.network in networks and cell.recipe in recipes}
@@ -147,6 +148,13 @@ def merged(paths: Iterable[Path]) -> list[Row]:
         for row in json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else ():
             rows.setdefault(tuple(row[key] for key in ("data", "network", "recipe", "seed")), row)
     return list(rows.values())
+
+
+def first_origin(paths: Iterable[Path]) -> dict[str, Any]:
+    """Commit, date and machine of the first file that is there: where nothing is trained, they stay as they are."""
+    documents = (json.loads(path.read_text(encoding="utf-8")) for path in paths if path.is_file())
+    found = next(documents, {})
+    return {key: found[key] for key in ("commit", "date", "machine") if key in found}
 
 
 def missing(

@@ -38,7 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.claim import CONTROL, draw_curves, gaps, merged, rounded, write
+from benchmarks.claim import CONTROL, draw_curves, first_origin, gaps, merged, rounded, write
 from fp4deploy.experiments.sweep.results import gap_text
 from fp4deploy.qat import RECIPES, prepare, quantized_layers
 from fp4deploy.qat.oscillation import OscillationResets
@@ -268,6 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     def keep() -> None:
         about = {"settings": vars(settings), "gaps_bits": gaps(rows, "bits")}
+        about |= {} if options.text else first_origin([options.json, *options.merge])
         write(options.json, f"{command} --json {options.json.name}", rows, LABELS, **about)
 
     if options.text is not None:

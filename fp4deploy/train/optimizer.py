@@ -43,9 +43,10 @@ class Adamax(torch.optim.Adamax):
         before = {} if found is None else {id(each): each.clone() for each in self._moved()}
         result = super().step(closure)
         if found is not None:
+            skipped = found.reshape(()) > 0
             for each in self._moved():
                 old = before.get(id(each), torch.zeros_like(each))  # moments start from 0
-                each.copy_(torch.where(found.reshape(()).to(each.device) > 0, old, each))
+                torch.where(skipped, old, each, out=each)
         return result
 
     def _moved(self) -> Iterator[torch.Tensor]:

@@ -97,6 +97,18 @@ def test_growth_is_the_difference_of_two_gaps_of_a_seed() -> None:
     assert found["mean"] == pytest.approx(-1.0)
 
 
+def test_a_merge_keeps_where_the_pieces_come_from(tmp_path: Path) -> None:
+    for name, recipe in (("a", "fp16"), ("b", "sr")):
+        piece = {"commit": name, "date": "2026-01-02", "machine": {"gpu": name}, "rows": [row(recipe, 0, 0.5)]}
+        (tmp_path / f"{name}.json").write_text(json.dumps(piece))
+    merge = ["--merge", str(tmp_path / "a.json"), str(tmp_path / "b.json")]
+    main(["--sweep", str(PROTOCOL), "--json", str(tmp_path / "all.json"), *merge])
+    found = json.loads((tmp_path / "all.json").read_text())
+    assert (found["commit"], found["date"], found["machine"]) == ("a", "2026-01-02", {"gpu": "a"})
+    assert [each["recipe"] for each in found["rows"]] == ["fp16", "sr"]
+    assert found["gaps"][0]["mean"] == 0
+
+
 def test_pieces_become_one_file_and_a_curve_has_an_interval(tmp_path: Path) -> None:
     for name, rows in (("a", [row("fp16", 0, 0.5)]), ("b", [row("fp16", 0, 0.9), row("fp16", 1, 0.7)])):
         (tmp_path / f"{name}.json").write_text(json.dumps({"rows": rows}))
