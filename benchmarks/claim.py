@@ -25,7 +25,6 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -186,7 +185,6 @@ def train(
     keep: Callable[..., None],
 ) -> list[Row]:
     """The rows of the trainings that have ended; `keep` gets those so far with everything that the sweep says."""
-    sweep = replace(sweep, variants=tuple(each for each in sweep.variants if each.name in variants))
     gpu = machine()["gpu"]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "sweep"
@@ -195,7 +193,7 @@ def train(
             known = collect(sweep, out)["variants"]
             return [
                 {"data": data, **asked[variant.name]._asdict(), "seed": int(seed), **row, "gpu": gpu}
-                for variant in sweep.variants
+                for variant in map(sweep.variant, variants)
                 for seed, run in known[variant.name]["runs"].items()
                 if (row := row_of(run, out / run["path"] / variant.model))
             ]
