@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.claim import CONTROL, cells, gaps
 from benchmarks.language_model import RECIPES_HERE
-from docs.tables.results import NOT_MEASURED, RESULTS, ROOT, gap, markdown, result
+from docs.tables.results import MINUS, NOT_MEASURED, RESULTS, ROOT, difference, gap, markdown, result
 from fp4deploy.experiments.sweep.spec import load_sweep
 
 DATA = ("dsb2018", "camvid")
@@ -15,6 +15,19 @@ TITLES = {
     "fp16": "FP16", "bf16": "BF16", "all_passes": "all passes", "forward": "forward only", "chain_rule": "chain rule",
     "2d_rht": "2-D, RHT", "2d_rht_sr": "2-D, RHT, SR", "sr": "SR only", "forward_rht": "forward, RHT",
 }  # fmt: skip
+
+
+PUBLISHED_FOLDS = {  # test AUPRC of the five folds at 4M, FP16 and 2-D + RHT + SR: ldu-nvidia/nvfp4-cvpr-2026, 18887a40
+    "cnn": ((0.6973, 0.8293, 0.7211, 0.6855, 0.8013), (0.5800, 0.7998, 0.7554, 0.6871, 0.8039)),
+    "swin": ((0.7038, 0.8509, 0.7241, 0.8880, 0.7956), (0.7671, 0.8347, 0.7055, 0.8855, 0.8047)),
+}
+
+
+def published_folds(network: str) -> str:
+    """AUPRC of the recipe minus that of FP16, mean over the published folds with its 95 % interval."""
+    found = difference([recipe - control for control, recipe in zip(*PUBLISHED_FOLDS[network], strict=True)])
+    mean, low, high = (f"{found[key]:+.3f}".replace("-", MINUS) for key in ("mean", "low", "high"))
+    return f"{mean} [{low}, {high}]"
 
 
 def protocol(score: str) -> str:
