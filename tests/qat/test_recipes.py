@@ -154,7 +154,9 @@ def test_a_recipe_that_no_product_has_is_refused_with_every_reason(options: dict
 def test_original_operands_leave_the_forward_free_to_be_transformed() -> None:
     turned = QuantSpec(hadamard=True)
     recipe = Recipe("mine", turned, turned, original_operands=True)
-    assert not (recipe.reuses_activation or recipe.reuses_weight or recipe.straight_through)
+    assert not (recipe.reuses_activation)
+    assert not (recipe.reuses_weight)
+    assert not (recipe.straight_through)
     assert str(recipe).endswith("original X, W")
     assert recipe.quantizers().endswith("original X, W")
 
