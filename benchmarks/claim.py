@@ -213,7 +213,10 @@ def row_of(run: dict[str, Any], folder: Path) -> Row:
     metrics, test = folder / "metrics.jsonl", folder / "test.json"
     lines = epochs(metrics) if metrics.is_file() else []
     kept = [line for line in lines if line["miou"] is not None or line is lines[-1]]
-    curve = [{key: rounded(line[key]) for key in ("epoch", "loss", "miou", "auprc") if key in line} for line in kept]
+    curve = [
+        {"epoch": line["epoch"], **{key: rounded(line[key]) for key in ("loss", "miou", "auprc") if key in line}}
+        for line in kept
+    ]
     common = {"epochs": run.get("epochs", len(lines)), "seconds": round(run.get("seconds", 0.0), 1), "curve": curve}
     if run["status"] == "failed":
         return {"error": run["error"], **common}
