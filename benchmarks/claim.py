@@ -111,7 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             settings = (*own, f"data.root={json.dumps(folder)}", *options.set)
             sweep = load_sweep(options.sweep, settings, seeds, own_code(whole))
             rows += train(name, variants, asked, sweep, left, options.jobs, keep)
-    keep([])
+    if options.data or options.merge:
+        keep([])
     for score in SCORES:
         for each in gaps(rows, score):
             label = labels.get(each["network"], each["network"])
@@ -326,7 +327,7 @@ def draw_curves(rows: Sequence[Row], labels: dict[str, str], path: Path, shown: 
             panel.set_ylabel(label)
             for recipe, colour in colours.items():
                 same = [row for row in rows if (row["data"], row["network"], row["recipe"]) == (data, network, recipe)]
-                curve = curve_of([row["curve"] for row in same], key)
+                curve = curve_of([row.get("curve", ()) for row in same], key)
                 at = [each["epoch"] for each in curve]
                 mean, low, high = ([scale * each[end] for each in curve] for end in ("mean", "low", "high"))
                 panel.plot(at, mean, "-", lw=1.2, color=colour)

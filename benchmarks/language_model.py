@@ -280,7 +280,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             result = row.get("bits", row.get("error"))
             print(f"{row['recipe']}, seed {row['seed']}: {result}, {row['seconds']} s", flush=True)
             keep()
-    keep()
+    if options.text or options.merge:
+        keep()
     for each in gaps(rows, "bits"):
         print(f"{each['recipe']}: hundredths of a bit more than FP16: {gap_text(each)}")
     if options.curves:

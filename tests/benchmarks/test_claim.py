@@ -107,6 +107,9 @@ def test_a_merge_keeps_where_the_pieces_come_from(tmp_path: Path) -> None:
     assert (found["commit"], found["date"], found["machine"]) == ("a", "2026-01-02", {"gpu": "a"})
     assert [each["recipe"] for each in found["rows"]] == ["fp16", "sr"]
     assert found["gaps"][0]["mean"] == 0
+    before = (tmp_path / "all.json").read_bytes()
+    main(["--sweep", str(PROTOCOL), "--json", str(tmp_path / "all.json")])  # as for a picture
+    assert (tmp_path / "all.json").read_bytes() == before
 
 
 def test_pieces_become_one_file_and_a_curve_has_an_interval(tmp_path: Path) -> None:
