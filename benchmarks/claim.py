@@ -38,6 +38,7 @@ from fp4deploy.train.logging.telemetry import mean_dice
 
 SWEEP = Path(__file__).parents[1] / "configs/sweep_claim.yaml"
 CONTROL = "fp16"
+LINES = ("-", "--", ":")
 COLOURS = ("#7f7f7f", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442", "#882255")
 SCORES = ("best", "auprc", "dice", "test", "test_auprc", "test_dice")  # best, test: mIoU; others: of the same weights
 NO_BACKGROUND = 'train.class_weights={"background": 0}'  # the loss of the published protocol is of the foreground
@@ -281,13 +282,24 @@ def _figure(columns: int, rows: int = 1) -> Any:
     return plt, *plt.subplots(max(1, rows), max(1, columns), figsize=size, squeeze=False, layout="constrained")
 
 
-def _finish(plt: Any, figure: Any, panels: Any, colours: dict[str, str], path: Path) -> None:
+def _styles(names: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Colour and line of each name; after the last colour the first again, with another line."""
+    kinds = ((colour, line) for line in LINES for colour in COLOURS)
+    return dict(zip(dict.fromkeys(names), kinds, strict=False))
+
+
+def _finish(plt: Any, figure: Any, panels: Any, styles: dict[str, tuple[str, str]], path: Path) -> None:
     for panel in panels.flat:
         panel.grid(axis="y", color="#e0e0e0")
         panel.set_axisbelow(True)
         panel.spines[["top", "right"]].set_visible(False)
-    handles = [plt.Line2D([], [], color=colour, marker="o", ls="", label=recipe) for recipe, colour in colours.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(5, len(handles)), frameon=False)
+    handles = [
+        plt.Line2D([], [], color=colour, marker="o", ms=4, ls=line, label=name)
+        for name, (colour, line) in styles.items()
+    ]
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=min(2 * panels.shape[1], len(handles)), frameon=False
+    )
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
@@ -295,15 +307,15 @@ def _finish(plt: Any, figure: Any, panels: Any, colours: dict[str, str], path: P
 def draw(found: Sequence[dict[str, Any]], labels: dict[str, str], path: Path) -> None:
     """Gaps by network, a panel for each data set: mean, interval and seeds of each recipe."""
     names = list(dict.fromkeys(gap["data"] for gap in found))
-    colours = dict(zip(dict.fromkeys(gap["recipe"] for gap in found), COLOURS, strict=False))
+    styles = _styles(gap["recipe"] for gap in found)
     plt, figure, panels = _figure(len(names))
     for panel, name in zip(panels[0], names, strict=False):
         panel.sharey(panels[0][0])
-        for shift, (recipe, colour) in enumerate(colours.items()):
+        for shift, (recipe, (colour, _)) in enumerate(styles.items()):
             for gap in found:
                 if (gap["data"], gap["recipe"]) != (name, recipe):
                     continue
-                at = list(labels).index(gap["network"]) + 0.64 / len(colours) * (shift - (len(colours) - 1) / 2)
+                at = list(labels).index(gap["network"]) + 0.64 / len(styles) * (shift - (len(styles) - 1) / 2)
                 seeds = list(gap["by_seed"].values())
                 if gap["low"] is not None:
                     panel.plot([at, at], [gap["low"], gap["high"]], "-", lw=1.5, color=colour)
@@ -313,26 +325,29 @@ def draw(found: Sequence[dict[str, Any]], labels: dict[str, str], path: Path) ->
         panel.set_xticks(range(len(labels)), list(labels.values()))
         panel.set_title(name, fontsize=10, loc="left")
     panels[0][0].set_ylabel("mIoU minus FP16's, points")
-    _finish(plt, figure, panels, colours, path)
+    _finish(plt, figure, panels, styles, path)
 
 
-def draw_curves(rows: Sequence[Row], labels: dict[str, str], path: Path, shown: Sequence[Shown] = SHOWN) -> None:
+def draw_curves(
+    rows: Sequence[Row], labels: dict[str, str], path: Path, shown: Sequence[Shown] = SHOWN, axis: str = "epoch"
+) -> None:
     """Loss (above) and score by epoch, a column for each data set and network: mean over the seeds, 95 % interval."""
     columns = list(dict.fromkeys((row["data"], row["network"]) for row in rows))
-    colours = dict(zip(dict.fromkeys(row["recipe"] for row in rows), COLOURS, strict=False))
+    styles = _styles(row["recipe"] for row in rows)
     plt, figure, panels = _figure(len(columns), len(shown))
     for column, (data, network) in enumerate(columns):
         panels[0][column].set_title(f"{data}, {labels.get(network, network)}", fontsize=10, loc="left")
         for (key, label, scale), panel in zip(shown, panels[:, column], strict=True):
             panel.set_ylabel(label)
-            for recipe, colour in colours.items():
+            for recipe, (colour, line) in styles.items():
                 same = [row for row in rows if (row["data"], row["network"], row["recipe"]) == (data, network, recipe)]
                 curve = curve_of([row.get("curve", ()) for row in same], key)
                 at = [each["epoch"] for each in curve]
                 mean, low, high = ([scale * each[end] for each in curve] for end in ("mean", "low", "high"))
-                panel.plot(at, mean, "-", lw=1.2, color=colour)
-                panel.fill_between(at, low, high, color=colour, alpha=0.12, lw=0)
-    _finish(plt, figure, panels, colours, path)
+                panel.plot(at, mean, line, lw=1.2, color=colour)
+                panel.fill_between(at, low, high, color=colour, alpha=0.08, lw=0)
+        panels[-1][column].set_xlabel(axis)
+    _finish(plt, figure, panels, styles, path)
 
 
 def curve_of(curves: Sequence[Sequence[Row]], key: str) -> list[dict[str, float]]:

@@ -285,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for each in gaps(rows, "bits"):
         print(f"{each['recipe']}: hundredths of a bit more than FP16: {gap_text(each)}")
     if options.curves:
-        draw_curves(rows, LABELS, options.curves, SHOWN)
+        draw_curves(rows, LABELS, options.curves, SHOWN, "step")
 
 
 def trained(tasks: Sequence[tuple[str, int]], settings: Settings, path: Path, jobs: int, seconds: float) -> Any:

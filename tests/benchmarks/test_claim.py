@@ -8,7 +8,20 @@ from typing import Any
 
 import pytest
 
-from benchmarks.claim import CONTROL, SWEEP, Cell, cells, curve_of, gaps, growth, longest, main, merged, missing
+from benchmarks.claim import (
+    CONTROL,
+    SWEEP,
+    Cell,
+    _styles,
+    cells,
+    curve_of,
+    gaps,
+    growth,
+    longest,
+    main,
+    merged,
+    missing,
+)
 from fp4deploy.experiments.sweep.spec import load_sweep
 from fp4deploy.qat import find_recipe
 
@@ -142,3 +155,10 @@ def test_the_protocol_runs_on_a_cpu(shapes: Path, tmp_path: Path) -> None:
         assert gap["low"] is not None
     assert all(0 < each["auprc"] < 1 and each["curve"][0]["loss"] > 0 for each in found["rows"])
     assert (tmp_path / "curves.png").is_file()
+
+
+def test_every_recipe_has_a_line_of_its_own() -> None:
+    from fp4deploy.qat import RECIPES
+
+    styles = _styles((CONTROL, "bf16", *RECIPES))
+    assert len(set(styles.values())) == len(styles) == 2 + len(RECIPES)
