@@ -140,7 +140,7 @@ class Trainer:
         channels_last = settings.channels_last or isinstance(model, FusedUNet) or self.fuses
         self.layout = torch.channels_last if channels_last else torch.contiguous_format
         self.bare = model.to(self.device, memory_format=self.layout)  # type: ignore[call-overload]
-        self.optimizer = make_optimizer(model, job.lr, settings.weight_decay, *clip_rates)
+        self.optimizer = make_optimizer(model, job.lr, settings.weight_decay, *clip_rates, settings.optimizer)
         self.learned = [layer.input_amax for layer in self.layers if isinstance(layer.input_amax, nn.Parameter)]
         self.average = WeightAverage(model, settings.ema) if settings.ema else None
         self.norms = NormStatistics(model)

@@ -96,8 +96,9 @@ def linear(layer: nn.Linear, recipe: Recipe, x: torch.Tensor, g: torch.Tensor, a
     reused = recipe.double_quantization
     w_back = wq.float() if reused else weight
     x_back = xq.float() if reused else tokens
-    w2 = wq if recipe.dgrad_weight is None else blocked(w_back.T, recipe.dgrad_weight).T
-    x2 = xq.T if recipe.wgrad_activation is None else blocked(x_back.T, recipe.wgrad_activation)
+    w_plain, x_plain = (weight.double(), tokens.double()) if recipe.original_operands else (wq, xq)
+    w2 = w_plain if recipe.dgrad_weight is None else blocked(w_back.T, recipe.dgrad_weight).T
+    x2 = x_plain.T if recipe.wgrad_activation is None else blocked(x_back.T, recipe.wgrad_activation)
     dx = blocked(rows, recipe.dgrad_gradient) @ w2
     dx = dx.masked_fill(saturated(tokens, recipe.activation, amax), 0)
     y = xq @ wq.T
@@ -149,8 +150,10 @@ def convolution(
     xq, wq = blocked(channels(x), recipe.activation, amax), blocked(weight, recipe.weight)
     w_back = wq.float() if recipe.double_quantization else weight
     x_values = xq.movedim(-1, 2).flatten(1, 2).float()
-    x_back = x_values if recipe.double_quantization or recipe.wgrad_activation is None else x
-    w2 = wq if recipe.dgrad_weight is None else blocked(w_back.mT, recipe.dgrad_weight).mT
+    reused = recipe.wgrad_activation is None and not recipe.original_operands
+    x_back = x_values if recipe.double_quantization or reused else x
+    w_plain = weight.double() if recipe.original_operands else wq
+    w2 = w_plain if recipe.dgrad_weight is None else blocked(w_back.mT, recipe.dgrad_weight).mT
     gq = blocked(channels(g), recipe.dgrad_gradient).movedim(-1, 2)
     if transposed:
         product = torch.einsum("gtoc,nghwc->ngothw", wq, xq).flatten(-2)

@@ -43,12 +43,7 @@ class _QuantizedGemms(torch.autograd.Function):
             xq, in_range = quantize_split_input(x, gemms, recipe, outliers), None
         wq = quantize_forward_weight(weight, gemms, recipe, outliers)
         ctx.gemms, ctx.recipe, ctx.strides, ctx.outliers = gemms, recipe, xq.stride(), outliers
-        double = recipe.double_quantization
-        ctx.save_for_backward(
-            xq if double or recipe.wgrad_activation is None else x,
-            wq if double or recipe.dgrad_weight is None else weight,
-            in_range,
-        )
+        ctx.save_for_backward(xq if recipe.reuses_activation else x, wq if recipe.reuses_weight else weight, in_range)
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         if not torch.is_autocast_enabled(x.device.type):  # which would do that
             wq, bias = wq.to(xq.dtype), None if bias is None else bias.to(xq.dtype)
