@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import math
+import pickle
 import re
 import runpy
 import sys
@@ -97,17 +99,37 @@ def result(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("script", "recipes"),
-    [("vit_digits", ["mx_baseline", "nvfp4_train"]), ("conv_digits", ["tetrajet", "nvfp4_qat"])],
+    ("script", "jobs", "recipes"),
+    [("vit_digits", "1", ["mx_baseline", "nvfp4_train"]), ("conv_digits", "3", ["tetrajet", "nvfp4_qat"])],
 )
 def test_digits_trains_every_recipe_asked_for(
-    command: Command, tmp_path: Path, script: str, recipes: list[str]
+    command: Command, tmp_path: Path, script: str, jobs: str, recipes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs_digits()
-    file = tmp_path / "runs.json"
-    out = command(f"examples/{script}.py", "--seeds", "1", "--epochs", "1", "--json", str(file), "--recipes", *recipes)
+    import digits
+
+    pools: list[int] = []
+
+    class Pool(contextlib.AbstractContextManager["Pool"]):
+        """What a process of another interpreter is given, run here."""
+
+        def __init__(self, jobs: int, **_: Any) -> None:
+            pools.append(jobs)
+
+        def map(self, job: Callable[[Any], Any], items: list[Any]) -> Iterator[Any]:
+            return (pickle.loads(pickle.dumps(job))(item) for item in items)
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(digits, "ProcessPoolExecutor", Pool)
+    file, options = tmp_path / "runs.json", ["--seeds", "1", "--epochs", "1", "--jobs", jobs, "--recipes", *recipes]
+    out = command(f"examples/{script}.py", *options, "--json", str(file))
+    assert pools == [int(jobs)] * (jobs != "1")
     assert [row[0] for row in markdown_rows(out)[2:]] == ["fp32", *recipes]
-    runs = json.loads(file.read_text())["runs"]
+    content = json.loads(file.read_text())
+    assert content["command"] == " ".join(["python", f"examples/{script}.py", *options])
+    runs = content["runs"]
     assert list(runs) == ["fp32", *recipes]
     for rows in runs.values():
         assert len(rows) == 1
