@@ -33,7 +33,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -75,9 +75,6 @@ def measure(name: str, engine: bool = False) -> dict[str, Any]:
         return row
     _stage(row, "train", lambda: _train(model, inputs))
     model.eval()
-    if experts_of(model):  # one product of all chosen experts has no loop that depends on values
-        cast(Any, model).set_experts_implementation("batched_mm")
-        fd.calibrate(model, inputs)
     with tempfile.TemporaryDirectory() as folder:
         onnx, packed = Path(folder) / "model.onnx", Path(folder) / "model.fp4"
         if _stage(row, "export", lambda: _export(model, inputs, onnx)) is not None:
