@@ -59,6 +59,7 @@ ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # 
 INPUT, OUTPUT, BATCH = "image", "logits", "N"
 NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 LITTLE = 1e-6
+MIN_HEAD = 16  # heads of 4 and 8 channels were refused for sm120, of 12 and 16 not (TensorRT-RTX 1.7, 2026-11-29)
 Examples = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]  # positional, by name
 OpenAxes = dict[str, dict[int, Any]]  # input -> open axis -> what torch.export calls it
 
@@ -96,7 +97,7 @@ def trace(model: nn.Module, examples: Examples, open_axes: OpenAxes, dynamic_siz
             quiet(),
             short_export(rest),
             bound if dynamic_size else nullcontext(),
-            Rewriting(divided(), unpooling(), finite(), MIXED_TYPES, DIVISORS, {attention: _whole_masks}),
+            Rewriting(divided(), unpooling(), finite(), MIXED_TYPES, DIVISORS, {attention: _regular_attention}),
         ):
             try:
                 program = export()
@@ -153,13 +154,24 @@ def _require_free(
                 raise InputError(fixes_an_axis(kind, name, watched_again()))
 
 
-def _whole_masks(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Write a mask of one row for all queries, [..., 1, S], as [..., L, S]: ONNX Runtime's attention takes no other."""
+def _regular_attention(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Write attention in the form that runtimes take.
+
+    A mask of one row for all queries, [..., 1, S], as [..., L, S]: ONNX Runtime takes no other. Heads of keys and
+    values of one size, and of at least MIN_HEAD channels: TensorRT-RTX 1.7 takes no others. Zeros beside a head add
+    nothing to a score, and what they give is cut off.
+    """
     given = {**dict(zip(ATTENTION, args, strict=False)), **kwargs}
-    mask, queries = given.get("attn_mask"), given["query"].shape[-2]
+    query, key, value = (given.pop(name) for name in ATTENTION[:3])
+    mask, size, out = given.get("attn_mask"), query.shape[-1], value.shape[-1]
     if mask is not None and mask.ndim > 1 and mask.shape[-2] == 1:
-        given["attn_mask"] = mask.expand(*mask.shape[:-2], queries, mask.shape[-1])
-    return call(given.pop("query"), given.pop("key"), given.pop("value"), **given)
+        given["attn_mask"] = mask.expand(*mask.shape[:-2], query.shape[-2], mask.shape[-1])
+    wide = max(size, out, MIN_HEAD)
+    if wide == size == out:
+        return call(query, key, value, **given)
+    given["scale"] = given.get("scale") or size**-0.5
+    padded = (F.pad(x, (0, wide - x.shape[-1])) if x.shape[-1] < wide else x for x in (query, key, value))
+    return call(*padded, **given)[..., :out]
 
 
 def _four_axes(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
