@@ -27,6 +27,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from fp4deploy.errors import InputError
+from fp4deploy.export.onnx.attention import four_axes, regular_attention
 from fp4deploy.export.onnx.canonical import OPSET
 from fp4deploy.export.onnx.floor import TRANSLATIONS
 from fp4deploy.export.onnx.mixed_types import MIXED_TYPES
@@ -55,11 +56,9 @@ from fp4deploy.tracing import make_no_folder
 
 ATTENTION_AXES = "only 4D query, key, and value are supported"  # says torch's exporter
 NO_VIEW = "Cannot view a tensor"
-ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # what may be given by position
 INPUT, OUTPUT, BATCH = "image", "logits", "N"
 NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 LITTLE = 1e-6
-MIN_HEAD = 16  # heads of 4 and 8 channels were refused for sm120, of 12 and 16 not (TensorRT-RTX 1.7, 2026-11-29)
 Examples = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]  # positional, by name
 OpenAxes = dict[str, dict[int, Any]]  # input -> open axis -> what torch.export calls it
 
@@ -97,7 +96,7 @@ def trace(model: nn.Module, examples: Examples, open_axes: OpenAxes, dynamic_siz
             quiet(),
             short_export(rest),
             bound if dynamic_size else nullcontext(),
-            Rewriting(divided(), unpooling(), finite(), MIXED_TYPES, DIVISORS, {attention: _regular_attention}),
+            Rewriting(divided(), unpooling(), finite(), MIXED_TYPES, DIVISORS, {attention: regular_attention}),
         ):
             try:
                 program = export()
@@ -105,7 +104,7 @@ def trace(model: nn.Module, examples: Examples, open_axes: OpenAxes, dynamic_siz
                 causes = " ".join(map(str, _chain(error)))
                 if ATTENTION_AXES not in causes and NO_VIEW not in causes:
                     raise
-                again = Rewriting({attention: _four_axes}) if ATTENTION_AXES in causes else reshaped_views()
+                again = Rewriting({attention: four_axes}) if ATTENTION_AXES in causes else reshaped_views()
                 with again:
                     program = export()
             with _not_folded(program.model):
@@ -152,43 +151,6 @@ def _require_free(
             if isinstance(size, int) and axis in open_axes[str(value.name)]:
                 name = f"axis {axis} of {value.name}" if axis else BATCH
                 raise InputError(fixes_an_axis(kind, name, watched_again()))
-
-
-def _regular_attention(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Write attention in the form that runtimes take.
-
-    A mask of one row for all queries, [..., 1, S], as [..., L, S]: ONNX Runtime takes no other. Heads of keys and
-    values of one size, and of at least MIN_HEAD channels: TensorRT-RTX 1.7 takes no others. Zeros beside a head add
-    nothing to a score, and what they give is cut off.
-    """
-    given = {**dict(zip(ATTENTION, args, strict=False)), **kwargs}
-    query, key, value = (given.pop(name) for name in ATTENTION[:3])
-    mask, size, out = given.get("attn_mask"), query.shape[-1], value.shape[-1]
-    if mask is not None and mask.ndim > 1 and mask.shape[-2] == 1:
-        given["attn_mask"] = mask.expand(*mask.shape[:-2], query.shape[-2], mask.shape[-1])
-    wide = max(size, out, MIN_HEAD)
-    if wide == size == out:
-        return call(query, key, value, **given)
-    given["scale"] = given.get("scale") or size**-0.5
-    padded = (F.pad(x, (0, wide - x.shape[-1])) if x.shape[-1] < wide else x for x in (query, key, value))
-    return call(*padded, **given)[..., :out]
-
-
-def _four_axes(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Give queries, keys and values [..., L, E] the four axes that torch's exporter asks for."""
-    given = {**dict(zip(ATTENTION, args, strict=False)), **kwargs}
-    query, key, value, mask = given.pop("query"), given.pop("key"), given.pop("value"), given.pop("attn_mask", None)
-    if query.ndim == 4:
-        return call(*args, **kwargs)
-    lead = query.shape[:-2]
-
-    def four(x: torch.Tensor) -> torch.Tensor:
-        return x.reshape(-1, 1, *x.shape[-2:])
-
-    if mask is not None and mask.ndim > 2:
-        mask = four(mask.expand(*lead, *mask.shape[-2:]))
-    result = call(four(query), four(key), four(value), mask, **given)
-    return result.reshape(*lead, *result.shape[-2:])
 
 
 def input_names(model: nn.Module, positional: tuple[torch.Tensor, ...], named: dict[str, torch.Tensor]) -> list[str]:
