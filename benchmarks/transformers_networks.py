@@ -71,6 +71,12 @@ def latents() -> Inputs:
     return {**step, "encoder_hidden_states": torch.randn(2, 8, 32), "added_cond_kwargs": more}
 
 
+def prompted() -> Inputs:
+    """What Stable Diffusion 3 reads: noise, a text of 8 tokens and its embedding, the time step."""
+    text = {"encoder_hidden_states": torch.randn(2, 8, 32), "pooled_projections": torch.randn(2, 16)}
+    return {"hidden_states": torch.randn(2, 4, 16, 16), **text, "timestep": torch.tensor([10, 500])}
+
+
 def joined() -> Inputs:
     """What a block of FLUX reads: tokens of image and text, and the embedding of the time step."""
     states, text = torch.randn(2, 16, 64), torch.randn(2, 8, 64)
@@ -171,6 +177,24 @@ NETWORKS: dict[str, Network] = {
         "transformers", "SwinForImageClassification", "SwinConfig",
         {"embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4, "image_size": 32, "patch_size": 2,
          "num_labels": 10}, pixels,
+    ),
+    "modernbert": Network(
+        "transformers", "ModernBertForSequenceClassification", "ModernBertConfig",
+        {**TEXT, "num_labels": 3, "local_attention": 8, "global_attn_every_n_layers": 2}, masked,
+    ),
+    "wav2vec2": Network(
+        "transformers", "Wav2Vec2ForCTC", "Wav2Vec2Config",
+        {"vocab_size": 32, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "intermediate_size": 128, "conv_dim": (32, 32), "conv_kernel": (10, 3), "conv_stride": (5, 2),
+         "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4,
+         "mask_time_prob": 0.0},
+        lambda: {"input_values": torch.randn(2, 400)},
+    ),
+    "sd3": Network(
+        "diffusers", "SD3Transformer2DModel", "",
+        {"sample_size": 16, "in_channels": 4, "num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 4,
+         "joint_attention_dim": 32, "caption_projection_dim": 64, "pooled_projection_dim": 16, "pos_embed_max_size": 16,
+         "out_channels": 4}, prompted,
     ),
     "vae": Network(
         "diffusers", "AutoencoderKL", "",

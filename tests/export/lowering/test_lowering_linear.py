@@ -74,6 +74,13 @@ def stacked(y: Result) -> Result:
     return attention(q, k, v)
 
 
+def rotary(y: Result) -> Result:
+    """Halves of each of eight heads: more parts than anyone wants."""
+    q, k, v = y.reshape(y.shape[0], -1, 3, 8, 4).permute(2, 0, 3, 1, 4)
+    q, k = (x + torch.cat([-x[..., 2:], x[..., :2]], -1) for x in (q, k))
+    return attention(q, k, v)
+
+
 def by_head(y: Result) -> Result:
     q, k, v = y.reshape(y.shape[0], -1, 2, 3, 16).permute(3, 0, 2, 1, 4)
     return attention(q, k, v)
@@ -104,6 +111,7 @@ def by_tokens(y: Result) -> Result:
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {  # network, parts of its projection
+    "rotary": (lambda: Projected(96, rotary), 3),
     "queries, keys, values": (lambda: Projected(96, stacked), 3),
     "by head": (lambda: Projected(96, by_head), 6),
     "chunks": (lambda: Projected(96, chunks), 3),
