@@ -334,3 +334,15 @@ def test_trainers_of_fp32_and_fp4_differ_by_two_lines(command: Command) -> None:
     assert not [line for line in texts[0] if line not in texts[1]]
     printed = command("examples/trainer_fp4.py", "--steps", "4")
     assert 0 <= float(re.findall(r"accuracy (\d\.\d{3})", printed)[-1]) <= 1
+
+
+def test_digits_are_folders_for_a_sweep_of_every_recipe(tmp_path: Path, command: Command) -> None:
+    needs_digits()
+    from fp4deploy.experiments.sweep.spec import load_sweep
+
+    command("examples/digits_folders.py", str(tmp_path))
+    assert [len([*tmp_path.glob(f"{part}/*/*.png")]) for part in ("train", "val")] == [1347, 450]
+    sweep = load_sweep(ROOT / "configs" / "sweep_digits.yaml")
+    assert {"fp16", *RECIPES} == {variant.name for variant in sweep.variants}
+    assert all(sweep.config(each, 0).recipe == each.name for each in sweep.variants if each.name in RECIPES)
+    assert len(sweep.seeds) == 5
