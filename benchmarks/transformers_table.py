@@ -211,9 +211,10 @@ def main() -> None:
     parser.add_argument("--engine", action="store_true", help="build engines, where TensorRT-RTX is installed")
     parser.add_argument("--json", type=Path, help="write the rows here")
     options = parser.parse_args()
+    given = [each for each in sys.argv[1:] if each not in ("--json", str(options.json))]
     table: dict[str, Any] = {
         "benchmark": "transformers_table",
-        "command": " ".join(["python -m benchmarks.transformers_table", *sys.argv[1:]]),
+        "command": " ".join(["python -m benchmarks.transformers_table", *given]),
         "commit": _commit(),
         "date": datetime.now(UTC).date().isoformat(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, no GPU used",

@@ -45,7 +45,7 @@ MEASURED = {  # by script, or command of fp4deploy: folders of fp4deploy
     "cpu_latency": ("bench/runtimes", "packed", "export/onnx"),
     "data_loading": ("data",),
     "depthwise_conv": ("plugins/gemm",),
-    "denoiser": ("qat", "ptq", "models"),
+    "denoiser": ("qat", "ptq", "models", *_PACKED),
     "direct_conv": ("plugins/gemm",),
     "emulated": ("plugins",),
     "engine_accuracy": (*_TRAINING, *_ENGINES, "interop"),
