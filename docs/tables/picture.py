@@ -183,3 +183,9 @@ def digits_below(name: str) -> str:
     """The recipes whose gap to FP32 has an interval below zero."""
     below = [f"`{recipe}` {gap(value)}" for recipe, value in _digit_gaps(name).items() if value["high"] < 0]
     return ", ".join(below) or "none"
+
+
+def digits_trained(name: str) -> str:
+    """Every recipe, or all but those that a result lacks."""
+    missing = [f"`{recipe}`" for recipe in RECIPES if recipe not in result(name)["runs"]]
+    return "every recipe" + (f" but {', '.join(missing)}" if missing else "")

@@ -29,7 +29,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_map
 
 from fp4deploy.errors import InputError
-from fp4deploy.graph.copies import copied
+from fp4deploy.graph.copies import for_capture
 from fp4deploy.graph.finite import finite
 from fp4deploy.graph.fixed_axes import Specializing, fixed_axis
 from fp4deploy.graph.growth import BoundedSizes, undecided, unsettled
@@ -180,7 +180,7 @@ def _export(
     def exported(most: int | None = None) -> torch.export.ExportedProgram:
         return torch.export.export(plain, positional, named, dynamic_shapes=shapes(most), strict=False)
 
-    plain = copied(model).cpu().eval()
+    plain = for_capture(model)
     call_linear(plain)
     bound, specializing, most = BoundedSizes(), Specializing(plain), None
     make_no_folder()

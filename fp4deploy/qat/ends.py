@@ -30,11 +30,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fp4deploy.tracing import DispatchMode
 
@@ -307,11 +307,7 @@ def _like_parameters(inputs: Inputs, model: nn.Module) -> Inputs:
         x = torch.zeros(x.shape, dtype=x.dtype) if x.is_meta and not parameter.is_meta else x.detach().clone()
         return x.to(parameter.device, parameter.dtype if x.is_floating_point() else x.dtype)
 
-    if isinstance(inputs, torch.Tensor):
-        return moved(inputs)
-    if isinstance(inputs, Mapping):
-        return {name: moved(x) for name, x in inputs.items()}
-    return tuple(moved(x) for x in inputs)
+    return cast(Inputs, tree_map_only(torch.Tensor, moved, inputs))
 
 
 def _assumed(model: nn.Module) -> Iterator[tuple[torch.Tensor, ...]]:

@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from fp4deploy.errors import InputError
+from fp4deploy.graph.nested import flat_inputs
 
 Extent = int | str | tuple[int, int] | None  # fixed; one size for all axes of this name; least and most; any
 NEVER_EMPTY = ("N", "C", "D", "H", "W")  # axes of images; one of another name, such as of a cache, may have no element
@@ -145,7 +146,7 @@ def require_one_input(ports: Sequence[Port], source: object) -> None:
 def _paired(ports: Sequence[Port], given: Sequence[Any], source: object) -> list[tuple[Port, Any]]:
     wanted = ", ".join(each.described for each in ports)
     if len(given) == 1 and isinstance(given[0], Mapping):
-        by_name = dict(given[0])
+        by_name = dict(flat_inputs(given[0]))
         if set(by_name) != {each.name for each in ports}:
             raise InputError(f"{source} takes {wanted}; the dict has {', '.join(map(str, by_name)) or 'nothing'}.")
         return [(port, by_name[port.name]) for port in ports]
