@@ -29,7 +29,7 @@ class DetectionEvaluation(ObjectEvaluation[Detections]):
         dataset: BoxDataset,
         head: DetectionHead,
         target: tuple[int, int],
-        ground_truth: dict[str, Any] | None = None,
+        ground_truth: dict[str, object] | None = None,
     ) -> None:
         """target: height and width of the network's input; ground_truth: as of `ObjectEvaluation`."""
         super().__init__(dataset, head.max_detections, ground_truth)

@@ -155,7 +155,7 @@ def _chosen(rest: str | None, model: nn.Module, example_inputs: Inputs) -> Rest:
     return automatic_rest(model, [example_inputs]) if rest == AUTO else rest_of(rest)
 
 
-def _float(x: Any) -> Any:
+def _float(x: object) -> Any:
     """A tensor on the CPU, numbers as float32; anything else as it is, to be refused by name."""
     if not isinstance(x, torch.Tensor):
         return x

@@ -37,12 +37,12 @@ def finite() -> Table:
     def truth(call: Function, x: torch.Tensor) -> Any:
         return answers[id(x)][0] if id(x) in answers else call(x)
 
-    def check(answer: bool, call: Function, *args: Any, **kwargs: Any) -> Any:
+    def check(answer: bool, call: Function, *args: object, **kwargs: object) -> Any:
         result = call(*args, **kwargs)
         answers[id(result)] = answer, result
         return result
 
-    def over_all(negated: bool, call: Function, *args: Any, **kwargs: Any) -> Any:
+    def over_all(negated: bool, call: Function, *args: object, **kwargs: object) -> Any:
         result, answer = call(*args, **kwargs), answers.get(id(args[0])) if args else None
         if answer:
             answers[id(result)] = answer[0] != negated, result

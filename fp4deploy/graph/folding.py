@@ -54,7 +54,7 @@ def parameters_of(program: torch.export.ExportedProgram) -> dict[fx.Node, torch.
     return {node: held[names[node.name]].detach() for node in placeholders}
 
 
-def operator_name(called: Any) -> str:
+def operator_name(called: object) -> str:
     """The name of an operator of ATen, or of another library, in its schema."""
     return str(called._schema.name.partition("::")[2]) if isinstance(called, OpOverload) else ""
 

@@ -167,7 +167,7 @@ def decomposed(
     program: torch.export.ExportedProgram,
     chosen: Callable[[fx.Node], bool],
     table: Table,
-    accepted: Callable[[Any], bool] = lambda _: True,
+    accepted: Callable[[object], bool] = lambda _: True,
 ) -> bool:
     """Replace the chosen calls by their decompositions; False: it cannot be done, and the program is as it was.
 
@@ -268,7 +268,7 @@ def _is_placed(node: fx.Node, traced: fx.Graph) -> bool:
 
 
 def _place(
-    program: torch.export.ExportedProgram, node: fx.Node, traced: fx.Graph, sizes: Mapping[Any, fx.Node]
+    program: torch.export.ExportedProgram, node: fx.Node, traced: fx.Graph, sizes: Mapping[object, fx.Node]
 ) -> None:
     """Put a graph into the place of a node; sizes: nodes before it that have them, as a whole trace reads each once."""
     graph = program.graph

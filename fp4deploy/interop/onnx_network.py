@@ -164,7 +164,7 @@ class OnnxNetwork(nn.Module):
     def _last_readers(self) -> dict[str, int]:
         return {name: number for number, (_, inputs, _, _) in enumerate(self.nodes) for name in inputs}
 
-    def _operand(self, values: dict[str, Any], call: Call, at: int, name: str) -> Any:
+    def _operand(self, values: dict[str, object], call: Call, at: int, name: str) -> Any:
         if not name:
             return None
         return self.numbers[name] if at and name in self.numbers and call.op in READ_AS_HOST else values[name]

@@ -119,7 +119,11 @@ def _backbone(spec: ModelSpec, channels: int, head: DetectionHead) -> nn.Module:
 
 
 def _made(
-    spec: ModelSpec, channels: int, sources: Mapping[str, Callable[..., nn.Module]], rest: tuple[Any, ...], refused: str
+    spec: ModelSpec,
+    channels: int,
+    sources: Mapping[str, Callable[..., nn.Module]],
+    rest: tuple[object, ...],
+    refused: str,
 ) -> nn.Module:
     """The network of one of `sources`, or of the user's own function; `refused` is said of any other source."""
     if not spec.known and spec.source != NNUNET:

@@ -26,7 +26,7 @@ class _Kind:
             raise ValueError(f"it holds numbers of numpy's type {str(code)[:20]!r}, and plain ones are read")
         self.code = code
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         """The byte order, which numpy keeps here."""
         order = state[1] if isinstance(state, tuple) and len(state) > 1 else "="
         if order in ("<", ">"):

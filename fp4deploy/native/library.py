@@ -42,7 +42,7 @@ class Library:
             getattr(self.functions, name).restype = None
             getattr(self.functions, name).argtypes = (ctypes.c_void_p,)
 
-    def call(self, name: str, *arguments: Any) -> None:
+    def call(self, name: str, *arguments: object) -> None:
         """One function that returns a status.
 
         Raises:

@@ -422,7 +422,7 @@ def _operand(node: Aten, name: str, x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.float32) if x.is_floating_point() else x
 
 
-def _argument(value: Any, context: Context) -> Any:
+def _argument(value: object, context: Context) -> Any:
     """A number or text as it is, the value of an expression of sizes, or several."""
     if not isinstance(value, list):
         return value

@@ -237,7 +237,7 @@ def _fuse(nodes: list[Any], shapes: Shapes, kept: set[str]) -> list[Step]:
     taken: set[int] = set()
     steps: list[Step] = []
 
-    def before(name: str, *kinds: type[Any]) -> Any:
+    def before(name: str, *kinds: type[object]) -> Any:
         """The node that writes an activation, if it is of these kinds and nobody else reads what it writes."""
         node: Any = writers.get(name)
         alone = node is not None and len(node.outputs) == 1 and reads[name] == 1 and name not in kept
@@ -286,7 +286,7 @@ def _group(node: Any, before: Any) -> tuple[Produce, list[Any]] | None:
     return Produce(node, inputs, list(node.outputs), first, second, activation, slope), inside
 
 
-def _fusible(node: Any, shapes: Shapes) -> bool:
+def _fusible(node: object, shapes: Shapes) -> bool:
     """The kernel computes this node."""
     if not isinstance(node, (Activation, Arithmetic, Affine, Norm)):
         return False

@@ -45,7 +45,7 @@ class Prediction:
         return f"Prediction({height} x {width} pixels: {named or 'nothing found'})"
 
     @staticmethod
-    def _figure(found: dict[str, Any]) -> str:
+    def _figure(found: dict[str, object]) -> str:
         return f"{found['score']:.2f}" if "score" in found else str(found.get("objects", found.get("pixels")))
 
     @property

@@ -160,7 +160,7 @@ def _read(card: ModelCard, files: Sequence[Path]) -> tuple[NDArray[np.float32], 
 
 def predict_volumes(
     runtime: Runtime,
-    document: dict[str, Any],
+    document: dict[str, object],
     sources: Sequence[VolumeSource],
     out: Path,
     mirror: bool = False,

@@ -20,7 +20,7 @@ def batches_of(batches: Any) -> Iterable[Any]:
     return [batches] if isinstance(batches, torch.Tensor | Mapping) else batches
 
 
-def arguments_of(model: nn.Module, batch: Any) -> Arguments:
+def arguments_of(model: nn.Module, batch: object) -> Arguments:
     """The arguments of the forward among the elements of a batch.
 
     Of a tuple or a list, such as (images, labels), the first elements: as many as the forward needs. A dict, or a first
@@ -46,7 +46,7 @@ def arguments_of(model: nn.Module, batch: Any) -> Arguments:
     return batch[: max(1, len(needed))]
 
 
-def run(model: nn.Module, batch: Any) -> Any:
+def run(model: nn.Module, batch: object) -> Any:
     """What a network gives for a batch."""
     return applied(model, arguments_of(model, batch))
 
@@ -58,7 +58,7 @@ def applied(model: nn.Module, arguments: torch.Tensor | Arguments) -> Any:
     return model(**arguments) if isinstance(arguments, Mapping) else model(*arguments)
 
 
-def first_tensor(batch: Any) -> torch.Tensor:
+def first_tensor(batch: object) -> torch.Tensor:
     """The first of a batch's tensors, which says device and number of samples.
 
     Raises:

@@ -200,7 +200,7 @@ def lines_of(path: Path, most: int = MAX_LINES_BYTES) -> list[bytes]:
         return []
 
 
-def validated(wanted: type[T], value: Any, source: object, advice: str = "", tags: Sequence[str] = ()) -> T:
+def validated(wanted: type[T], value: object, source: object, advice: str = "", tags: Sequence[str] = ()) -> T:
     """`value` as the type, a pydantic model or anything else that pydantic knows.
 
     Raises:
@@ -285,7 +285,7 @@ def _integer(text: str) -> int:
     return value
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError(f"the key {briefly(_repeated(key for key, _ in pairs))} is given twice")
@@ -301,7 +301,7 @@ def _repeated(keys: Iterable[str]) -> str | None:
     return None
 
 
-def _check_tree(tree: Any, numbered: bool = False) -> None:
+def _check_tree(tree: object, numbered: bool = False) -> None:
     """Refuse deep nesting, keys that are no text and text that UTF-8 cannot hold; without recursion.
 
     numbered: keys may be whole numbers.
@@ -320,7 +320,7 @@ def _check_tree(tree: Any, numbered: bool = False) -> None:
             rest += [(each, depth + 1) for each in inside if isinstance(each, (str, dict, list))]
 
 
-def _check_keys(keys: Iterable[Any], numbered: bool = False) -> None:
+def _check_keys(keys: Iterable[object], numbered: bool = False) -> None:
     for key in keys:
         if not isinstance(key, str) and not (numbered and type(key) is int):
             raise ValueError(f"the key {briefly(key)} is not text; put it in quotation marks")

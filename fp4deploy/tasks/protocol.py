@@ -151,7 +151,7 @@ class Task(Protocol):
         ...
 
     def evaluation(
-        self, dataset: SegmentationDataset, card: ModelCard, ground_truth: dict[str, Any] | None = None
+        self, dataset: SegmentationDataset, card: ModelCard, ground_truth: dict[str, object] | None = None
     ) -> Evaluation:
         """Scores of a model on a split; `ground_truth` of the split where it is known already."""
         ...

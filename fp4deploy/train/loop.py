@@ -546,7 +546,7 @@ class Trainer:
             self.norms.measure(self.model, (images for images, _ in batches))
         return self.norms.applied()
 
-    def keep(self, scores: TaskScores | None, line: dict[str, Any]) -> None:
+    def keep(self, scores: TaskScores | None, line: dict[str, object]) -> None:
         """Write the best checkpoint where this is it, a line of metrics, and the state."""
         progress, main = self.progress, self.accelerator.is_main_process
         best = progress.best_score if math.isfinite(progress.best_score) else -1.0

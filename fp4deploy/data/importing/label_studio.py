@@ -122,7 +122,7 @@ def _regions(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{"label": labels[0], "size": (width, height), **READERS[kind](value, width, height)}]
 
 
-def _polygon(value: Mapping[str, Any], width: int, height: int) -> dict[str, Any]:
+def _polygon(value: Mapping[str, object], width: int, height: int) -> dict[str, Any]:
     points = np.asarray(value["points"], np.float64)
     if points.ndim != 2 or points.shape[1] != 2:
         raise ValueError("a polygon's points are not pairs")

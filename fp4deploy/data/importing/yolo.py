@@ -55,7 +55,7 @@ def yolo_contents(root: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Path
     return contents, places
 
 
-def _names(root: Path, given: Any, about: Path | None) -> list[str]:
+def _names(root: Path, given: object, about: Path | None) -> list[str]:
     if given is None:
         listing = next((each for each in (root / "classes.txt", root / LABELS / "classes.txt") if each.is_file()), None)
         lines = lines_of(listing, MAX_LABELS) if listing is not None else []
@@ -71,7 +71,7 @@ def _names(root: Path, given: Any, about: Path | None) -> list[str]:
     return found
 
 
-def _folders(root: Path, given: Mapping[str, Any]) -> dict[str, Path]:
+def _folders(root: Path, given: Mapping[str, object]) -> dict[str, Path]:
     """Folder of the images of each split: below `path`, the folder of data.yaml, or without steps upwards before it."""
     found = {}
     for split in ALL_SPLITS:

@@ -43,7 +43,7 @@ class Measured(Line):
 class Record:
     """Measured numbers by name, in a file that grows."""
 
-    def __init__(self, path: Path, identity: dict[str, Any]) -> None:
+    def __init__(self, path: Path, identity: dict[str, object]) -> None:
         self.path = path
         self.values: dict[str, float] = {}
         lines = list(whole_lines(path, MAX_BYTES))

@@ -168,7 +168,7 @@ def interval(values: list[float], level: float = LEVEL) -> tuple[float | None, f
     return mean - reach, mean + reach
 
 
-def write_results(results: dict[str, Any], out: Path) -> None:
+def write_results(results: dict[str, object], out: Path) -> None:
     """sweep.json and sweep.md, atomically.
 
     Raises:

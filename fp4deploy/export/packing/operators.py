@@ -385,7 +385,7 @@ def _schema_role(role: str, names: set[str]) -> str:
     return "self" if role == "input" and "input" not in names else role
 
 
-def _argument(node: ir.Node, value: Any) -> Any:
+def _argument(node: ir.Node, value: object) -> Any:
     if isinstance(value, tuple | list):
         return [list(each) if isinstance(each, tuple) else each for each in value]
     if value is None or isinstance(value, bool | int | float | str):

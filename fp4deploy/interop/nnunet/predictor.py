@@ -60,7 +60,7 @@ def predictor(
     folder: ResultsFolder | Path | str,
     folds: tuple[str, ...] | None = None,
     device: str | None = None,
-    **options: Any,
+    **options: object,
 ) -> nnUNetPredictor:
     """nnU-Net's predictor of a results folder, whose networks are the packed ones of its folds.
 

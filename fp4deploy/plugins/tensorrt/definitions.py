@@ -66,7 +66,7 @@ class Plugin:
         blocks = -(-count // NVFP4_BLOCK)
         return [(n, h, w, 8 * blocks), (n, h, w, blocks)] if self.packed else [(n, h, w, count)]
 
-    def pixels(self, x: Sequence[Any], attributes: Attributes) -> tuple[Any, Any, Any, int]:
+    def pixels(self, x: Sequence[object], attributes: Attributes) -> tuple[Any, Any, Any, int]:
         """(batch, height, width, output channels) that the kernel walks: the output's; if `transposed`, the input's."""
         n, h, w = x[0], x[1], x[2]
         (count,) = attributes["out_channels"]
