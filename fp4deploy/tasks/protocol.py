@@ -11,7 +11,7 @@
 | all that look at pixels | `whole_images`: there are none in outputs and labels |
 
 What a stage has of its own for each task is a table by its name there: losses and heads in `train.tasks`, pictures in
-`report.write`, `report.figures.predictions` and `report.figures.lost`.
+`report.figures.task_pictures`.
 """
 
 from __future__ import annotations
