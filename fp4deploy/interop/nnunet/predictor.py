@@ -22,6 +22,7 @@ from fp4deploy.packed import PackedFile, PackedNetwork, read_packed
 from fp4deploy.packed.capture import CapturedNetwork, graphs_enabled
 from fp4deploy.packed.program import compile_mode
 from fp4deploy.requirements import NNUNET
+from fp4deploy.tracing import not_compiled
 
 if TYPE_CHECKING:
     from nnunetv2.inference.predict_from_raw_data import nnUNetPredictor
@@ -47,7 +48,7 @@ class PackedFolds(nn.Module):
         """Choose a fold; nnU-Net's predictor calls it before it predicts with each."""
         self.fold = state_dict[FOLD]
 
-    @torch.compiler.disable
+    @not_compiled
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Logits of the chosen fold, in memory of their own: nnU-Net adds flipped ones to them in place."""
         with torch.autocast(x.device.type, enabled=False):
