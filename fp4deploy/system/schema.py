@@ -11,7 +11,7 @@ the limits that its reader relies on; what does not is one `InputError` that nam
 | `parse_json` | nesting beyond `MAX_DEPTH`, a repeated key, NaN, infinity, integers beyond 64 bits, lone surrogates |
 | `parse_yaml` | the same; tags, aliases that expand to more than `MAX_NODES` values; dates stay text |
 | `read_lines` | a damaged line, by its number; a cut last line is dropped, since a training may be writing it |
-| `whole_lines` | nothing: lines that cannot be read are left out |
+| `whole_lines`, `records` | nothing: lines that cannot be read, or are no such record, are left out |
 | `validated` | what pydantic refuses, in the words of `problems` |
 
 JSON and YAML values reach pydantic, which by itself takes "1" and True for the number 1. The types below do not: files
@@ -33,11 +33,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 import yaml
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from fp4deploy.errors import InputError
 
 T = TypeVar("T")
+M = TypeVar("M", bound=BaseModel)
 
 MAX_DEPTH = 64
 MAX_NODES = 20_000  # values of a YAML file after aliases are expanded
@@ -178,6 +179,13 @@ def whole_lines(path: Path, most: int = MAX_LINES_BYTES) -> Iterator[Any]:
     for line in lines_of(path, most):
         with suppress(InputError):
             yield parse_json(line.decode("utf-8", errors="replace"), path, nan="none")
+
+
+def records(kind: type[M], lines: Iterable[object]) -> Iterator[M]:
+    """The lines that are of a pydantic model; others are left out."""
+    for line in lines:
+        with suppress(ValidationError):
+            yield kind.model_validate(line)
 
 
 def text_of(content: bytes) -> str:
