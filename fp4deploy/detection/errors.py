@@ -198,7 +198,7 @@ def _edges(records: Sequence[dict[str, object]]) -> NDArray[np.float64]:
 
 def _corrected(
     ground_truth: dict[str, Any], results: Sequence[Result], judged: _Judged, kind: str
-) -> tuple[dict[str, Any], list[Result]]:
+) -> tuple[dict[str, object], list[Result]]:
     """Ground truth and results with the errors of one kind corrected."""
     if kind == "missed":
         kept = [each for each in ground_truth["annotations"] if each["id"] not in judged.missed]

@@ -35,7 +35,7 @@ class Expand(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         expand(graph, self.expansions)
 
-    def uuid(self) -> Any:
+    def uuid(self) -> object:
         return get_hash_for_files(self.files)
 
 

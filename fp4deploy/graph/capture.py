@@ -583,7 +583,7 @@ def _role(role: str) -> str:
     return "input" if role == "self" else role
 
 
-def _default(argument: Any) -> Any:
+def _default(argument: Any) -> object:
     return argument.default_value if argument.has_default_value() else None
 
 

@@ -86,7 +86,7 @@ def _value(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
     return values[node]
 
 
-def _in_fp32(value: Any) -> Any:
+def _in_fp32(value: Any) -> object:
     if isinstance(value, (tuple, list)):
         return type(value)(_in_fp32(each) for each in value)
     narrow = isinstance(value, torch.Tensor) and value.dtype in NARROW

@@ -51,7 +51,7 @@ def divided(pools: bool = True) -> Table:
     return {function: partial(_or_call, parts) for function, parts in found.items()}
 
 
-def _or_call(parts: Function, call: Function, *args: object, **kwargs: object) -> Any:
+def _or_call(parts: Function, call: Function, *args: object, **kwargs: object) -> object:
     found = parts(*args, **kwargs)
     return call(*args, **kwargs) if found is None else found
 
@@ -102,7 +102,7 @@ def _split(input: torch.Tensor, indices_or_sections: object = None, dim: int = 0
     return tuple(_slices(input, dim, list(zip(starts, [*starts[1:], None], strict=True))))
 
 
-def _chunks(input: torch.Tensor, chunks: int, dim: int = 0) -> Any:
+def _chunks(input: torch.Tensor, chunks: int, dim: int = 0) -> object:
     size = input.shape[dim]
     if not isinstance(size, torch.SymInt):
         return None

@@ -302,7 +302,7 @@ def _spatial(call: Call) -> int:
     return int(next(letter for letter in call.op if letter.isdigit()))
 
 
-def _window(call: Call) -> dict[str, Any]:
+def _window(call: Call) -> dict[str, object]:
     arguments, axes = call.arguments, _spatial(call)
     kernel = _each(arguments["kernel_size"], axes)
     return {
@@ -444,7 +444,7 @@ def _fold(call: Call) -> list[Step] | None:
     return _of_self("fold", output_size=size, **_blocks(call)) if len(call.shapes["self"]) == 3 else None
 
 
-def _blocks(call: Call) -> dict[str, Any]:
+def _blocks(call: Call) -> dict[str, object]:
     names = ("kernel_size", "stride", "padding", "dilation")
     return {name: tuple(int(each) for each in call.arguments[name]) for name in names}
 

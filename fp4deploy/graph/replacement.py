@@ -40,7 +40,7 @@ class _Switch:
     def current(self) -> Function:
         return self.replacements[-1] if self.replacements else self.original
 
-    def __call__(self, *arguments: object, **options: object) -> Any:
+    def __call__(self, *arguments: object, **options: object) -> object:
         return self.current(*arguments, **options)
 
 

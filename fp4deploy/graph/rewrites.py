@@ -251,7 +251,7 @@ def _traced(node: fx.Node, table: Table) -> fx.Graph | None:
     return None if changing or any(each.op == "get_attr" for each in traced.nodes) else traced
 
 
-def _targets(traced: fx.Graph) -> list[Any]:
+def _targets(traced: fx.Graph) -> list[object]:
     return [each.target for each in traced.nodes if each.op == "call_function"]
 
 

@@ -67,7 +67,7 @@ class ObjectEvaluation(Generic[Found]):
         with torch.inference_mode(False):
             return average_precision(self.ground_truth, self.results(), self.limit, self.scored, matches=self.matches)
 
-    def details(self) -> dict[str, Any]:
+    def details(self) -> dict[str, object]:
         """Nothing."""
         return {}
 

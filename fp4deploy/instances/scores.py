@@ -179,7 +179,7 @@ def _indexed(content: dict[str, Any]) -> COCO:
     return coco
 
 
-def _detected(results: Sequence[dict[str, object]], kind: Kind) -> list[dict[str, Any]]:
+def _detected(results: Sequence[dict[str, object]], kind: Kind) -> list[dict[str, object]]:
     """Results as annotations; what COCO.loadRes does, which fails on an empty list."""
     return [{**result, "area": _area(result, kind), "iscrowd": 0} for result in results]
 

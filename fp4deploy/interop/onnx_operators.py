@@ -106,7 +106,7 @@ def _divide_host(x: Host, y: Host) -> Host:
     return np.frompyfunc(_truncated, 2, 1)(x, y) if whole else x / y
 
 
-def _truncated(x: Any, y: Any) -> Any:
+def _truncated(x: Any, y: Any) -> object:
     """The quotient of two whole numbers, rounded towards zero; no condition on a size is added to the traced graph."""
     if y < 0:
         x, y = -x, -y
@@ -156,7 +156,7 @@ def _cast(call: Call) -> Any:
     return x.to(kinds[kind])
 
 
-def _whole(value: object) -> Any:
+def _whole(value: object) -> object:
     return int(value) if isinstance(value, (float, bool)) else value
 
 
@@ -177,7 +177,7 @@ def _is(size: object, number: int) -> bool:
     return isinstance(size, (int, float)) and size == number
 
 
-def _integer(size: object) -> Any:
+def _integer(size: object) -> object:
     return int(size) if isinstance(size, float) else size
 
 

@@ -12,7 +12,6 @@ import importlib.util
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -134,7 +133,7 @@ def _made(
         return sources[spec.source](spec.name, *rest)
 
 
-def _factory(spec: ModelSpec) -> Callable[..., Any]:
+def _factory(spec: ModelSpec) -> Callable[..., object]:
     module = _load_file(Path(spec.location)) if spec.source == "file" else _import(spec.location)
     found = getattr(module, spec.name, None)
     if not callable(found):
@@ -146,7 +145,7 @@ def _factory(spec: ModelSpec) -> Callable[..., Any]:
     return found
 
 
-def _load_file(path: Path) -> Any:
+def _load_file(path: Path) -> object:
     if not path.is_file():
         raise InputError(f"There is no file {path}, which the model spec names.")
     name = f"fp4deploy_model_{path.stem}"
@@ -163,7 +162,7 @@ def _load_file(path: Path) -> Any:
     return module
 
 
-def _import(name: str) -> Any:
+def _import(name: str) -> object:
     try:
         return importlib.import_module(name)
     except Exception as error:

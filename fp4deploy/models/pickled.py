@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from contextlib import AbstractContextManager
-from typing import Any
 
 import numpy as np
 import torch
@@ -44,7 +43,7 @@ def _number(kind: object = None, content: object = b"") -> int | float | bool:
     return value
 
 
-def numbers_of_numpy() -> AbstractContextManager[Any]:
+def numbers_of_numpy() -> AbstractContextManager[object]:
     """While it is entered, `torch.load(weights_only=True)` reads numbers of numpy as Python's."""
     names = ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")
     return torch.serialization.safe_globals([(_Kind, "numpy.dtype"), *((_number, name) for name in names)])

@@ -271,7 +271,7 @@ def _plain_name(name: str) -> str:
     return name
 
 
-def _random_weights(factory: Callable[..., object]) -> dict[str, Any]:
+def _random_weights(factory: Callable[..., object]) -> dict[str, object]:
     """Arguments by which a factory that takes trained weights on its own does not: False for switches, else None."""
     found = {key: each for key, each in _parameters(factory).items() if _PRETRAINED.search(key)}
     optional = {key: each.default for key, each in found.items() if each.default is not each.empty}

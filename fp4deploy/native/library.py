@@ -136,5 +136,5 @@ class Run:
         self.network.library.call("fp4d_run_host", self.handle, *where)
 
 
-def _pointers(tensors: Sequence[torch.Tensor]) -> Any:
+def _pointers(tensors: Sequence[torch.Tensor]) -> object:
     return (ctypes.c_void_p * len(tensors))(*(x.data_ptr() for x in tensors))

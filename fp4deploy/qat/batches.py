@@ -15,7 +15,7 @@ from fp4deploy.errors import InputError
 Arguments = Sequence[Any] | Mapping[str, Any]  # of a forward
 
 
-def batches_of(batches: Any) -> Iterable[Any]:
+def batches_of(batches: Any) -> Iterable[object]:
     """One batch, a tensor or a dict of arguments, as the only one of several; several as they are."""
     return [batches] if isinstance(batches, torch.Tensor | Mapping) else batches
 
@@ -51,7 +51,7 @@ def run(model: nn.Module, batch: object) -> Any:
     return applied(model, arguments_of(model, batch))
 
 
-def applied(model: nn.Module, arguments: torch.Tensor | Arguments) -> Any:
+def applied(model: nn.Module, arguments: torch.Tensor | Arguments) -> object:
     """What a module gives for one tensor, several, or a dict by the names of its arguments."""
     if isinstance(arguments, torch.Tensor):
         return model(arguments)

@@ -74,7 +74,7 @@ def with_sensitive(card: ModelCard, form: str, names: Collection[str]) -> ModelC
     return replace(card, fp8=(*(card.fp8 or ()), *names)) if names else card
 
 
-def _enough(batches: Iterable[object]) -> list[Any]:
+def _enough(batches: Iterable[object]) -> list[object]:
     found: list[Any] = []
     for batch in batches:
         found.append(batch)

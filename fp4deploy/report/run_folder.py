@@ -203,7 +203,7 @@ def _config(run: Run, remarks: list[str]) -> Config | None:
         return None
 
 
-def _settings_as_they_are(run: Run) -> dict[str, Any]:
+def _settings_as_they_are(run: Run) -> dict[str, object]:
     try:
         tree = read_yaml(run.config_path)
     except InputError:
@@ -248,7 +248,7 @@ def _model(run: Run, model: str, task: TaskName, config: Config | None, remarks:
     return TrainedModel(epochs=done, planned=planned, best=best, last=last, **card)
 
 
-def _card(run: Run, model: str, remarks: list[str]) -> dict[str, Any]:
+def _card(run: Run, model: str, remarks: list[str]) -> dict[str, object]:
     """What a report shows of the card inside a checkpoint; its types are checked, as the file may be anyone's."""
     try:
         card = read_card(run.checkpoint(model))

@@ -117,7 +117,7 @@ def read_json(path: Path, advice: str = "", most: int = MAX_BYTES) -> Any:
     return parse_json(read_text(path, most, advice), path, advice)
 
 
-def parse_yaml(text: str, source: object, advice: str = "", numbered: bool = False) -> Any:
+def parse_yaml(text: str, source: object, advice: str = "", numbered: bool = False) -> object:
     """The value of a YAML text, None where it is empty. numbered: keys may also be whole numbers.
 
     Raises:
@@ -138,7 +138,7 @@ def read_yaml(path: Path, advice: str = "", numbered: bool = False) -> Any:
     return parse_yaml(read_text(path, MAX_YAML_BYTES, advice), path, advice, numbered)
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
+def read_lines(path: Path) -> Iterator[tuple[int, object]]:
     """Number (from 1) and value of each line of a JSON Lines file, read line by line; nothing where it is missing.
 
     A last line without its newline is dropped if it cannot be read: the process that writes it may not have finished.
@@ -268,7 +268,7 @@ def _sentence(text: str, advice: str) -> str:
     return f"{text}. {advice}".rstrip()
 
 
-def _refuse_constant(name: str) -> Any:
+def _refuse_constant(name: str) -> object:
     raise ValueError(f"it holds {name}, which is no JSON number")
 
 
@@ -293,7 +293,7 @@ def _integer(text: str) -> int:
     return value
 
 
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError(f"the key {briefly(_repeated(key for key, _ in pairs))} is given twice")

@@ -65,6 +65,6 @@ class ClassEvaluation:
         """mIoU, IoU of each class and pixel accuracy; or top-1 and the recall of each class."""
         return self._score.compute()
 
-    def details(self) -> dict[str, Any]:
+    def details(self) -> dict[str, object]:
         """Nothing."""
         return {}

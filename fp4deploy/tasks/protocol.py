@@ -81,7 +81,7 @@ class Evaluation(Protocol):
         """Scores of everything seen so far."""
         ...
 
-    def details(self) -> dict[str, Any]:
+    def details(self) -> dict[str, object]:
         """What bench keeps beside the scores of everything seen so far."""
         ...
 

@@ -61,7 +61,7 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _rates_of_the_network(cls, values: Any) -> Any:
+    def _rates_of_the_network(cls, values: Any) -> object:
         """torchvision's detectors have learning rates of their own; those that are given come first."""
         model, train = (values.get(name, {}) if isinstance(values, dict) else None for name in ("model", "train"))
         if not isinstance(model, dict) or not isinstance(train, dict):
@@ -306,7 +306,7 @@ def _field(key: str) -> FieldInfo | None:
     return type(Config.model_fields[section].default).model_fields.get(name)
 
 
-def _flat(tree: dict[str, object], prefix: str = "") -> dict[str, Any]:
+def _flat(tree: dict[str, object], prefix: str = "") -> dict[str, object]:
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}

@@ -173,7 +173,7 @@ def read_progress(path: Path) -> Progress:
         raise _damaged(path, error) from error
 
 
-def _meta(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+def _meta(path: Path, metadata: Mapping[str, str]) -> dict[str, object]:
     return validated(dict[str, Any], parse_json(metadata[PROGRESS_KEY], PROGRESS_KEY, nan="keep"), path)
 
 

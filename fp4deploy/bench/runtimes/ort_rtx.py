@@ -117,7 +117,7 @@ class OrtRtxRuntime:
         return binding
 
 
-def devices() -> list[Any]:
+def devices() -> list[object]:
     """The devices that the provider offers on this machine.
 
     Raises:

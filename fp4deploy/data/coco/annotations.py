@@ -113,7 +113,7 @@ def parse_content(path: Path, content: object) -> CocoFile:
     return parsed
 
 
-def _numbered(record: object) -> Any:
+def _numbered(record: object) -> object:
     """The record with whole numbers where a converter wrote them as text or with a point: "id": "1", "height": 64.0."""
     if not isinstance(record, dict):
         return record
@@ -169,7 +169,7 @@ def _file_name(value: object) -> bool:
     return _name(value) and max(len(part.encode()) for part in re.split(r"[\\/]", str(value))) < 256
 
 
-def _without_group(categories: list[object], annotations: list[object]) -> list[Any]:
+def _without_group(categories: list[object], annotations: list[object]) -> list[object]:
     """The categories without the one that Roboflow puts before them: the name of their group, without annotations."""
     records = [record for record in categories if isinstance(record, dict)]
     groups = {str(record.get("supercategory")) for record in records} - {"none"}

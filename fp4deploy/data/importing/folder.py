@@ -153,7 +153,7 @@ def _find(name: str, folders: Sequence[Path]) -> Path:
 
 def _divided(
     contents: Mapping[str, dict[str, Any]], shares: Mapping[str, float], seed: int, places: Mapping[str, Path]
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, dict[str, object]]:
     whole, train = dict(contents), contents[TRAIN]
     splits = [split for split, share in shares.items() if share]
     if not splits:

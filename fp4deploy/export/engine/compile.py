@@ -156,7 +156,7 @@ def _gpu_present() -> bool:
     return torch.cuda.is_available()
 
 
-def _logger(trt: Any, log: IO[str], messages: list[str]) -> Any:
+def _logger(trt: Any, log: IO[str], messages: list[str]) -> object:
     class Logger(trt.ILogger):
         def __init__(self) -> None:
             super().__init__()

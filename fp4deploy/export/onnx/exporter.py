@@ -153,7 +153,7 @@ def _require_free(
                 raise InputError(fixes_an_axis(kind, name, watched_again()))
 
 
-def _whole_masks(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _whole_masks(call: Callable[..., Any], *args: Any, **kwargs: Any) -> object:
     """Write a mask of one row for all queries, [..., 1, S], as [..., L, S]: ONNX Runtime's attention takes no other."""
     given = {**dict(zip(ATTENTION, args, strict=False)), **kwargs}
     mask, queries = given.get("attn_mask"), given["query"].shape[-2]
@@ -162,7 +162,7 @@ def _whole_masks(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return call(given.pop("query"), given.pop("key"), given.pop("value"), **given)
 
 
-def _four_axes(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _four_axes(call: Callable[..., Any], *args: Any, **kwargs: Any) -> object:
     """Give queries, keys and values [..., L, E] the four axes that torch's exporter asks for."""
     given = {**dict(zip(ATTENTION, args, strict=False)), **kwargs}
     query, key, value, mask = given.pop("query"), given.pop("key"), given.pop("value"), given.pop("attn_mask", None)
@@ -268,7 +268,7 @@ def _table(make: Callable[..., object], *arguments: object, **options: object) -
     return make(*arguments, **options)
 
 
-def _copied(make: Callable[..., object], *arguments: object, **options: object) -> Any:
+def _copied(make: Callable[..., object], *arguments: object, **options: object) -> object:
     table = copy.copy(_table(make, *arguments, **options))
     table.functions = {name: list(functions) for name, functions in table.functions.items()}
     return table

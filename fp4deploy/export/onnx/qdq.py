@@ -198,7 +198,7 @@ def _dequantize(writer: NodeWriter, codes: ir.Value, scales: ir.Value, scale: ir
     return _narrow(writer, value)
 
 
-def _at_most_three(shape: tuple[object, ...], axis: int, name: str) -> tuple[tuple[Any, ...], int]:
+def _at_most_three(shape: tuple[object, ...], axis: int, name: str) -> tuple[tuple[object, ...], int]:
     """(shape, axis) as the quantiser takes it: 2-D or 3-D, the blocked axis last or second to last."""
     if len(shape) in (2, 3) and axis >= len(shape) - 2:
         return shape, axis

@@ -38,7 +38,7 @@ def as_written(
     return write
 
 
-def _listed(value: Any) -> Any:
+def _listed(value: Any) -> object:
     """Tuples as the lists of the file; a size is one where it is an expression."""
     return [_listed(each) for each in value] if isinstance(value, tuple | list) else value
 

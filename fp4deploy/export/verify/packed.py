@@ -157,7 +157,7 @@ def positional(inputs: Inputs, file: PackedFile) -> tuple[torch.Tensor, ...]:
     return tuple(inputs)
 
 
-def _by_name(model: nn.Module, names: Sequence[str], *inputs: torch.Tensor) -> Any:
+def _by_name(model: nn.Module, names: Sequence[str], *inputs: torch.Tensor) -> object:
     return model(**dict(zip(names, inputs, strict=True)))
 
 

@@ -139,7 +139,7 @@ def _classes(network: nn.Module, batches: list[torch.Tensor], regions: bool) -> 
     return logits > 0 if regions else logits.argmax(1)
 
 
-def _checkpoint(fold: Fold, network: nn.Module, plans: dict[str, object]) -> dict[str, Any]:
+def _checkpoint(fold: Fold, network: nn.Module, plans: dict[str, object]) -> dict[str, object]:
     """What nnU-Net's predictor reads, and its trainer's arguments; tensors, containers and plain values."""
     settings = {**fold.settings, "plans": plans}
     return {

@@ -241,7 +241,7 @@ def _binade(magnitude: torch.Tensor) -> torch.Tensor:
     return magnitude.view(torch.int32).bitwise_and(BINADE).view(torch.float32)
 
 
-def _restrided(function: Callable[..., object]) -> Callable[..., Any]:
+def _restrided(function: Callable[..., object]) -> Callable[..., object]:
     """The function, its first result with the strides of its argument."""
 
     def run(x: torch.Tensor, *arguments: object) -> Any:
