@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import date
 from functools import cache, partial
 from importlib.metadata import version
@@ -50,11 +50,12 @@ class Settings:
 
 @dataclass(frozen=True)
 class Result:
-    """One run: test accuracy in percent, mean loss of the last epoch, seconds."""
+    """One run: test accuracy in percent, mean loss of the last epoch, seconds; the mean loss of every epoch."""
 
     accuracy: float
     loss: float
     seconds: float
+    losses: list[float] = field(default_factory=list)
 
 
 @cache
@@ -73,8 +74,8 @@ def split() -> Split:
     return images[train], labels[train], images[test], labels[test]
 
 
-def train(model: nn.Module, settings: Settings, seed: int, steps: int | None = None) -> float:
-    """Train in place on whole batches, in an order that depends on the seed alone; the mean loss of the last epoch."""
+def train(model: nn.Module, settings: Settings, seed: int, steps: int | None = None) -> list[float]:
+    """Train in place on whole batches, in an order that depends on the seed alone; the mean loss of every epoch."""
     images, labels, _, _ = split()
     order = torch.Generator().manual_seed(seed)
     per_epoch = len(labels) // settings.batch
@@ -94,7 +95,7 @@ def train(model: nn.Module, settings: Settings, seed: int, steps: int | None = N
             losses.append(loss.item())
             if len(losses) == total:
                 break
-    return statistics.fmean(losses[-per_epoch:])
+    return [statistics.fmean(losses[at : at + per_epoch]) for at in range(0, total, per_epoch)]
 
 
 @torch.no_grad()
@@ -112,8 +113,8 @@ def run(build: Callable[[], nn.Module], recipe: str, settings: Settings, seed: i
         prepare(model, recipe, include=["*"] if all_layers else None)
     torch.manual_seed(seed)  # stochastic rounding draws from here; the order of the data does not
     start = time.perf_counter()
-    loss = train(model, settings, seed)
-    return Result(accuracy(model), loss, time.perf_counter() - start)
+    losses = train(model, settings, seed)
+    return Result(accuracy(model), losses[-1], time.perf_counter() - start, losses)
 
 
 def table(results: dict[str, list[Result]]) -> str:

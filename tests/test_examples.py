@@ -158,7 +158,7 @@ def test_training_depends_on_the_seed_alone(monkeypatch: pytest.MonkeyPatch) -> 
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     original = digits.train
 
-    def train(model: torch.nn.Module, settings: Any, seed: int, steps: int | None = None) -> float:
+    def train(model: torch.nn.Module, settings: Any, seed: int, steps: int | None = None) -> list[float]:
         model.stem.register_forward_pre_hook(
             lambda layer, inputs: seen.append((inputs[0].detach().clone(), layer.weight.detach().clone()))
         )

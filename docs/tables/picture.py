@@ -130,10 +130,9 @@ def recipe_evidence() -> str:
     found = steps()
     best = best_fp16(found, 1.0)["graph_ms"]
     times = {name: f"{found[1.0, f'nvfp4 fused{key}']['graph_ms'] / best:.2f}" for key, name in STEP_RECIPES.items()}
-    (slow,) = (
-        row for row in result("fp4_training_h200")["rows"] if (row["scale"], row["products"]) == (1.0, "emulated")
-    )
-    times[slow["recipe"]] = f"{over_best(slow):.1f}"
+    for row in result("fp4_training_h200")["rows"]:
+        if (row["scale"], row["products"]) == (1.0, "emulated") and "ms" in row:
+            times[row["recipe"]] = f"{over_best(row):.2f}"
     gaps = [times, _tuned("camvid_sweep_h200"), _tuned("dsb2018_detection_h100") | _tuned("dsb2018_detection_h200")]
     for data in ("camvid", "dsb2018"):
         claimed = (each for each in result("claim_h200")["gaps"] if (each["data"], each["network"]) == (data, "unet_1"))

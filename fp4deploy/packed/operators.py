@@ -218,7 +218,7 @@ def _group_norm_relu(node: GroupNormReLU, inputs: list[torch.Tensor], context: C
     if node.bias:
         x = x + context.tensor(node.bias).to(x.dtype).view(-1, 1, 1)
     weight, bias = (context.tensor(f"{node.layer}.{part}").to(x.dtype) for part in ("weight", "bias"))
-    return F.group_norm(x, node.groups, weight, bias, node.eps).relu()
+    return _grouped(x, node.groups, weight, bias, node.eps).relu()
 
 
 def _norm(node: Norm, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
@@ -229,7 +229,15 @@ def _norm(node: Norm, inputs: list[torch.Tensor], context: Context) -> torch.Ten
         return F.layer_norm(x, node.shape, weight, bias, node.eps)
     if node.op == "instance_norm":
         return F.instance_norm(x, weight=weight, bias=bias, eps=node.eps)
-    return F.group_norm(x, node.groups, weight, bias, node.eps)
+    return _grouped(x, node.groups, weight, bias, node.eps)
+
+
+def _grouped(
+    x: torch.Tensor, groups: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    """GroupNorm, on a CPU of rows in memory: torch's kernel for channels_last loses the mean's last bits, of which a
+    volume of equal voxels has nothing else (`plugins.quantize.norm_float32`)."""
+    return F.group_norm(x.contiguous() if x.device.type == "cpu" else x, groups, weight, bias, eps)
 
 
 def _activation(node: Activation, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:

@@ -23,7 +23,9 @@ class ClassificationTask(ImageTask):
     name, key, metric, per_class, hub = "classification", "top1", "top-1", "recall", "image-classification"
     at_input_size, whole_images, apart = False, True, "The classes of tiles are not that of an image."
     evaluated, augmented = LabelEvalTransform, LabelTrainTransform
-    unused: Mapping[str, str] = dict.fromkeys(("augment.mosaic", "train.class_balance", "train.class_weights"), PIXELS)
+    unused: Mapping[str, str] = dict.fromkeys(
+        ("augment.mosaic", "train.class_balance", "train.class_weights", "train.auprc"), PIXELS
+    )
 
     def open(
         self, root: Path, split: str, classes: Sequence[str] | None = None, stuff: Sequence[str] = (),

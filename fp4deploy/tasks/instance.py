@@ -17,7 +17,7 @@ from fp4deploy.data import (
 from fp4deploy.instances import InstanceEvaluation
 from fp4deploy.models.card import ModelCard
 from fp4deploy.models.heads import InstanceHead
-from fp4deploy.tasks.images import ImageTask
+from fp4deploy.tasks.images import AS_OBJECTS, ImageTask
 from fp4deploy.tasks.semantic import MOSAIC
 
 SOFTMAX = (
@@ -31,7 +31,7 @@ class InstanceTask(ImageTask):
 
     name, key, metric, per_class, hub = "instance", "ap", "AP", "AP", "image-segmentation"
     counts_objects, at_input_size, evaluated = True, False, NumberedEvalTransform
-    unused: Mapping[str, str] = {"augment.mosaic": MOSAIC, "distill.weight": SOFTMAX}
+    unused: Mapping[str, str] = {"augment.mosaic": MOSAIC, "distill.weight": SOFTMAX, "train.auprc": AS_OBJECTS}
 
     def open(
         self, root: Path, split: str, classes: Sequence[str] | None = None, stuff: Sequence[str] = (),

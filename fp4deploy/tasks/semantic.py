@@ -62,4 +62,4 @@ class SemanticTask(ImageTask):
         """mIoU over the classes of the data; of volumes Dice, too."""
         if isinstance(dataset, VolumeDataset):
             return VolumeEvaluation(dataset)
-        return ClassEvaluation(SegmentationScore(len(dataset.class_names), dataset.class_names))
+        return ClassEvaluation(SegmentationScore(len(dataset.class_names), dataset.class_names), dataset.background)
