@@ -156,6 +156,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    torch.backends.cudnn.benchmark = True
     cases: list[tuple[str | None, str]] = [(None, "fp16")]
     cases += [(recipe, "emulated") for recipe in arguments.recipes]
     cases += [(recipe, "fp4") for recipe in arguments.fp4 if recipe in arguments.recipes]

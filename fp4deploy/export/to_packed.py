@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -157,7 +156,7 @@ def _chosen(rest: str | None, model: nn.Module, example_inputs: Inputs) -> Rest:
     return automatic_rest(model, [example_inputs]) if rest == AUTO else rest_of(rest)
 
 
-def _float(x: Any) -> Any:
+def _float(x: object) -> object:
     """A tensor on the CPU, numbers as float32; anything else as it is, to be refused by name."""
     if not isinstance(x, torch.Tensor):
         return x

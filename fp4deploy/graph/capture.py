@@ -472,7 +472,7 @@ class _Reader:
         shapes: dict[str, tuple[Size, ...]] = {}
         arguments: dict[str, Any] = {}
 
-        def bind(role: str, given: Any) -> None:
+        def bind(role: str, given: object) -> None:
             if isinstance(given, fx.Node) and given.name in self.tensors:
                 tensors[role] = self.tensors[given.name]
                 shapes[role] = self._shape(given.name, given.meta["val"])
@@ -493,10 +493,10 @@ class _Reader:
             value = tensors_out[0]
         return Call(node.name, name, tensors, arguments, shapes, self._shape(node.name, value), value.dtype, several)
 
-    def _is_tensor(self, given: Any) -> bool:
+    def _is_tensor(self, given: object) -> bool:
         return isinstance(given, fx.Node) and given.name in self.tensors
 
-    def _constant(self, given: Any) -> Any:
+    def _constant(self, given: object) -> Any:
         if isinstance(given, fx.Node):
             value = given.meta.get("val")
             try:
@@ -583,7 +583,7 @@ def _role(role: str) -> str:
     return "input" if role == "self" else role
 
 
-def _default(argument: Any) -> Any:
+def _default(argument: Any) -> object:
     return argument.default_value if argument.has_default_value() else None
 
 
@@ -635,7 +635,7 @@ def file_names(names: Sequence[str], inputs: Sequence[str], single: str = "logit
     return found
 
 
-def _leaves(result: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int]]:
+def _leaves(result: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int]]:
     """The numbers in what a module returns, each with the keys and places on the way to it.
 
     Not `tree_leaves_with_path`, which refuses classes that a library registers without names, as diffusers does.

@@ -7,7 +7,7 @@
 | `graph` | nodes and forms of activations: the JSON of the file as pydantic models |
 | `operators`, `shapes` | what each node computes in torch; the same on tensors without data gives all shapes |
 | `check` | names, shapes, types and values of a graph fit together |
-| `file`, `legacy` | reading, writing, digests; formats `packed/2` and `packed/1` |
+| `file` | reading, writing, digests |
 | `network` | running the nodes, on a GPU by kernels, on a CPU by decoding |
 | `writer`, `program` | the nodes as operators on decoded values, and these compiled by Inductor |
 | `capture`, `module` | either form as a CUDA graph; and as a torch module |

@@ -13,6 +13,7 @@ from fp4deploy.packed.capture import CapturedNetwork, graphs_enabled
 from fp4deploy.packed.file import PackedFile, read_packed
 from fp4deploy.packed.network import PackedNetwork
 from fp4deploy.packed.program import compile_mode
+from fp4deploy.tracing import not_compiled
 
 
 class PackedModule(nn.Module):
@@ -36,7 +37,7 @@ class PackedModule(nn.Module):
         self.network = CapturedNetwork(PackedNetwork(file, on), graphs_enabled(), compile_mode())
         self.dtype = dtype
 
-    @torch.compiler.disable
+    @not_compiled
     def forward(self, *inputs: torch.Tensor) -> Any:
         """Outputs, in memory of their own; real inputs of any precision."""
         real = [x.as_subclass(torch.Tensor).float() if x.is_floating_point() else x for x in inputs]

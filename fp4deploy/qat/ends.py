@@ -256,10 +256,10 @@ class _Origins(DispatchMode):
         self.found: dict[int, _Origin] = {}
         self.alive: list[Any] = []  # an address stands for one storage while that exists
 
-    def of(self, values: Any) -> _Origin:
+    def of(self, values: object) -> _Origin:
         return _union(self.found.get(self._key(each), _Origin()) for each in _tensors(values))
 
-    def set(self, values: Any, origin: _Origin) -> None:
+    def set(self, values: object, origin: _Origin) -> None:
         for each in _tensors(values):
             self.found[self._key(each)] = origin
 
@@ -283,7 +283,7 @@ class _Origins(DispatchMode):
         return result
 
 
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
+def _tensors(values: object) -> Iterator[torch.Tensor]:
     """The tensors in anything that a forward takes or returns."""
     for leaf in tree_leaves(values):
         if isinstance(leaf, torch.Tensor):

@@ -283,7 +283,7 @@ class QuantizedLayer(nn.Module):
         if self.recipe.amax_learned:  # an amax near 0 would clip what comes after the zeros, and have no gradient
             amax.copy_(torch.where(amax > ZEROS_AMAX, amax, 1.0))
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, object], prefix: str, *rest: object) -> None:
         """A checkpoint without `input_amax` leaves the layer the one it has; a layer without one ignores it."""
         if self.input_amax is not None:
             state_dict.setdefault(f"{prefix}input_amax", self.input_amax)

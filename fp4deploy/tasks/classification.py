@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from fp4deploy.data import VAL, SegmentationDataset
 from fp4deploy.data.augmentation.transforms import LabelEvalTransform, LabelTrainTransform
@@ -41,7 +40,7 @@ class ClassificationTask(ImageTask):
         return self.open(data, split, card.class_names)
 
     def evaluation(
-        self, dataset: SegmentationDataset, card: ModelCard, ground_truth: dict[str, Any] | None = None
+        self, dataset: SegmentationDataset, card: ModelCard, ground_truth: dict[str, object] | None = None
     ) -> ClassEvaluation:
         """Top-1, and the recall of each class."""
         return ClassEvaluation(LabelScore(dataset.class_names))

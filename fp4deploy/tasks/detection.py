@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from fp4deploy.data import (
     VAL,
@@ -47,7 +47,7 @@ class DetectionTask(ImageTask):
         return box_set(card, data, split)
 
     def evaluation(
-        self, dataset: SegmentationDataset, card: ModelCard, ground_truth: dict[str, Any] | None = None
+        self, dataset: SegmentationDataset, card: ModelCard, ground_truth: dict[str, object] | None = None
     ) -> DetectionEvaluation:
         """AP of boxes."""
         assert isinstance(card.head, DetectionHead)

@@ -92,6 +92,6 @@ class ClassEvaluation:
         known = [area for area in areas if area is not None]
         return sum(known) / len(known) if known else math.nan
 
-    def details(self) -> dict[str, Any]:
+    def details(self) -> dict[str, object]:
         """Nothing."""
         return {}

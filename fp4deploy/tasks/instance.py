@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from fp4deploy.data import (
     VAL,
@@ -50,7 +50,7 @@ class InstanceTask(ImageTask):
         return None if joined else "The masks of this instance model have no meaning across tiles."
 
     def evaluation(
-        self, dataset: SegmentationDataset, card: ModelCard, ground_truth: dict[str, Any] | None = None
+        self, dataset: SegmentationDataset, card: ModelCard, ground_truth: dict[str, object] | None = None
     ) -> InstanceEvaluation:
         """AP of masks."""
         assert isinstance(card.head, InstanceHead)

@@ -367,7 +367,7 @@ class Trainer:
         return images_seen, time.perf_counter() - start
 
     @contextmanager
-    def _rest(self) -> Iterator[Any]:
+    def _rest(self) -> Iterator[object]:
         """The batches of the epoch that are left; the loader that skips the others has workers of its own."""
         done = self.progress.batch
         if done in (0, self.progress.batches):
@@ -535,7 +535,7 @@ class Trainer:
                 "data, the batch size or the number of processes changed. Give the original ones, or start a new run."
             )
 
-    def _uncompiled(self) -> AbstractContextManager[Any]:
+    def _uncompiled(self) -> AbstractContextManager[object]:
         """An evaluation is too short to compile for, and needs no gradient, which is what fusion is for."""
         return torch.compiler.set_stance("force_eager") if self.fuses else nullcontext()
 
@@ -548,7 +548,7 @@ class Trainer:
             self.norms.measure(self.model, (images for images, _ in batches))
         return self.norms.applied()
 
-    def keep(self, scores: TaskScores | None, line: dict[str, Any]) -> None:
+    def keep(self, scores: TaskScores | None, line: dict[str, object]) -> None:
         """Write the best checkpoint where this is it, a line of metrics, and the state."""
         progress, main = self.progress, self.accelerator.is_main_process
         best = progress.best_score if math.isfinite(progress.best_score) else -1.0

@@ -126,7 +126,7 @@ class WeightAverage:
         self._step = step
         self._averaged.update_parameters(self.model)
 
-    def _move(self, averages: Any, weights: Any, averaged: Any) -> None:
+    def _move(self, averages: object, weights: object, averaged: object) -> None:
         decay = min(self.decay, (1 + self._step) / (10 + self._step))
         get_ema_multi_avg_fn(decay)(averages, weights, averaged)
 

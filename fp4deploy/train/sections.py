@@ -45,7 +45,7 @@ class ModelSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _scale_of_the_spec(cls, values: Any) -> Any:
+    def _scale_of_the_spec(cls, values: object) -> object:
         """unet:0.5 is the spec unet and the scale 0.5."""
         if not isinstance(values, dict) or not isinstance(values.get("spec"), str):
             return values
@@ -55,7 +55,7 @@ class ModelSection(Section):
 
     @field_validator("output", mode="before")
     @classmethod
-    def _is_a_name(cls, value: Any) -> Any:
+    def _is_a_name(cls, value: object) -> object:
         return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
     @field_validator("scale")

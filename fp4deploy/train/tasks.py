@@ -62,7 +62,7 @@ class TrainingTask:
         self.metric = self._task.key
 
     @cached_property
-    def _ground_truth(self) -> dict[str, Any] | None:
+    def _ground_truth(self) -> dict[str, object] | None:
         return self._task.ground_truth(self._val)
 
     def outputs(self, network: Any, inputs: Tensor) -> Tensor:

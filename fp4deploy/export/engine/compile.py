@@ -162,12 +162,12 @@ def _gpu_present() -> bool:
     return torch.cuda.is_available()
 
 
-def _logger(trt: Any, log: IO[str], messages: list[str]) -> Any:
+def _logger(trt: Any, log: IO[str], messages: list[str]) -> object:
     class Logger(trt.ILogger):
         def __init__(self) -> None:
             super().__init__()
 
-        def log(self, severity: Any, message: str) -> None:
+        def log(self, severity: object, message: str) -> None:
             text = f"{str(severity).rsplit('.', 1)[-1]} {message}"
             messages.append(text)
             log.write(text + "\n")

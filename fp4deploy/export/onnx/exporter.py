@@ -238,11 +238,11 @@ def _with_reshapes(decompose: Callable[[Any, Any], Any]) -> Callable[[Any, Any],
 
 
 @cache
-def _table(make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+def _table(make: Callable[..., object], *arguments: object, **options: object) -> Any:
     return make(*arguments, **options)
 
 
-def _copied(make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+def _copied(make: Callable[..., object], *arguments: object, **options: object) -> object:
     table = copy.copy(_table(make, *arguments, **options))
     table.functions = {name: list(functions) for name, functions in table.functions.items()}
     return table
@@ -258,7 +258,7 @@ def _promoted(insert: Callable[[fx.GraphModule], None], module: fx.GraphModule) 
 
 
 def _decompose_where_needed(rest: Rest, decompose: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    def short(program: torch.export.ExportedProgram, registry: Any) -> torch.export.ExportedProgram:
+    def short(program: torch.export.ExportedProgram, registry: object) -> torch.export.ExportedProgram:
         inline_regions(program)
         fold_parameters(program)
         program = in_known(program, registry)
@@ -268,7 +268,7 @@ def _decompose_where_needed(rest: Rest, decompose: Callable[[Any, Any], Any]) ->
     def in_known(program: torch.export.ExportedProgram, registry: Any) -> torch.export.ExportedProgram:
         known = frozenset(functions[0].fx_target for functions in registry.functions.values() if functions)
 
-        def stays(called: Any) -> bool:
+        def stays(called: object) -> bool:
             return called in ASSERTIONS or (called in known and not _is_rewritten(called))
 
         unknown = any(node.op == "call_function" and not stays(node.target) for node in program.graph.nodes)
@@ -291,7 +291,7 @@ def _decompositions(known: frozenset[Any]) -> dict[Any, Callable[..., Any]]:
     return found
 
 
-def _is_rewritten(function: Any) -> bool:
+def _is_rewritten(function: object) -> bool:
     """Whether tracing again makes another call of it: in-place operators, and views that others are short forms of."""
     if not isinstance(function, torch._ops.OpOverload):
         return False

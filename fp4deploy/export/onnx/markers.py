@@ -99,7 +99,7 @@ def _marking_experts(
 ) -> Callable[..., torch.Tensor]:
     """The experts' forward on a marker for each of their weights."""
 
-    def forward(self: QuantExperts, *inputs: Any, **named: Any) -> Any:
+    def forward(self: QuantExperts, *inputs: object, **named: object) -> Any:
         shapes = {own: tuple(each.shape[axis] for axis in each.order) for own, each in weights.items()}  # type: ignore[union-attr]
         self.hold({own: _marker(WEIGHT_MARKER, [], f"{name}.{own}", shape, dtype) for own, shape in shapes.items()})
         return QuantExperts.forward(self, *inputs, **named)

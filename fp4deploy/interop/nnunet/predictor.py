@@ -23,6 +23,7 @@ from fp4deploy.interop.nnunet.folders import PACKED
 from fp4deploy.models.nnunet.folder import ResultsFolder, read_fold, read_folder
 from fp4deploy.packed import PackedFile, PackedModule, read_packed
 from fp4deploy.requirements import NNUNET
+from fp4deploy.tracing import not_compiled
 
 if TYPE_CHECKING:
     from fp4deploy.interop.nnunet.segment import Case, PackedPredictor
@@ -45,6 +46,7 @@ class PackedFolds(nn.Module):
         """Choose a fold; nnU-Net's predictor calls it before it predicts with each."""
         self.fold = state_dict[FOLD]
 
+    @not_compiled
     def forward(self, x: torch.Tensor) -> Any:
         """Logits of the chosen fold, in memory of their own: nnU-Net adds flipped ones to them in place."""
         return self.networks[self.fold](x)
@@ -54,7 +56,7 @@ def predictor(
     folder: ResultsFolder | Path | str,
     folds: tuple[str, ...] | None = None,
     device: str | None = None,
-    **options: Any,
+    **options: object,
 ) -> PackedPredictor:
     """nnU-Net's predictor of a results folder, whose networks are the packed ones of its folds.
 

@@ -213,7 +213,7 @@ def contracted_axis(layer: nn.Module) -> int:
     return 0 if isinstance(layer, TRANSPOSED) else 1
 
 
-def _without_autocast(device: str) -> AbstractContextManager[Any]:
+def _without_autocast(device: str) -> AbstractContextManager[object]:
     return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
