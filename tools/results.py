@@ -94,6 +94,7 @@ MEASURED = {  # by script, or command of fp4deploy: folders of fp4deploy
     "training_step": _TRAINING,
     "transformers_table": ("qat", "graph", *_ENGINES, *_PACKED),
     "vit_digits": ("formats", "qat"),
+    "volume_training": (*_TRAINING, "plugins"),
     "warpgroup_conv": ("plugins/gemm",),
 }
 _NAME = re.compile(r"(?:python (?:-m )?(?:benchmarks|examples|tests)[./](?:export\.|system\.)?|fp4deploy )(\w+)")
