@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 
 from fp4deploy.errors import InputError
 from fp4deploy.system.schema import parse_json, parse_yaml
-from tests.contract import frozen
-from tests.fuzz.edits import outcomes, readers
 from tests.fuzz.harness import Loader, Outcome, run_case
 from tests.fuzz.loaders import loaders
 
@@ -81,15 +79,6 @@ def test_a_mutated_file_is_refused_in_words_or_usable(every: dict[str, Loader], 
         run_case(every[name], number, tmp_path, outcome)
     assert not outcome.defects, outcome.defects
     assert outcome.refused or name in TOLERANT
-
-
-@pytest.mark.parametrize("name", frozen.recorded("edits"))
-def test_readers_make_of_edited_files_what_they_made_before(
-    every: dict[str, Loader], name: str, tmp_path: Path
-) -> None:
-    """On purpose: python -m tests.contract.record edits, and read the diff."""
-    tree, read = readers(every, tmp_path)[name]
-    assert frozen.lost(frozen.recorded("edits")[name], outcomes(tree, read), name) == []
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))

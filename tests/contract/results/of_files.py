@@ -159,7 +159,11 @@ def dataset(folder: Path) -> Path:
 def opened(folder: Path) -> Any:
     root = dataset(folder)
     sets = [open_dataset(root, "train"), open_instances(root, "train"), open_boxes(root, "val")]
-    return [[one.load(0), one.load(1), one.class_names] for one in sets], cast(Any, sets[1]).ground_truth(), usual_size(sets[0])
+    return (
+        [[one.load(0), one.load(1), one.class_names] for one in sets],
+        cast(Any, sets[1]).ground_truth(),
+        usual_size(sets[0]),
+    )
 
 
 def described(folder: Path) -> Any:
