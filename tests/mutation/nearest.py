@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.mutation.copies import ROOT
 
 FAMILIES = ("tests/contract/test_results.py", "tests/fuzz/test_edits.py")  # of every room
-FEW, MOST = 3, 6  # files beside them
+FEW, MOST = 2, 4  # files beside them
 
 
 @cache
@@ -53,4 +53,4 @@ def nearest(file: str) -> tuple[str, ...]:
         words = {*stem.split("_"), folder.name}
         beside = [test for test in _tests() if Path(test).parent == folder and test not in near]
         near += sorted(beside, key=lambda test: -len(words & set(Path(test).stem.split("_"))))
-    return (*FAMILIES, *near[:MOST])
+    return (*near[:MOST], *FAMILIES)
