@@ -13,11 +13,20 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tests.contract.results import of_data, of_files, of_models, of_networks, of_pages, of_scores, of_training
+from tests.contract.results import (
+    of_commands,
+    of_data,
+    of_files,
+    of_models,
+    of_networks,
+    of_pages,
+    of_scores,
+    of_training,
+)
 from tests.contract.results.plain import Answer, plain
 
 RESULTS: dict[str, Answer] = {}
-for _room in (of_data, of_files, of_scores, of_models, of_training, of_networks, of_pages):
+for _room in (of_commands, of_data, of_files, of_scores, of_models, of_training, of_networks, of_pages):
     assert not RESULTS.keys() & _room.RESULTS.keys()
     RESULTS |= _room.RESULTS
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import io
 import json
@@ -27,6 +28,9 @@ from fp4deploy.data.photos import usual_size
 from fp4deploy.data.volumes import nifti
 from fp4deploy.detection.decode import candidates, suppress
 from fp4deploy.detection.evaluation import DetectionEvaluation
+from fp4deploy.models import InstanceHead, ModelCard
+from fp4deploy.models.checkpoint import _signed_parts
+from fp4deploy.models.heads import ClassHead
 from fp4deploy.native.plan import Constant, Gpu, Plan
 from fp4deploy.native.replay import constant_bytes
 from fp4deploy.packed.graph import Layer, weight_names
@@ -37,6 +41,8 @@ from fp4deploy.predict.sources import find_sources
 from fp4deploy.predict.write import predict_files
 from fp4deploy.runs import Run
 from fp4deploy.serving import pipelines, repository
+from fp4deploy.system.files import digest_of
+from fp4deploy.tasks import TASKS
 from tests.contract.results.arguments import gathered, objects, picture, real
 from tests.contract.results.of_pages import in_a_folder
 from tests.contract.results.of_scores import HEADS, box_outputs
@@ -48,6 +54,7 @@ from tests.predict.pointwise import Pointwise, card
 from tests.volumes import write as write_nifti
 
 ORIENTATIONS = range(1, 9)
+CARD = ModelCard("fp16", 0.125, ("background", "c3", "c4"), 24, 40, (0.5,) * 3, (0.2,) * 3, True)
 
 
 def _encoded(form: str, orientation: int = 1, mode: str = "RGB") -> bytes:
@@ -202,25 +209,20 @@ def of_yolo(folder: Path) -> Any:
     return yolo.yolo_contents(folder)[0]
 
 
-def of_masks(folder: Path) -> Any:
-    _written(folder, *(f"images/{name}.png" for name in "abcd"))
-    for number, name in enumerate("abcd"):
-        (folder / "masks").mkdir(exist_ok=True)
-        Image.fromarray((255 * (objects() == 1 + number % 2)).astype(np.uint8)).save(
-            folder / "masks" / f"{name}_mask.png"
-        )
-    said: list[str] = []
-    import_folder(
-        None,
-        folder / "images",
-        folder / "masks",
-        folder / "out",
-        suffix="_mask",
-        val_share=0.25,
-        seed=2,
-        say=said.append,
-    )
-    return said, [open_dataset(folder / "out", split).load(0) for split in ("train", "val")]
+def of_masks(threshold: int | None, seed: int) -> Any:
+    """Two classes by threshold, of three values; or by 0 and 255."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        _written(folder, *(f"images/{name}.png" for name in "abcd"))
+        (folder / "masks").mkdir()
+        for number, name in enumerate("abcd"):
+            found = 255 * (objects() == 1 + number % 2)
+            values = found if threshold is None else found + 200 * (objects() == 4)
+            Image.fromarray(values.astype(np.uint8)).save(folder / "masks" / f"{name}_mask.png")
+        said: list[str] = []
+        options = {"suffix": "_mask", "val_share": 0.25, "seed": seed, "threshold": threshold, "say": said.append}
+        import_folder(None, folder / "images", folder / "masks", folder / "out", **options)  # type: ignore[arg-type]
+        return said, [open_dataset(folder / "out", split).load(0) for split in ("train", "val")]
 
 
 def read_back(folder: Path) -> Any:
@@ -312,6 +314,40 @@ def chosen(folder: Path) -> Any:
     return [[path.relative_to(folder).as_posix() for path in artefacts(run, gpu)] for gpu in (False, True)]
 
 
+def by_task(name: str) -> Any:
+    """What a task opens, of all classes and of some, how it augments, and what it scores of one set of outputs."""
+    task, classes = TASKS[name], ("background", "c4") if name != "classification" else ("b", "a")
+    head = {"instance": InstanceHead("centres", 2), "detection": HEADS[0], "classification": ClassHead("label", 2)}.get(name)
+    with tempfile.TemporaryDirectory() as folder:
+        root = dataset(Path(folder))
+        if name == "classification":
+            _written(root, "train/a/1.png", "train/b/2.png", "val/a/3.png", "val/b/4.png", "val/b/5.png")
+        own = dataclasses.replace(CARD, class_names=classes, task=cast(Any, name), head=head, background=name != "classification")
+        data, every = task.for_card(own, root), task.open(root, "val")
+        facts = {key: getattr(task, key) for key in ("name", "key", "metric", "per_class", "hub", "counts_objects", "at_input_size",
+                                                     "boxes", "whole_images", "unused")}  # fmt: skip
+        sample = data.load(1)
+        shown = [task.transform((24, 40))(sample, 0, 1), task.augmentation((24, 40), 3)(sample, 1, 1)]
+        evaluation = task.evaluation(data, own)
+        if name in ("semantic", "classification"):
+            shape = (2, 2, 24, 40) if name == "semantic" else (2, 2)
+            evaluation.update(real(*shape), torch.stack([task.transform((24, 40))(data.load(n), 0, n)[1] for n in (0, 1)]))
+        else:
+            outputs = box_outputs(head) if name == "detection" else real(own.channels, 24, 40, scale=2)
+            evaluation.update(outputs[None], torch.tensor([1]))
+        return facts, data.class_names, every.class_names, len(data), sample, shown, task.untiled(own), evaluation.compute()
+
+
+def signatures() -> Any:
+    """Digests of tensors and metadata that differ in one thing each; none of them is another's."""
+    x = torch.arange(6.0)
+    tensors = [{"a": x}, {"b": x}, {"a": x.view(2, 3)}, {"a": x.view(torch.int32)}, {"a": x, "c": x}, {"a": -x}, {"a": x.half()}]
+    metadata: list[dict[str, str]] = [{}, {"k": "v"}, {"k": "w"}, {"kv": ""}, {"k": "v", "l": "v"}]
+    found = [digest_of(_signed_parts(one, other)) for one in tensors for other in metadata]
+    assert len(set(found)) == len(found)
+    return found
+
+
 RESULTS: dict[str, Answer] = {
     "sources": in_a_folder(sources),
     "image files": in_a_folder(images),
@@ -322,11 +358,13 @@ RESULTS: dict[str, Answer] = {
     "described": in_a_folder(described),
     "imported": in_a_folder(imported),
     "yolo": in_a_folder(of_yolo),
-    "masks imported": in_a_folder(of_masks),
+    "masks imported": each(of_masks, (None, 200, 201, 255), (2, 3)),
     "label studio": lambda: coco_content(tasks(), lambda name: (8, 6)),
     "volumes read": in_a_folder(read_back),
     "stages timed": in_a_folder(timed),
     "boxes scored": gathered(HEADS, scored_boxes),
     "files predicted": in_a_folder(predicted_files),
     "artefacts chosen": in_a_folder(chosen),
+    "tasks": each(by_task, TASKS),
+    "signatures": signatures,
 }
