@@ -317,12 +317,16 @@ def chosen(folder: Path) -> Any:
 def by_task(name: str) -> Any:
     """What a task opens, of all classes and of some, how it augments, and what it scores of one set of outputs."""
     task, classes = TASKS[name], ("background", "c4") if name != "classification" else ("b", "a")
-    head = {"instance": InstanceHead("centres", 2), "detection": HEADS[0], "classification": ClassHead("label", 2)}.get(name)
+    head = {"instance": InstanceHead("centres", 2), "detection": HEADS[0], "classification": ClassHead("label", 2)}.get(
+        name
+    )
     with tempfile.TemporaryDirectory() as folder:
         root = dataset(Path(folder))
         if name == "classification":
             _written(root, "train/a/1.png", "train/b/2.png", "val/a/3.png", "val/b/4.png", "val/b/5.png")
-        own = dataclasses.replace(CARD, class_names=classes, task=cast(Any, name), head=head, background=name != "classification")
+        own = dataclasses.replace(
+            CARD, class_names=classes, task=cast(Any, name), head=head, background=name != "classification"
+        )
         data, every = task.for_card(own, root), task.open(root, "val")
         facts = {key: getattr(task, key) for key in ("name", "key", "metric", "per_class", "hub", "counts_objects", "at_input_size",
                                                      "boxes", "whole_images", "unused")}  # fmt: skip
@@ -331,17 +335,36 @@ def by_task(name: str) -> Any:
         evaluation = task.evaluation(data, own)
         if name in ("semantic", "classification"):
             shape = (2, 2, 24, 40) if name == "semantic" else (2, 2)
-            evaluation.update(real(*shape), torch.stack([task.transform((24, 40))(data.load(n), 0, n)[1] for n in (0, 1)]))
+            evaluation.update(
+                real(*shape), torch.stack([task.transform((24, 40))(data.load(n), 0, n)[1] for n in (0, 1)])
+            )
         else:
             outputs = box_outputs(head) if name == "detection" else real(own.channels, 24, 40, scale=2)
             evaluation.update(outputs[None], torch.tensor([1]))
-        return facts, data.class_names, every.class_names, len(data), sample, shown, task.untiled(own), evaluation.compute()
+        return (
+            facts,
+            data.class_names,
+            every.class_names,
+            len(data),
+            sample,
+            shown,
+            task.untiled(own),
+            evaluation.compute(),
+        )
 
 
 def signatures() -> Any:
     """Digests of tensors and metadata that differ in one thing each; none of them is another's."""
     x = torch.arange(6.0)
-    tensors = [{"a": x}, {"b": x}, {"a": x.view(2, 3)}, {"a": x.view(torch.int32)}, {"a": x, "c": x}, {"a": -x}, {"a": x.half()}]
+    tensors = [
+        {"a": x},
+        {"b": x},
+        {"a": x.view(2, 3)},
+        {"a": x.view(torch.int32)},
+        {"a": x, "c": x},
+        {"a": -x},
+        {"a": x.half()},
+    ]
     metadata: list[dict[str, str]] = [{}, {"k": "v"}, {"k": "w"}, {"kv": ""}, {"k": "v", "l": "v"}]
     found = [digest_of(_signed_parts(one, other)) for one in tensors for other in metadata]
     assert len(set(found)) == len(found)

@@ -203,7 +203,14 @@ def packed_twice(rest: str) -> Any:
         network = PackedNetwork(read_packed(path))
         graph = network.graph
         precisions = [(step.op, network.precision_of(step)) for step in graph.nodes]
-        return graph, network(BATCHES[0]), network.weights_bytes, precisions, network.file.weight_bytes, len(network.file.tensors)
+        return (
+            graph,
+            network(BATCHES[0]),
+            network.weights_bytes,
+            precisions,
+            network.file.weight_bytes,
+            len(network.file.tensors),
+        )
 
 
 RESULTS: dict[str, Answer] = {
