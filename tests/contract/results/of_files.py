@@ -16,6 +16,7 @@ from unittest import mock
 import numpy as np
 import onnx
 import torch
+from fp4deploy.cli.commands.stages.engine_formats import layers_in_fp8
 from onnx import helper
 from PIL import Image
 
@@ -24,6 +25,7 @@ from fp4deploy.data.images import ImageError, read_class_ids, read_image
 from fp4deploy.data.importing import yolo
 from fp4deploy.data.importing.anything import import_folder
 from fp4deploy.data.importing.label_studio import coco_content
+from fp4deploy.data.part import part_of, repeated
 from fp4deploy.data.photos import usual_size
 from fp4deploy.data.volumes import nifti
 from fp4deploy.detection.decode import candidates, suppress
@@ -314,6 +316,20 @@ def chosen(folder: Path) -> Any:
     return [[path.relative_to(folder).as_posix() for path in artefacts(run, gpu)] for gpu in (False, True)]
 
 
+def parts(folder: Path) -> Any:
+    """Parts of sets and sets several times over, of each kind of set."""
+    root = dataset(folder)
+    found = [open_dataset(root, "train"), open_instances(root, "val"), open_boxes(root, "val")]
+    made = [made for one in found for made in (part_of(one, 1), repeated(one, 2), part_of(repeated(one, 2), 3))]
+    return [(one.class_names, one.background, one.layout, len(one), one.load(len(one) - 1).name) for one in made]
+
+
+def in_eight_bits(int8: tuple[str, ...] | None, recipe: str) -> Any:
+    """What an engine multiplies in FP8 of a network, of which some layers are in INT8."""
+    own = dataclasses.replace(CARD, precision="nvfp4", recipe=recipe, int8=int8)
+    return [layers_in_fp8(own, target) for target in ("rtx sm120", "tensorrt sm100")]
+
+
 def by_task(name: str) -> Any:
     """What a task opens, of all classes and of some, how it augments, and what it scores of one set of outputs."""
     task, classes = TASKS[name], ("background", "c4") if name != "classification" else ("b", "a")
@@ -389,5 +405,7 @@ RESULTS: dict[str, Answer] = {
     "files predicted": in_a_folder(predicted_files),
     "artefacts chosen": in_a_folder(chosen),
     "tasks": each(by_task, TASKS),
+    "parts": in_a_folder(parts),
+    "in eight bits": each(in_eight_bits, (None, ("decoder.*",)), ("nvfp4_qat", "nvfp4_4o6_qat")),
     "signatures": signatures,
 }

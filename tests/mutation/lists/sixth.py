@@ -65,11 +65,6 @@ FAULTS: dict[str, Seeded] = {
         "return self.open(data, split, card.class_names)",
         "return self.open(data, split)",
     ),
-    "formats: NaN has codes in MXFP4": Seeded(
-        "fp4deploy/formats/mxfp4.py",
-        ".masked_fill_(scaled.isnan(), 0)\n        codes.append",
-        "\n        codes.append",
-    ),
     "graph: the inner replacement outlives the outer": Seeded(
         "fp4deploy/graph/replacement.py",
         "switch.replacements.pop()",
