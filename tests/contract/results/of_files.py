@@ -332,13 +332,16 @@ def in_eight_bits(int8: tuple[str, ...] | None, recipe: str) -> Any:
 
 def by_task(name: str) -> Any:
     """What a task opens, of all classes and of some, how it augments, and what it scores of one set of outputs."""
-    task, classes = TASKS[name], ("background", "c4") if name != "classification" else ("b", "a")
+    task, classes = TASKS[name], ("background", "c4", *(("c3",) if name == "detection" else ()))
+    classes = ("b", "a") if name == "classification" else classes
     head = {"instance": InstanceHead("centres", 2), "detection": HEADS[0], "classification": ClassHead("label", 2)}.get(
         name
     )
     with tempfile.TemporaryDirectory() as folder:
-        root = dataset(Path(folder))
-        if name == "classification":
+        root = Path(folder)
+        if name != "classification":
+            dataset(root)
+        else:
             _written(root, "train/a/1.png", "train/b/2.png", "val/a/3.png", "val/b/4.png", "val/b/5.png")
         own = dataclasses.replace(
             CARD, class_names=classes, task=cast(Any, name), head=head, background=name != "classification"

@@ -85,6 +85,7 @@ def scored() -> Any:
 
 def detailed(background: bool) -> Any:
     truth, found = classes(2, 40, 66), classes(2, 40, 66, seed=1, void=False)
+    truth[0, :34, :34] = 0
     truth[0, :32, :32] = 1  # as many pixels as a small object has not
     counted = detail.SegmentationDetail(("background", "b", "c", "d"), background)
     counted.update(found, truth)

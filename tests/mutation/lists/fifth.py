@@ -210,11 +210,6 @@ FAULTS: dict[str, Seeded] = {
         "ImageOps.exif_transpose(Image.open(io.BytesIO(content), formats=FORMATS)).convert",
         "Image.open(io.BytesIO(content), formats=FORMATS).convert",
     ),
-    "native: weights of 4/6 are decoded as others": Seeded(
-        "fp4deploy/native/replay.py",
-        "Nvfp4Tensor(codes, scales, amax, shape, node.e4m3_max)",
-        "Nvfp4Tensor(codes, scales, amax, shape)",
-    ),
     "graph: a layer that is called twice multiplies once": Seeded(
         "fp4deploy/graph/costs.py",
         "before.written + written, before.macs + macs",
