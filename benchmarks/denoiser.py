@@ -1,16 +1,19 @@
 """A small diffusion model of image crops in FP16, FP8 and NVFP4: how near the denoiser is, and what it samples.
 
     python benchmarks/denoiser.py --data DSB2018 --json benchmarks/results/denoiser_h200.json
+    python benchmarks/denoiser.py --data DSB2018 --network unet2d --json benchmarks/results/denoiser_unet2d_h200.json
 
-This project's UNet (first and output layer in high precision, as by default) learns to remove Gaussian noise of a level
-sigma from crops in [-1, 1], with the preconditioning of Karras et al., "Elucidating the Design Space of Diffusion-Based
-Generative Models", 2022; the level is a fourth channel. The FP32 network is trained once; then
+A network (first and output layer in high precision, as by default) learns to remove Gaussian noise of a level sigma
+from crops in [-1, 1], with the preconditioning of Karras et al., "Elucidating the Design Space of Diffusion-Based
+Generative Models", 2022; the level is a fourth channel. `unet` is this project's, `unet2d` the `UNet2DConditionModel`
+of diffusers, whose time step is the level. The FP32 network is trained once; then
 
 | form | what it is |
 |---|---|
 | FP32, FP16 | the network, and the same in FP16 |
 | FP8, NVFP4 | scales from a few noisy crops, no training (`fp8_qat`, `nvfp4_qat`); `NVFP4 GPTQ`: weights by GPTQ |
 | FP32 tuned, FP8 QAT, NVFP4 QAT | fine-tuned as long as each other, from the same network |
+| NVFP4 QAT, packed | the last as a packed file, by the packed runtime |
 
 and of each form:
 
@@ -20,50 +23,71 @@ and of each form:
 | psnr | of denoised crops to the clean ones, of each sigma, dB |
 | frechet | Frechet distance of 1024 samples (Heun's method, the same noise for each form) to held-out crops |
 
-The distance is of Gaussians fitted to simple features: means of patches and of magnitudes of gradients at three sizes.
-It ranks forms of one model; it is no FID, which needs a network of other weights. `real`: of training crops, the floor.
+The distance ranks forms of one model, and is no FID (`sample_quality`). `real`: of training crops, the floor.
+
+On a GPU `latency` has packed FP16 and NVFP4, as steps and compiled, beside all forms of torch's FP16 (`peers`), of
+`--latency` batches: milliseconds of one step of the denoiser, `best` form of torch and the packed networks' times over
+it, as `packed_latency.py` has them.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import itertools
 import json
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from peers import command, machine, origin
+from packed_latency import compare, no_gradients
+from peers import FORMS, Run, command, forward, machine, measured, origin
+from sample_quality import HIGH, LOW, SEED, Denoise, frechet, sampled
 from torch import nn
 
 import fp4deploy as fd
 from fp4deploy.data.images import read_image
+from fp4deploy.errors import Fp4DeployError
 from fp4deploy.models import build_unet
 from fp4deploy.models.volumes import NetworkInput
+from fp4deploy.packed.network import PackedNetwork
+from fp4deploy.packed.program import compile_program
+from fp4deploy.qat import quantized_layers
 
 DATA_STD = 0.5
-LOW, HIGH = 0.02, 20.0  # sigma
 SIGMAS = (0.1, 0.5, 2.0)  # of the columns
-SEED = 0
-Denoise = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Network = nn.Module | PackedNetwork
 
 
 class Denoiser(nn.Module):
-    """The network F of c_skip x + c_out F(c_in x, log(sigma) / 4)."""
+    """The network F of c_skip x + c_out F(c_in x, log(sigma) / 4): [N, 4, H, W] -> [N, 3, H, W].
 
-    def __init__(self, scale: float) -> None:
+    scale: of the width.
+    """
+
+    def __init__(self, network: str, scale: float) -> None:
         super().__init__()
-        self.unet = build_unet(3, scale, inputs=NetworkInput(4))
+        if network == "unet":
+            self.unet = build_unet(3, scale, inputs=NetworkInput(4))
+            return
+        from diffusers import UNet2DConditionModel
+
+        widths = [32 * max(1, round(8 * scale)) * each for each in (1, 2, 2)]  # in 32 groups
+        attention = {"down_block_types": ("DownBlock2D", "DownBlock2D", "AttnDownBlock2D"), "attention_head_dim": 32}
+        blocks = {**attention, "up_block_types": ("AttnUpBlock2D", "UpBlock2D", "UpBlock2D")}
+        self.unet = UNet2DConditionModel(
+            in_channels=3, out_channels=3, block_out_channels=widths, mid_block_type="UNetMidBlock2D", **blocks
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.unet(x)
-        return found
+        if not hasattr(self.unet, "time_embedding"):
+            return cast(torch.Tensor, self.unet(x))
+        step = 100 * x[:, 3, 0, 0]  # angles of the embedding that FP16 inputs still tell apart
+        return cast(torch.Tensor, self.unet(x[:, :3], step, None, return_dict=False)[0])
 
 
 def inputs_of(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
@@ -72,10 +96,14 @@ def inputs_of(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
     return torch.cat([x / (sigma**2 + DATA_STD**2).sqrt(), level], 1)
 
 
-def denoised(network: nn.Module, x: torch.Tensor, sigma: torch.Tensor, half: bool = False) -> torch.Tensor:
+def denoised(network: Network, x: torch.Tensor, sigma: torch.Tensor, half: bool = False) -> torch.Tensor:
     """Crops without noise, as far as the network knows them."""
-    with torch.autocast(x.device.type, torch.float16, enabled=half):
-        found = network(inputs_of(x, sigma))
+    read = inputs_of(x, sigma)
+    if isinstance(network, PackedNetwork):
+        found = cast(torch.Tensor, network(read.to(network.dtype)))
+    else:
+        with torch.autocast(x.device.type, torch.float16, enabled=half):
+            found = network(read)
     return combined(x, found.float(), sigma)
 
 
@@ -131,47 +159,7 @@ def train(network: nn.Module, data: torch.Tensor, steps: int, batch: int, lr: fl
     return network.eval()
 
 
-@torch.no_grad()
-def sampled(denoise: Denoise, count: int, size: int, steps: int, device: torch.device, batch: int) -> torch.Tensor:
-    """Samples by Heun's method, from noise that depends on their number alone."""
-    ramp = torch.linspace(0, 1, steps, device=device)
-    schedule = [*((HIGH ** (1 / 7) + ramp * (LOW ** (1 / 7) - HIGH ** (1 / 7))) ** 7).tolist(), 0.0]
-    generator, found = torch.Generator(device).manual_seed(SEED), []
-    for first in range(0, count, batch):
-        number = min(batch, count - first)
-        x = HIGH * torch.randn(number, 3, size, size, generator=generator, device=device)
-        for now, then in itertools.pairwise(schedule):
-            slope = (x - denoise(x, torch.full((number, 1, 1, 1), now, device=device))) / now
-            euler = x + (then - now) * slope
-            if then > 0:
-                other = (euler - denoise(euler, torch.full((number, 1, 1, 1), then, device=device))) / then
-                euler = x + (then - now) * (slope + other) / 2
-            x = euler
-        found.append(x.clamp(-1, 1))
-    return torch.cat(found)
-
-
-def features(x: torch.Tensor) -> torch.Tensor:
-    """[N, features]: means of patches and of magnitudes of gradients, at three sizes."""
-    grey = x.mean(1, keepdim=True)
-    edges = (grey.diff(dim=2)[..., :-1] ** 2 + grey.diff(dim=3)[:, :, :-1] ** 2).sqrt()
-    parts = [F.adaptive_avg_pool2d(x, 2), *(F.adaptive_avg_pool2d(each, 4) for each in (grey, edges))]
-    parts += [F.adaptive_avg_pool2d(F.avg_pool2d(grey, k).diff(dim=3).abs(), 2) for k in (2, 4, 8)]
-    return torch.cat([each.flatten(1) for each in parts], 1).double().cpu()
-
-
-def frechet(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Frechet distance of Gaussians fitted to the features of two sets of crops."""
-    (a, b), means, covariances = (features(one), features(other)), [], []
-    for each in (a, b):
-        means.append(each.mean(0))
-        covariances.append(each.T.cov())
-    eigenvalues = torch.linalg.eigvals(covariances[0] @ covariances[1]).real.clamp(min=0)
-    trace = covariances[0].trace() + covariances[1].trace() - 2 * eigenvalues.sqrt().sum()
-    return float(((means[0] - means[1]) ** 2).sum() + trace.clamp(min=0))
-
-
-def forms(base: nn.Module, data: torch.Tensor, tune: int, batch: int) -> Iterator[tuple[str, nn.Module, bool]]:
+def forms(base: nn.Module, data: torch.Tensor, tune: int, batch: int) -> Iterator[tuple[str, Network, bool]]:
     """Name, network, and whether it runs in FP16."""
     generator = torch.Generator(data.device).manual_seed(SEED + 1)
     seen = []
@@ -193,7 +181,36 @@ def forms(base: nn.Module, data: torch.Tensor, tune: int, batch: int) -> Iterato
     yield "NVFP4 GPTQ", gptq.eval(), True
     yield "FP32 tuned", train(copy.deepcopy(base), data, tune, batch, 1e-4), False
     for name, recipe in (("FP8 QAT", "fp8_qat"), ("NVFP4 QAT", "nvfp4_qat")):
-        yield name, train(prepared(recipe), data, tune, batch, 1e-4), True
+        tuned = train(prepared(recipe), data, tune, batch, 1e-4)
+        yield name, tuned, True
+    yield "NVFP4 QAT, packed", packed(tuned, seen[0][:2]), True
+
+
+def packed(network: nn.Module, example: torch.Tensor) -> PackedNetwork:
+    """A network as its packed file computes it, on the device of `example` [N, 4, H, W]."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = fd.pack(copy.deepcopy(network).cpu(), Path(folder) / "denoiser.fp4", example_inputs=example.cpu()).file
+    return PackedNetwork(file, example.device)
+
+
+def latency(base: nn.Module, networks: dict[str, PackedNetwork], x: torch.Tensor) -> dict[str, Any]:
+    """Milliseconds of one call on x: all forms of torch in FP16, and packed networks as steps and compiled."""
+    made: dict[str, Callable[[], Run]] = {f"fp16, {form}": partial(forward, base, form, x) for form in FORMS}
+    for name, network in networks.items():
+        made[f"packed {name}"] = partial(partial, network, x)
+        made[f"packed {name}, compiled"] = partial(_compiled, network, x)
+    row: dict[str, Any] = {"batch": len(x), "runs": {}}
+    for name, make in made.items():
+        try:
+            row["runs"][name] = measured(no_gradients(make()))
+        except Fp4DeployError as error:
+            row["runs"][name] = {"error": str(error)}
+    compare(row)
+    return row
+
+
+def _compiled(network: PackedNetwork, x: torch.Tensor) -> Run:
+    return partial(compile_program(network.file, [x]), x)
 
 
 def main() -> None:
@@ -201,12 +218,14 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder of images, DSB2018 or CamVid")
     parser.add_argument("--size", type=int, default=64)
     parser.add_argument("--crops", type=int, default=8192)
-    parser.add_argument("--scale", type=float, default=0.25, help="width of the UNet")
+    parser.add_argument("--network", choices=("unet", "unet2d"), default="unet")
+    parser.add_argument("--scale", type=float, default=0.25, help="width of the network")
     parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--tune", type=int, default=1500, help="steps of fine-tuning")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--samples", type=int, default=1024)
     parser.add_argument("--sampler-steps", type=int, default=24)
+    parser.add_argument("--latency", type=int, nargs="*", default=[1, 64], metavar="BATCH", help="on a GPU")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.manual_seed(SEED)
@@ -217,16 +236,32 @@ def main() -> None:
     fresh = crops(options.data, options.size, max(options.samples, options.batch), held_out=True).to(device)
     content["real"] = round(frechet(data[: options.samples], fresh), 5)
     start = time.perf_counter()
-    base = train(Denoiser(options.scale).to(device), data, options.steps, options.batch, 3e-4)
+    base = train(Denoiser(options.network, options.scale).to(device), data, options.steps, options.batch, 3e-4)
     content["train_seconds"] = round(time.perf_counter() - start, 1)
     content |= {"parameters": sum(each.numel() for each in base.parameters()), "crops": len(data)}
+    content["fp4_layers"] = len(quantized_layers(fd.prepare(copy.deepcopy(base))))
+
+    def keep() -> None:
+        if options.json:
+            options.json.write_text(json.dumps(content, indent=1) + "\n")
+
     exact: dict[float, torch.Tensor] = {}
     for name, network, half in forms(base, data, options.tune, options.batch):
         row = scored(partial(denoised, network, half=half), fresh, exact, options)
         content["rows"].append({"form": name, **row})
         print(json.dumps(content["rows"][-1]), flush=True)
-        if options.json:
-            options.json.write_text(json.dumps(content, indent=1) + "\n")
+        keep()
+    if device.type == "cpu":
+        return
+    networks = {
+        "nvfp4": cast(PackedNetwork, network),
+        "fp16": packed(base, inputs_of(data[:2], data.new_ones(2, 1, 1, 1))),
+    }
+    for batch in options.latency:
+        x = torch.randn(batch, 4, options.size, options.size, device=device, dtype=torch.float16)
+        content.setdefault("latency", []).append(latency(base, networks, x))
+        print(json.dumps(content["latency"][-1]), flush=True)
+        keep()
 
 
 @torch.no_grad()

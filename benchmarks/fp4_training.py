@@ -1,10 +1,11 @@
-"""Training through FP4 GEMMs beside their emulation and FP16: losses of 50 steps, time of a step, peak memory.
+"""Recipes that quantise gradients beside FP16: losses of 50 steps, time of a step, peak memory.
 
     python benchmarks/fp4_training.py --json benchmarks/results/fp4_training_h200.json
     python benchmarks/fp4_training.py --device cpu --scales 0.125 --recipes nvfp4_train --size 32 --batch 2
 
-The UNet on random images and masks that follow from them, FP16 autocast over FP32 weights (float32 on a CPU), the loss
-and the optimiser of `fp4deploy train`. All rows of a scale start from the same weights and see the same batches.
+The UNet on random images and masks that follow from them, FP16 autocast over FP32 weights (float32 on a CPU), the fused
+forward, the loss and the optimiser of `fp4deploy train`. All rows of a scale start from the same weights and see the
+same batches. A step is launched from Python, `ms`, and replayed as one CUDA graph, `graph_ms`.
 
 | row | forward, dgrad, wgrad of the quantised layers |
 |---|---|
@@ -19,18 +20,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from peers import machine
+from peers import captured, command, machine
 from torch import nn
 from training_step import median_ms
 
 from fp4deploy.models import build_unet
-from fp4deploy.qat import prepare, set_products
+from fp4deploy.qat import RECIPES, prepare, set_products
+from fp4deploy.qat.fused_unet import fuse_unet
 from fp4deploy.train.losses.segmentation import SegmentationLoss
 
 CLASSES, HEIGHT, WIDTH = 4, 352, 480
@@ -50,11 +51,13 @@ def batches(device: str, batch: int, size: tuple[int, int], count: int) -> list[
 
 def trainer(model: nn.Module, device: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """One training step of `model`; returns the loss."""
-    loss_of, optimizer = SegmentationLoss(), torch.optim.AdamW(model.parameters(), 1e-3)
-    scaler = torch.amp.GradScaler(device, enabled=device == "cuda")
+    loss_of = SegmentationLoss()
+    on_gpu = device == "cuda"
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=on_gpu, capturable=on_gpu)
+    scaler = torch.amp.GradScaler(device, enabled=on_gpu)
 
     def step(images: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(device, dtype=torch.float16, enabled=device == "cuda"):
+        with torch.autocast(device, dtype=torch.float16, enabled=on_gpu):
             logits = model(images)
         loss = loss_of(logits, masks)
         scaler.scale(loss).backward()
@@ -68,31 +71,50 @@ def trainer(model: nn.Module, device: str) -> Callable[[torch.Tensor, torch.Tens
     return step
 
 
-def measure(scale: float, recipe: str | None, products: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One row."""
-    device, size = arguments.device, (arguments.size or HEIGHT, arguments.size or WIDTH)
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def started(scale: float, recipe: str | None, products: str, device: str) -> Callable[[Batch], torch.Tensor]:
+    """A step of a new model."""
     torch.manual_seed(0)
     model: nn.Module = build_unet(CLASSES, scale)
     if recipe:
         set_products(prepare(model, recipe), products)
-    model = model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model = fuse_unet(model.to(device, memory_format=torch.channels_last).train())  # type: ignore[call-overload]
+    run = trainer(model, device)
+    torch.manual_seed(2)  # of stochastic rounding
+    return lambda batch: run(*batch)
+
+
+def measure(scale: float, recipe: str | None, products: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """One row."""
+    device, size = arguments.device, (arguments.size or HEIGHT, arguments.size or WIDTH)
     data = [
         (images.contiguous(memory_format=torch.channels_last), masks)
         for images, masks in batches(device, arguments.batch, size, 8)
     ]
-    step = trainer(model, device)
-    torch.manual_seed(2)  # of stochastic rounding
-    losses = torch.stack([step(*data[at % len(data)]) for at in range(arguments.steps)]).tolist()
+    step = started(scale, recipe, products, device)
+    losses = torch.stack([step(data[at % len(data)]) for at in range(arguments.steps)]).tolist()
     row: dict[str, Any] = {"scale": scale, "recipe": recipe, "products": products if recipe else "fp16"}
     row["losses"] = [round(value, 5) for value in losses]
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        step(*data[0])
+        step(data[0])
         torch.cuda.synchronize()
         row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-        row["ms"] = median_ms(lambda: step(*data[0]), arguments.repeats, 2)
+        row["ms"] = median_ms(lambda: step(data[0]), arguments.repeats, 2)
+        row |= graphed(lambda: step(data[0]), arguments.repeats)
     return row
+
+
+def graphed(step: Callable[[], torch.Tensor], repeats: int) -> dict[str, Any]:
+    """The step as a CUDA graph, or why there is none."""
+    try:
+        return {"graph_ms": median_ms(captured(step), repeats, 2)}
+    except Exception as error:
+        torch.cuda.synchronize()
+        return {"graph_error": f"{type(error).__name__}: {error}"[:200]}
 
 
 def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -125,15 +147,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--scales", type=float, nargs="+", default=[0.25, 1.0])
-    parser.add_argument("--recipes", nargs="+", default=["nvfp4_train", "tetrajet"])
+    both_ways = [name for name, recipe in RECIPES.items() if not recipe.straight_through]
+    parser.add_argument("--recipes", nargs="+", default=both_ways)
+    parser.add_argument("--fp4", nargs="*", default=["nvfp4_train"], help="recipes with packed FP4 operands as well")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--size", type=int, help=f"square images of this size; default {HEIGHT} x {WIDTH}")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    torch.backends.cudnn.benchmark = True
     cases: list[tuple[str | None, str]] = [(None, "fp16")]
-    cases += [(recipe, products) for recipe in arguments.recipes for products in ("fp4", "emulated")]
+    cases += [(recipe, "emulated") for recipe in arguments.recipes]
+    cases += [(recipe, "fp4") for recipe in arguments.fp4 if recipe in arguments.recipes]
     rows: list[dict[str, Any]] = []
     for scale in arguments.scales:
         for recipe, products in cases:
@@ -147,7 +173,7 @@ def main() -> None:
             rows.append(row)
             told = row.get("error") or (
                 f"loss {row['losses'][0]:.4f} -> {row['losses'][-1]:.4f}  "
-                f"{row.get('ms', float('nan')):8.2f} ms  peak {row.get('peak_gb', float('nan')):6.2f} GB"
+                + ", ".join(f"{key} {row[key]:.2f}" for key in ("ms", "graph_ms", "peak_gb") if key in row)
             )
             print(f"scale {scale:5} {recipe or '-':16s} {row['products']:9s} {told}", flush=True)
             if arguments.json:
@@ -160,8 +186,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
     """After every row: a run that is stopped keeps what it has."""
     path.parent.mkdir(parents=True, exist_ok=True)
     where = machine() if torch.cuda.is_available() else {"gpu": None, "torch": torch.__version__}
-    command = " ".join(["python benchmarks/fp4_training.py", *sys.argv[1:]])
-    report = {"command": command, "machine": where, "rows": rows}
+    report = {"command": command(), "machine": where, "rows": rows}
     path.write_text(json.dumps(report | {"fp4_beside_emulated": compare(rows)}, indent=1) + "\n")
 
 

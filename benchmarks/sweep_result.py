@@ -54,7 +54,7 @@ def gather(folder: Path, curves: bool = False) -> dict[str, Any]:
             for key in OF_THE_MACHINE:
                 run.pop(key, None)
         for run in finished:
-            lines = _epochs(folder / run["path"] / row["model"] / "metrics.jsonl")
+            lines = epochs(folder / run["path"] / row["model"] / "metrics.jsonl")
             best = next(line for line in lines if line["epoch"] == run["best_epoch"])
             run |= {key: best[key] for key in MORE if key in best}
             if curves:
@@ -71,7 +71,8 @@ def _is_done(run: dict[str, Any]) -> bool:
     return bool(run["status"] == "done")
 
 
-def _epochs(metrics: Path) -> list[dict[str, Any]]:
+def epochs(metrics: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl."""
     return [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
 
 

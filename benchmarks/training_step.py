@@ -64,12 +64,15 @@ def make_step(
     batch: int = BATCH,
     compiled_loss: bool = False,
     autocast: str = "fp16",
+    size: Sequence[int] = (HEIGHT, WIDTH),
+    channels: int = 3,
+    classes: int = CLASSES,
 ) -> Callable[[], None]:
-    """A whole training step of `model` on one random batch, where its parameters are."""
+    """A whole training step of `model` on one random batch of images or volumes, where its parameters are."""
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(0)
-    images = torch.randn(batch, 3, HEIGHT, WIDTH, device=device, generator=generator).to(memory_format=layout)
-    masks = torch.randint(0, CLASSES, (batch, HEIGHT, WIDTH), device=device, generator=generator)
+    images = torch.randn(batch, channels, *size, device=device, generator=generator).to(memory_format=layout)
+    masks = torch.randint(0, classes, (batch, *size), device=device, generator=generator)
     loss: Any = torch.compile(SegmentationLoss().of) if compiled_loss else SegmentationLoss()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True, capturable=device.type == "cuda")
     scaler = torch.amp.GradScaler(device.type, enabled=autocast == "fp16")

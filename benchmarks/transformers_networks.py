@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-Inputs = dict[str, torch.Tensor]
+Inputs = dict[str, Any]  # tensors, or dicts of them
 TOKENS = 96  # of a vocabulary
 LENGTH = 24  # of a text
 TEXT = {
@@ -65,9 +65,16 @@ def described() -> Inputs:
 
 
 def latents() -> Inputs:
-    """What a denoising UNet reads: noise, its time step, a text of 8 tokens."""
-    steps = torch.tensor([10, 500])
-    return {"sample": torch.randn(2, 4, 16, 16), "timestep": steps, "encoder_hidden_states": torch.randn(2, 8, 32)}
+    """What a denoising UNet reads: noise, its time step, a text of 8 tokens, its embedding, sizes of the image."""
+    more = {"text_embeds": torch.randn(2, 16), "time_ids": torch.randint(0, 64, (2, 6)).float()}
+    step = {"sample": torch.randn(2, 4, 16, 16), "timestep": torch.tensor([10, 500])}
+    return {**step, "encoder_hidden_states": torch.randn(2, 8, 32), "added_cond_kwargs": more}
+
+
+def prompted() -> Inputs:
+    """What Stable Diffusion 3 reads: noise, a text of 8 tokens and its embedding, the time step."""
+    text = {"encoder_hidden_states": torch.randn(2, 8, 32), "pooled_projections": torch.randn(2, 16)}
+    return {"hidden_states": torch.randn(2, 4, 16, 16), **text, "timestep": torch.tensor([10, 500])}
 
 
 def joined() -> Inputs:
@@ -116,11 +123,13 @@ NETWORKS: dict[str, Network] = {
         "diffusers", "models.transformers.transformer_flux.FluxTransformerBlock", "",
         {"dim": 64, "num_attention_heads": 4, "attention_head_dim": 16}, joined,
     ),
-    "unet2d": Network(
+    "unet2d": Network(  # as of SDXL
         "diffusers", "UNet2DConditionModel", "",
         {"sample_size": 16, "block_out_channels": (32, 64), "layers_per_block": 1, "cross_attention_dim": 32,
-         "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-         "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"), "attention_head_dim": 8, "norm_num_groups": 8},
+         "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"), "norm_num_groups": 8,
+         "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"), "attention_head_dim": (2, 4),  # which is how many heads
+         "use_linear_projection": True,
+         "addition_embed_type": "text_time", "addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 64},
         latents,
     ),
     "gemma3": Network(
@@ -168,6 +177,24 @@ NETWORKS: dict[str, Network] = {
         "transformers", "SwinForImageClassification", "SwinConfig",
         {"embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4, "image_size": 32, "patch_size": 2,
          "num_labels": 10}, pixels,
+    ),
+    "modernbert": Network(
+        "transformers", "ModernBertForSequenceClassification", "ModernBertConfig",
+        {**TEXT, "num_labels": 3, "local_attention": 8, "global_attn_every_n_layers": 2}, masked,
+    ),
+    "wav2vec2": Network(
+        "transformers", "Wav2Vec2ForCTC", "Wav2Vec2Config",
+        {"vocab_size": 32, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "intermediate_size": 128, "conv_dim": (32, 32), "conv_kernel": (10, 3), "conv_stride": (5, 2),
+         "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4,
+         "mask_time_prob": 0.0},
+        lambda: {"input_values": torch.randn(2, 400)},
+    ),
+    "sd3": Network(
+        "diffusers", "SD3Transformer2DModel", "",
+        {"sample_size": 16, "in_channels": 4, "num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 4,
+         "joint_attention_dim": 32, "caption_projection_dim": 64, "pooled_projection_dim": 16, "pos_embed_max_size": 16,
+         "out_channels": 4}, prompted,
     ),
     "vae": Network(
         "diffusers", "AutoencoderKL", "",

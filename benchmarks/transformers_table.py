@@ -33,7 +33,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -75,9 +75,6 @@ def measure(name: str, engine: bool = False) -> dict[str, Any]:
         return row
     _stage(row, "train", lambda: _train(model, inputs))
     model.eval()
-    if experts_of(model):  # one product of all chosen experts has no loop that depends on values
-        cast(Any, model).set_experts_implementation("batched_mm")
-        fd.calibrate(model, inputs)
     with tempfile.TemporaryDirectory() as folder:
         onnx, packed = Path(folder) / "model.onnx", Path(folder) / "model.fp4"
         if _stage(row, "export", lambda: _export(model, inputs, onnx)) is not None:
@@ -214,9 +211,10 @@ def main() -> None:
     parser.add_argument("--engine", action="store_true", help="build engines, where TensorRT-RTX is installed")
     parser.add_argument("--json", type=Path, help="write the rows here")
     options = parser.parse_args()
+    given = [each for each in sys.argv[1:] if each not in ("--json", str(options.json))]
     table: dict[str, Any] = {
         "benchmark": "transformers_table",
-        "command": " ".join(["python -m benchmarks.transformers_table", *sys.argv[1:]]),
+        "command": " ".join(["python -m benchmarks.transformers_table", *given]),
         "commit": _commit(),
         "date": datetime.now(UTC).date().isoformat(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, no GPU used",

@@ -24,7 +24,18 @@ import jinja2
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for docs and tools
-from docs.tables import accuracy, engines, kernels, names, networks, packed, picture, results, training  # noqa: E402
+from docs.tables import (  # noqa: E402
+    accuracy,
+    engines,
+    kernels,
+    names,
+    networks,
+    packed,
+    picture,
+    results,
+    studies,
+    training,
+)
 from docs.tables.accuracy import ABLATION as ABLATION  # noqa: E402
 from docs.tables.results import as_of, document, points, result  # noqa: E402
 
@@ -65,15 +76,16 @@ FIGURES: dict[str, Callable[..., Any]] = {
         kernels.wgmma_share, kernels.triton_share,
         packed.cpu_slowest, packed.input_encoding_cost, packed.packed_fp16_over_nvfp4,
         packed.packed_networks_ratios, packed.packed_ratio, packed.packed_volumes_ratio, picture.digits_below,
-        picture.largest_loss, picture.qat_over_calibrated, training.captured_recipe, training.first_steps,
-        training.fp4_over_best, training.fused_losses, training.loading_rates, training.over_bound,
-        training.recipe_ratios, training.step_images_per_s, training.step_ratio,
+        picture.digits_trained, picture.largest_loss, picture.qat_over_calibrated, studies.published_folds,
+        training.captured_recipe, training.first_steps, training.fp4_over_best, training.fused_losses,
+        training.loading_rates, training.over_bound, training.recipe_ratios, training.step_images_per_s,
+        training.step_ratio,
     )
 }  # fmt: skip
 TEXTS: dict[str, Callable[..., str]] = {"commands": commands, "public_names": names.public_names}
 TABLES: dict[str, Callable[..., str]] = {
     name: function
-    for module in (accuracy, engines, kernels, names, networks, packed, picture, training)
+    for module in (accuracy, engines, kernels, names, networks, packed, picture, studies, training)
     for name, function in inspect.getmembers(module, inspect.isfunction)
     if function.__module__ == module.__name__ and not name.startswith("_") and name not in FIGURES | TEXTS
 }

@@ -10,13 +10,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from datetime import date
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +50,12 @@ class Settings:
 
 @dataclass(frozen=True)
 class Result:
-    """One run: test accuracy in percent, mean loss of the last epoch, seconds."""
+    """One run: test accuracy in percent, mean loss of the last epoch, seconds; the mean loss of every epoch."""
 
     accuracy: float
     loss: float
     seconds: float
+    losses: list[float] = field(default_factory=list)
 
 
 @cache
@@ -68,8 +74,8 @@ def split() -> Split:
     return images[train], labels[train], images[test], labels[test]
 
 
-def train(model: nn.Module, settings: Settings, seed: int, steps: int | None = None) -> float:
-    """Train in place on whole batches, in an order that depends on the seed alone; the mean loss of the last epoch."""
+def train(model: nn.Module, settings: Settings, seed: int, steps: int | None = None) -> list[float]:
+    """Train in place on whole batches, in an order that depends on the seed alone; the mean loss of every epoch."""
     images, labels, _, _ = split()
     order = torch.Generator().manual_seed(seed)
     per_epoch = len(labels) // settings.batch
@@ -89,7 +95,7 @@ def train(model: nn.Module, settings: Settings, seed: int, steps: int | None = N
             losses.append(loss.item())
             if len(losses) == total:
                 break
-    return statistics.fmean(losses[-per_epoch:])
+    return [statistics.fmean(losses[at : at + per_epoch]) for at in range(0, total, per_epoch)]
 
 
 @torch.no_grad()
@@ -107,8 +113,8 @@ def run(build: Callable[[], nn.Module], recipe: str, settings: Settings, seed: i
         prepare(model, recipe, include=["*"] if all_layers else None)
     torch.manual_seed(seed)  # stochastic rounding draws from here; the order of the data does not
     start = time.perf_counter()
-    loss = train(model, settings, seed)
-    return Result(accuracy(model), loss, time.perf_counter() - start)
+    losses = train(model, settings, seed)
+    return Result(accuracy(model), losses[-1], time.perf_counter() - start, losses)
 
 
 def table(results: dict[str, list[Result]]) -> str:
@@ -138,17 +144,27 @@ def main(name: str, build: Callable[[], nn.Module], defaults: Settings, argv: li
     torch.set_num_threads(1)  # tensors this small lose more to handing work over than they gain
     settings = Settings(**asdict(defaults) | {"epochs": arguments.epochs})
     results: dict[str, list[Result]] = {recipe: [] for recipe in [FP32, *arguments.recipes]}
-    for seed in range(arguments.seeds):
-        for recipe, rows in results.items():
-            rows.append(run(build, recipe, settings, seed, arguments.all_layers))
-            print(f"seed {seed}  {recipe:26s} {rows[-1].accuracy:6.2f}  {rows[-1].seconds:5.1f} s", flush=True)
+    order = [(recipe, seed) for seed in range(arguments.seeds) for recipe in results]
+    job = partial(_job, build, settings, arguments.all_layers)
+    with ExitStack() as stack:
+        spawned = {"mp_context": get_context("spawn"), "initializer": torch.set_num_threads, "initargs": (1,)}
+        pool = arguments.jobs > 1 and stack.enter_context(ProcessPoolExecutor(arguments.jobs, **spawned))
+        for (recipe, seed), found in zip(order, pool.map(job, order) if pool else map(job, order), strict=True):
+            results[recipe].append(found)
+            print(f"seed {seed}  {recipe:26s} {found.accuracy:6.2f}  {found.seconds:5.1f} s", flush=True)
     layers = quantized_names(build, arguments.all_layers)
     images = split()
     print(f"\nQuantised: {', '.join(layers)}. {len(images[1])} training and {len(images[3])} test images, ", end="")
     print(f"{settings.epochs} epochs, seeds 0 to {arguments.seeds - 1}.\n\n{table(results)}")
     if arguments.json:
-        command = f"python examples/{name}_digits.py" + (" --all-layers" if arguments.all_layers else "")
-        _write(arguments.json, command, settings, layers, results)
+        given = [each for each in argv or sys.argv[1:] if each not in ("--json", str(arguments.json))]
+        _write(arguments.json, shlex.join(["python", f"examples/{name}_digits.py", *given]), settings, layers, results)
+
+
+def _job(build: Callable[[], nn.Module], settings: Settings, all_layers: bool, which: tuple[str, int]) -> Result:
+    """One run, of a recipe and a seed; the same in any process, since it draws from its seed alone."""
+    recipe, seed = which
+    return run(build, recipe, settings, seed, all_layers)
 
 
 def quantized_names(build: Callable[[], nn.Module], all_layers: bool) -> list[str]:
@@ -162,10 +178,11 @@ def _parse(name: str, defaults: Settings, argv: list[str] | None) -> argparse.Na
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=list(RECIPES), metavar="RECIPE")
     parser.add_argument("--epochs", type=int, default=defaults.epochs, help=f"default {defaults.epochs}")
     parser.add_argument("--all-layers", action="store_true", help="quantise the first and the last layer as well")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each a process of one thread (default 1)")
     parser.add_argument("--json", type=Path, help="write every run to this file")
     arguments = parser.parse_args(argv)
-    if arguments.seeds < 1 or arguments.epochs < 1:
-        parser.error("--seeds and --epochs start at 1")
+    if min(arguments.seeds, arguments.epochs, arguments.jobs) < 1:
+        parser.error("--seeds, --epochs and --jobs start at 1")
     return arguments
 
 

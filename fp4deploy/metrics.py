@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -30,11 +30,15 @@ from fp4deploy.data.sample import IGNORE
 
 @dataclass(frozen=True)
 class Scores:
-    """mIoU and pixel accuracy in [0, 1]; `per_class` holds None for a class that never occurred."""
+    """mIoU and pixel accuracy in [0, 1]; `per_class` holds None for a class that never occurred.
+
+    auprc: mean `average_precision` of the classes but the background, where it was asked for.
+    """
 
     miou: float
     per_class: dict[str, float | None]
     pixel_accuracy: float
+    auprc: float | None = field(default=None, kw_only=True)
 
     @property
     def score(self) -> float:
@@ -43,11 +47,12 @@ class Scores:
 
     def line(self) -> dict[str, Any]:
         """For metrics.jsonl."""
-        return {"miou": self.miou, "per_class": self.per_class}
+        measured = {} if self.auprc is None else {"auprc": self.auprc}
+        return {"miou": self.miou, "per_class": self.per_class, **measured}
 
     def text(self) -> str:
         """For a person."""
-        return f"mIoU {100 * self.miou:.2f} %"
+        return f"mIoU {100 * self.miou:.2f} %" + ("" if self.auprc is None else f", AUPRC {100 * self.auprc:.2f} %")
 
     def to_json(self) -> dict[str, Any]:
         """For a JSON file; NaN becomes None."""
@@ -113,6 +118,31 @@ class LabelScores:
     def to_json(self) -> dict[str, Any]:
         """For a JSON file; NaN becomes None."""
         return {"top1": self.top1 if math.isfinite(self.top1) else None}
+
+
+def average_precision(scores: torch.Tensor, truth: torch.Tensor) -> float | None:
+    """Area under the precision-recall curve: the precision at each distinct score, weighted by the step of the recall.
+
+    As scikit-learn's `average_precision_score`, on the device of the scores.
+
+    Args:
+        scores: [N], any float dtype; the larger, the more likely.
+        truth: bool [N].
+
+    Returns:
+        In [0, 1]; None where nothing is true.
+
+    >>> average_precision(torch.tensor([0.9, 0.6, 0.6, 0.1]), torch.tensor([True, False, True, False]))
+    0.8333333333333333
+    """
+    scores, order = scores.sort(descending=True)
+    hits = truth[order].cumsum(0)
+    last = torch.cat([scores[1:] != scores[:-1], scores.new_ones(1, dtype=torch.bool)[: len(scores)]])
+    hits, seen = hits[last], last.nonzero().flatten() + 1
+    if not len(hits) or not hits[-1]:
+        return None
+    steps = hits.diff(prepend=hits.new_zeros(1)).double() / hits[-1]
+    return float((hits.double() / seen * steps).sum())
 
 
 def _mean_of(values: Mapping[str, float | None]) -> float | None:

@@ -27,12 +27,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from fp4deploy.errors import InputError
 from fp4deploy.runs import Run, is_first_process, run_of
 from fp4deploy.system.files import TEMPORARY, append_line, digest_of, file_digest
-from fp4deploy.system.schema import MAX_BYTES, Name, whole_lines
+from fp4deploy.system.schema import MAX_BYTES, Name, records, whole_lines
 
 FILE = "provenance.jsonl"
 Stage = Literal["train", "quantize", "import-modelopt", "export", "build"]
@@ -102,11 +102,7 @@ def links(run: Run) -> list[Link]:
     At most `MAX_LINKS`, those that were written last.
     """
     found: dict[str, Link] = {}
-    for line in whole_lines(run.path / FILE, MAX_BYTES):
-        try:
-            link = Link.model_validate(line)
-        except ValidationError:
-            continue
+    for link in records(Link, whole_lines(run.path / FILE, MAX_BYTES)):
         found.pop(link.path, None)
         found[link.path] = link
     return sorted(list(found.values())[-MAX_LINKS:], key=lambda link: STAGES.index(link.stage))

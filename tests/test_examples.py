@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import math
+import pickle
 import re
 import runpy
 import sys
@@ -97,17 +99,37 @@ def result(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("script", "recipes"),
-    [("vit_digits", ["mx_baseline", "nvfp4_train"]), ("conv_digits", ["tetrajet", "nvfp4_qat"])],
+    ("script", "jobs", "recipes"),
+    [("vit_digits", "1", ["mx_baseline", "nvfp4_train"]), ("conv_digits", "3", ["tetrajet", "nvfp4_qat"])],
 )
 def test_digits_trains_every_recipe_asked_for(
-    command: Command, tmp_path: Path, script: str, recipes: list[str]
+    command: Command, tmp_path: Path, script: str, jobs: str, recipes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs_digits()
-    file = tmp_path / "runs.json"
-    out = command(f"examples/{script}.py", "--seeds", "1", "--epochs", "1", "--json", str(file), "--recipes", *recipes)
+    import digits
+
+    pools: list[int] = []
+
+    class Pool(contextlib.AbstractContextManager["Pool"]):
+        """What a process of another interpreter is given, run here."""
+
+        def __init__(self, jobs: int, **_: Any) -> None:
+            pools.append(jobs)
+
+        def map(self, job: Callable[[Any], Any], items: list[Any]) -> Iterator[Any]:
+            return (pickle.loads(pickle.dumps(job))(item) for item in items)
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(digits, "ProcessPoolExecutor", Pool)
+    file, options = tmp_path / "runs.json", ["--seeds", "1", "--epochs", "1", "--jobs", jobs, "--recipes", *recipes]
+    out = command(f"examples/{script}.py", *options, "--json", str(file))
+    assert pools == [int(jobs)] * (jobs != "1")
     assert [row[0] for row in markdown_rows(out)[2:]] == ["fp32", *recipes]
-    runs = json.loads(file.read_text())["runs"]
+    content = json.loads(file.read_text())
+    assert content["command"] == " ".join(["python", f"examples/{script}.py", *options])
+    runs = content["runs"]
     assert list(runs) == ["fp32", *recipes]
     for rows in runs.values():
         assert len(rows) == 1
@@ -136,7 +158,7 @@ def test_training_depends_on_the_seed_alone(monkeypatch: pytest.MonkeyPatch) -> 
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     original = digits.train
 
-    def train(model: torch.nn.Module, settings: Any, seed: int, steps: int | None = None) -> float:
+    def train(model: torch.nn.Module, settings: Any, seed: int, steps: int | None = None) -> list[float]:
         model.stem.register_forward_pre_hook(
             lambda layer, inputs: seen.append((inputs[0].detach().clone(), layer.weight.detach().clone()))
         )
@@ -252,9 +274,10 @@ def test_the_digits_tables_are_those_of_the_runs(name: str) -> None:
 
     content = result(f"digits_{name}_cpu.json")
     runs = {recipe: [Result(**row) for row in rows] for recipe, rows in content["runs"].items()}
-    said = re.search(r"with every recipe, the transformer not with .*? would be", doc("recipes.md"), re.DOTALL)
+    trained = {"conv": "The convolutional network was", "vit": "the transformer"}[name]
+    said = re.search(rf"{trained}(?: trained)? with <!--= .*? -->every recipe(.*?)<!--/-->", doc("recipes.md"))
     assert said
-    left_out = re.findall(r"`(\w+)`", said[0]) if name == "vit" else []
+    left_out = re.findall(r"`(\w+)`", said[1])
     assert set(runs) == {"fp32", *RECIPES} - set(left_out)
     assert {len(rows) for rows in runs.values()} == {5}
     assert_shown(table(runs), doc("recipes.md"))
@@ -312,3 +335,15 @@ def test_trainers_of_fp32_and_fp4_differ_by_two_lines(command: Command) -> None:
     assert not [line for line in texts[0] if line not in texts[1]]
     printed = command("examples/trainer_fp4.py", "--steps", "4")
     assert 0 <= float(re.findall(r"accuracy (\d\.\d{3})", printed)[-1]) <= 1
+
+
+def test_digits_are_folders_for_a_sweep_of_every_recipe(tmp_path: Path, command: Command) -> None:
+    needs_digits()
+    from fp4deploy.experiments.sweep.spec import load_sweep
+
+    command("examples/digits_folders.py", str(tmp_path))
+    assert [len([*tmp_path.glob(f"{part}/*/*.png")]) for part in ("train", "val")] == [1347, 450]
+    sweep = load_sweep(ROOT / "configs" / "sweep_digits.yaml")
+    assert {"fp16", *RECIPES} == {variant.name for variant in sweep.variants}
+    assert all(sweep.config(each, 0).recipe == each.name for each in sweep.variants if each.name in RECIPES)
+    assert len(sweep.seeds) == 5

@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from fp4deploy.metrics import IGNORE, LabelScore, Scores, SegmentationScore, VolumeScores, hausdorff95
+from fp4deploy.metrics import (
+    IGNORE,
+    LabelScore,
+    Scores,
+    SegmentationScore,
+    VolumeScores,
+    average_precision,
+    hausdorff95,
+)
+from fp4deploy.tasks.images import ClassEvaluation
 from fp4deploy.tasks.volumes import VolumeEvaluation
 
 NAMES = ("a", "b", "c")
@@ -142,3 +151,29 @@ def test_images_of_one_class_each_by_hand() -> None:
     assert found.per_class == {"a": 1.0, "b": pytest.approx(1 / 3), "c": None}
     assert found.top1 == found.score == pytest.approx(3 / 5)
     assert math.isnan(LabelScore("ab").compute().top1)
+
+
+def test_the_area_under_the_curve_is_scikit_learns_over_all_labelled_pixels() -> None:
+    """Of two batches at once, with ties, an absent class and a background that is not counted."""
+    metrics = pytest.importorskip("sklearn.metrics", exc_type=ImportError)
+    generator = torch.Generator().manual_seed(0)
+    outputs = torch.randint(-3, 4, (4, 4, 5, 6), generator=generator).float()
+    labels = torch.randint(0, 3, (4, 5, 6), generator=generator)
+    labels[0, :2] = IGNORE
+    evaluation = ClassEvaluation(SegmentationScore(4, "abcd"), background=1)
+    evaluation.curves = True
+    for batch in range(0, 4, 2):
+        evaluation.update(outputs[batch : batch + 2], labels[batch : batch + 2])
+    scores = evaluation.compute()
+    assert isinstance(scores, Scores)
+    probabilities = outputs.softmax(1).movedim(1, -1)[labels != IGNORE]
+    truth = labels[labels != IGNORE]
+    expected = [metrics.average_precision_score(truth == each, probabilities[:, each]) for each in (1, 2)]
+    assert scores.auprc == pytest.approx(sum(expected) / 2, abs=1e-12)
+    assert scores.line()["auprc"] == scores.auprc
+    assert "AUPRC" in scores.text()
+
+
+def test_without_a_positive_there_is_no_area() -> None:
+    assert average_precision(torch.zeros(3), torch.zeros(3, dtype=torch.bool)) is None
+    assert average_precision(torch.zeros(0), torch.zeros(0, dtype=torch.bool)) is None

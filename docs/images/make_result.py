@@ -16,7 +16,6 @@ import matplotlib
 from matplotlib import pyplot as plt
 from PIL import Image
 
-from fp4deploy.report.figures.instance_overlays import draw_instance_overlays
 from fp4deploy.report.figures.overlays import draw_overlays
 from fp4deploy.runs import Run
 
@@ -34,8 +33,7 @@ def main() -> None:
     matplotlib.use("Agg")
     checkpoints = [arguments.run / model / "best.safetensors" for model in ("fp16", "nvfp4")]
     metric, scores = best(arguments.run)
-    draw = draw_instance_overlays if metric == "ap" else draw_overlays
-    overlays = draw(*checkpoints, arguments.data)[-arguments.rows :]
+    overlays = draw_overlays(*checkpoints, arguments.data)[-arguments.rows :]
     sizes = [Run(arguments.run).exported(model, ".fp4").stat().st_size / 1e6 for model in ("fp16", "nvfp4")]
     titles = {"image": "image", "truth": "annotation", "difference": "difference in red"}
     for label, size, score in zip(("FP16", "NVFP4"), sizes, scores, strict=True):

@@ -193,11 +193,11 @@ def fuzzed_networks(name: str = "fuzz_networks_cpu") -> str:
     return markdown(["outcome", "networks"], [*rows, ["all", f"{found['networks']:,}"]])
 
 
-def transformers_table() -> str:
+def transformers_table(name: str = "transformers_cpu") -> str:
     """What became of networks of transformers and diffusers, from `prepare` to a packed network and an engine."""
     head = ["network", "layers in FP4", "of the parameters", "export", "ONNX Runtime", "packed", "FP4 GEMMs, fallbacks"]
     rows = []
-    for row in result("transformers_cpu")["rows"]:
+    for row in result(name)["rows"]:
         planned, exported, packed = row.get("prepare", {}), row.get("export", {}), row.get("packed", {})
         runtime, engine = row.get("runtime", {}), row.get("engine", {"error": "not measured"})
         built = f"{engine['fp4_gemms']}, {engine['fallbacks']}" if "fallbacks" in engine else _refusal(engine)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from typing import Any
 
 from docs.tables.results import markdown, result
 from docs.tables.steps import STEP_IMAGES, Steps, best_fp16, images, over_best, span, steps
@@ -162,40 +161,33 @@ def scaling() -> str:
     return markdown([*head, "difference of the loss"], rows, 4)
 
 
-BEST_STEPS = {"fused, in a CUDA graph": "fp16 fused", "torch.compile, in a CUDA graph": "fp16 compiled"}
-
-
 def fp4_training() -> str:
-    """Steps through FP4 GEMMs and of their emulation, an image, over the best FP16 step of the same kind of GPU."""
-    found, report, rows = steps(), result("fp4_training_h200"), []
-    for scale in dict.fromkeys(row["scale"] for row in report["rows"]):
-        best = best_fp16(found, scale)["graph_ms"]
-        for label, case in BEST_STEPS.items():
-            row = found[scale, case]
-            cells = _an_image(row, row["graph_ms"], STEP_IMAGES, row["graph_ms"] / best)
-            rows.append([f"FP16, {label}", *cells, "", ""])
-        for row in (row for row in report["rows"] if row["scale"] == scale):
-            name = f"`{row['recipe']}`, `{row['products']}`" if row["recipe"] else "FP16, torch eager, channels_last"
-            losses = (row["losses"][0], statistics.mean(row["losses"][-10:]))
-            cells = _an_image(row, row["ms"], images(report), over_best(row))
-            rows.append([name, *cells, *(f"{loss:.4f}" for loss in losses)])
+    """Steps of recipes that quantise gradients over the FP16 step of the same run, which is the best of all forms."""
+    report, rows = result("fp4_training_h200"), []
+    for row in report["rows"]:
+        name = f"`{row['recipe']}`" + (", packed FP4 operands" if row["products"] == "fp4" else "")
+        if not row["recipe"]:
+            name = "FP16, fused"
+        if "losses" not in row:
+            rows.append([name, f"{row['scale']}", row["error"], *[""] * 5])
+            continue
+        graph = f"{row['graph_ms']:.1f}" if "graph_ms" in row else "none"
+        losses = (row["losses"][0], statistics.mean(row["losses"][-10:]))
+        cells = [f"{row['ms']:.1f}", graph, f"{over_best(row):.2f}", f"{row['peak_gb']:.2f}"]
+        rows.append([name, f"{row['scale']}", *cells, *(f"{loss:.4f}" for loss in losses)])
     count = len(report["rows"][0]["losses"])
-    head = ["", "scale", "images", "ms a step", "ms an image", "over the best FP16", "peak GB", "first loss"]
+    head = ["", "scale", "ms a step", "in a CUDA graph, ms", "over FP16", "peak GB", "first loss"]
     return markdown([*head, f"mean of steps {count - 9} to {count}"], rows)
 
 
-def _an_image(row: dict[str, Any], ms: float, batch: int, ratio: float) -> list[str]:
-    """A step's scale, images, time, time an image, that over the best FP16's, and memory."""
-    return [f"{row['scale']}", str(batch), f"{ms:.1f}", f"{ms / batch:.2f}", f"{ratio:.2f}", f"{row['peak_gb']:.2f}"]
-
-
 def fp4_over_best(form: str = ".1f") -> str:
-    """Time an image of the steps that quantise gradients over the best FP16 step, from and to."""
-    return span((over_best(row) for row in result("fp4_training_h200")["rows"] if row["recipe"]), form)
+    """Time of the emulated steps that quantise gradients over the FP16 step of the same run, from and to."""
+    rows = (row for row in result("fp4_training_h200")["rows"] if row["products"] == "emulated" and "ms" in row)
+    return span((over_best(row) for row in rows), form)
 
 
 def over_bound(scale: float, recipe: str | None) -> str:
-    """A measured step of 8 images on an H200 over its projected bound; recipe: of FP4 products, None: of FP16."""
+    """A measured step on an H200 over its projected bound, of 8 images; recipe: of FP4 products, None: of FP16."""
     (bound,) = (
         row for row in result("roofline_training_projected")["rows"] if (row["gpu"], row["scale"]) == ("H200", scale)
     )
@@ -205,7 +197,7 @@ def over_bound(scale: float, recipe: str | None) -> str:
         for row in result("fp4_training_h200")["rows"]
         if (row["scale"], row["recipe"], row["products"]) == (scale, recipe, products)
     )
-    return f"{row['ms'] / bound[f'{products}_ms']:.0f}"
+    return f"{8 * row['graph_ms'] / images(result('fp4_training_h200')) / bound[f'{products}_ms']:.0f}"
 
 
 def fused_losses(which: str) -> str:

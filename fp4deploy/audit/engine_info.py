@@ -46,7 +46,7 @@ class _Layer(BaseModel):
     Metadata: str = ""
 
 
-def is_engine_info(document: Any) -> bool:
+def is_engine_info(document: object) -> bool:
     """Whether a JSON document is layer information."""
     return isinstance(document, dict) and isinstance(document.get("Layers"), list)
 

@@ -24,7 +24,7 @@ FUSED_AFTER = ("Add", "BatchNormalization", "Clip", "HardSigmoid", "LeakyRelu", 
 MULTIPLYING = (*GEMM_OPS, *INTEGER_OPS, "FusedConv", "FusedMatMul", "FusedGemm", "NhwcConv", "MatMulNBits")
 
 
-def is_profile(document: Any) -> bool:
+def is_profile(document: object) -> bool:
     """Whether a JSON document is a profile of ONNX Runtime."""
     return isinstance(document, list) and any(_is_kernel(event) for event in document)
 
@@ -97,7 +97,7 @@ def _writers(model: onnx.ModelProto) -> dict[str, list[str]]:
     return found
 
 
-def _is_kernel(event: Any) -> bool:
+def _is_kernel(event: object) -> bool:
     if not isinstance(event, dict) or event.get("cat") != "Node" or not isinstance(event.get("args"), dict):
         return False
     return str(event.get("name", "")).endswith(_SUFFIX)

@@ -9,16 +9,13 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from contextlib import suppress
 from datetime import datetime, timezone
-
-from pydantic import ValidationError
 
 from fp4deploy.bench.environment import environment
 from fp4deploy.bench.records import Machine, Record
 from fp4deploy.runs import Run, processes
 from fp4deploy.system.files import append_line
-from fp4deploy.system.schema import whole_lines
+from fp4deploy.system.schema import records, whole_lines
 
 FILE = "commands.jsonl"
 
@@ -43,11 +40,7 @@ def record(run: Run, command: str | None = None) -> None:
 
 def recorded(run: Run) -> list[RecordedCommand]:
     """What was recorded, oldest first; lines that cannot be read are left out."""
-    found = []
-    for line in whole_lines(run.path / FILE):
-        with suppress(ValidationError):
-            found.append(RecordedCommand.model_validate(line))
-    return found
+    return list(records(RecordedCommand, whole_lines(run.path / FILE)))
 
 
 def this_command() -> str:

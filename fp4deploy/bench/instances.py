@@ -109,7 +109,7 @@ def _keep(folder: Path, evaluation: Any) -> Finish:
 
 
 class _Files:
-    def __init__(self, folder: Path, evaluation: ObjectEvaluation[Any]) -> None:
+    def __init__(self, folder: Path, evaluation: ObjectEvaluation[object]) -> None:
         self.folder, self.evaluation, self.dataset = folder, evaluation, evaluation.dataset
         masks = evaluation.scored == "segm"
         self.panoptic = PanopticWriter(folder, self.dataset) if masks else None
@@ -127,7 +127,7 @@ class _Files:
             with atomic_write(self.folder / "overlays" / self.dataset.picture_name(index)) as temporary:
                 Image.fromarray(drawn).save(temporary, format="PNG")
 
-    def finish(self, scores: dict[str, Any]) -> None:
+    def finish(self, scores: dict[str, object]) -> None:
         if self.panoptic is not None:
             self.panoptic.finish()
         write_results(self.evaluation.results(), self.folder / "results.json")

@@ -9,14 +9,12 @@ from __future__ import annotations
 from datetime import datetime, timezone
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from fp4deploy.bench.artifact import EMULATED, OK
 from fp4deploy.bench.environment import environment
 from fp4deploy.bench.records import ArtifactEntry, Machine, Record
 from fp4deploy.runs import Run, run_of
 from fp4deploy.system.files import append_line
-from fp4deploy.system.schema import whole_lines
+from fp4deploy.system.schema import records, whole_lines
 
 FILE = "bench.jsonl"
 
@@ -51,10 +49,4 @@ def keep(path: Path, entry: ArtifactEntry, data: Path) -> None:
 
 def kept(run: Run) -> list[KeptEntry]:
     """What was measured, oldest first; lines that cannot be read are left out."""
-    found = []
-    for line in whole_lines(run.path / FILE):
-        try:
-            found.append(KeptEntry.model_validate(line))
-        except ValidationError:
-            continue
-    return found
+    return list(records(KeptEntry, whole_lines(run.path / FILE)))

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -109,7 +109,7 @@ def _steps(network: PackedNetwork, inputs: list[torch.Tensor], limits: Limits, i
     moments: dict[str, Any] = {}
     shapes: Shapes = {}
 
-    def keep(forms: list[Form], results: list[Any]) -> None:
+    def keep(forms: list[Form], results: Sequence[object]) -> None:
         for form, x in zip(forms, results, strict=True):
             live[form.name], shapes[form.name] = x, _shape(form, x)
 

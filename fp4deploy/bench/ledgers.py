@@ -26,7 +26,7 @@ def built_by(ledger: Ledger) -> str:
     return f"{TITLES.get(ledger.backend, ledger.backend)} {ledger.backend_version} for {ledger.arch.upper()}"
 
 
-def engines(run: Run) -> list[dict[str, Any]]:
+def engines(run: Run) -> list[dict[str, object]]:
     """One entry for every engine of a run that has a ledger, as JSON values."""
     found = []
     for model in run.models():

@@ -12,7 +12,7 @@ or on a GPU without the counter, there is none.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,7 @@ def _throughput(path: Path, count: int, batch: int, seconds: float) -> Throughpu
     return Throughput(count, batch, images / took, 1e3 * took / done, peak, spent)
 
 
-def _replay(lanes: list[tuple[torch.cuda.Stream, Callable[[], Any]]], seconds: float) -> int:
+def _replay(lanes: Sequence[tuple[torch.cuda.Stream, Callable[[], object]]], seconds: float) -> int:
     """How many replays were made in about so many seconds; all have ended."""
     done, stop = 0, time.perf_counter() + seconds
     queued: list[list[torch.cuda.Event]] = [[] for _ in lanes]

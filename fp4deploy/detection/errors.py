@@ -55,7 +55,7 @@ class _Judged:
     missed: set[int] = field(default_factory=set)
 
 
-def error_kinds(ground_truth: dict[str, Any], results: Sequence[Result], max_detections: int = 100) -> Errors:
+def error_kinds(ground_truth: dict[str, object], results: Sequence[Result], max_detections: int = 100) -> Errors:
     """Number of errors of each kind and the AP50 it costs, in [0, 1]; results have a "bbox".
 
     Raises:
@@ -190,7 +190,7 @@ def _in_crowd(result: Result, crowds: list[Annotation]) -> bool:
     return False
 
 
-def _edges(records: Sequence[dict[str, Any]]) -> NDArray[np.float64]:
+def _edges(records: Sequence[dict[str, object]]) -> NDArray[np.float64]:
     """[K, 4] left, top, right, bottom."""
     boxes = np.array([record["bbox"] for record in records], dtype=np.float64).reshape(-1, 4)
     return np.concatenate((boxes[:, :2], boxes[:, :2] + boxes[:, 2:]), 1)
@@ -198,7 +198,7 @@ def _edges(records: Sequence[dict[str, Any]]) -> NDArray[np.float64]:
 
 def _corrected(
     ground_truth: dict[str, Any], results: Sequence[Result], judged: _Judged, kind: str
-) -> tuple[dict[str, Any], list[Result]]:
+) -> tuple[dict[str, object], list[Result]]:
     """Ground truth and results with the errors of one kind corrected."""
     if kind == "missed":
         kept = [each for each in ground_truth["annotations"] if each["id"] not in judged.missed]

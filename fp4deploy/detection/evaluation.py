@@ -6,7 +6,6 @@ Training and `bench` both use it. Every process decodes the images it was given;
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ class DetectionEvaluation(ObjectEvaluation[Detections]):
         dataset: BoxDataset,
         head: DetectionHead,
         target: tuple[int, int],
-        ground_truth: dict[str, Any] | None = None,
+        ground_truth: dict[str, object] | None = None,
     ) -> None:
         """target: height and width of the network's input; ground_truth: as of `ObjectEvaluation`."""
         super().__init__(dataset, head.max_detections, ground_truth)
@@ -59,7 +58,7 @@ class DetectionEvaluation(ObjectEvaluation[Detections]):
         """What objects were detected as, by `detection.errors`."""
         return confusion(self.ground_truth, self.results(), self.head.max_detections)
 
-    def details(self) -> dict[str, Any]:
+    def details(self) -> dict[str, object]:
         """Kinds of errors, and the confusion."""
         return {"errors": self.errors(), "confusion": self.confusion()}
 

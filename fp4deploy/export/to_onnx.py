@@ -37,6 +37,7 @@ from fp4deploy.export.verify.outputs import (
 )
 from fp4deploy.export.verify.sizes import require_open_sizes
 from fp4deploy.graph.capture import Inputs, of_batch
+from fp4deploy.graph.nested import flat_inputs, taking_flat_inputs
 from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.card import ModelCard
 from fp4deploy.models.meaning import Outputs, known_outputs
@@ -213,6 +214,7 @@ def export_onnx(
     if out.suffix != ".onnx":
         raise InputError(f"{out} should end in .onnx.")
     name, meanings = type(model).__name__, known_outputs(card, said=outputs)
+    model, example = taking_flat_inputs(model, example), flat_inputs(example)
     chosen = automatic_rest(model, batches_of(example if data is None else data, 0)) if rest == AUTO else rest
     canonical = export_graph(model, example, card, dynamic_size, chosen, dynamic, batch)
     _describe(canonical, card, None)

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -28,6 +27,7 @@ from fp4deploy.export.verify.sizes import packed_differs
 from fp4deploy.graph import UnsettledSizes, capture
 from fp4deploy.graph.capture import Inputs, arguments, of_batch
 from fp4deploy.graph.copies import copied
+from fp4deploy.graph.nested import flat_inputs, taking_flat_inputs
 from fp4deploy.graph.randomness import refuse_random
 from fp4deploy.models.input_encoding import ENCODED_CHANNELS
 from fp4deploy.models.meaning import OutputMeanings, Outputs, known_outputs
@@ -146,6 +146,7 @@ def compile(model: nn.Module, example_inputs: Inputs, rest: str = "fp16") -> Cap
     torch.Size([2, 8, 14, 14])
     """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    model, example_inputs = taking_flat_inputs(model, example_inputs), flat_inputs(example_inputs)
     example_inputs = tree_map(_float, example_inputs)
     file = _deployed_file(model, Path("compiled.fp4"), example_inputs, _chosen(rest, model, example_inputs))[1]
     return CapturedNetwork(PackedNetwork(file, device), graphs_enabled(), compile_mode())
@@ -155,7 +156,7 @@ def _chosen(rest: str | None, model: nn.Module, example_inputs: Inputs) -> Rest:
     return automatic_rest(model, [example_inputs]) if rest == AUTO else rest_of(rest)
 
 
-def _float(x: Any) -> Any:
+def _float(x: object) -> object:
     """A tensor on the CPU, numbers as float32; anything else as it is, to be refused by name."""
     if not isinstance(x, torch.Tensor):
         return x
@@ -259,6 +260,7 @@ def _pack_module(
         )
     if out.suffix != SUFFIX:
         raise InputError(f"The name of a packed network should end in {SUFFIX}, and {out.name} does not.")
+    model, example_inputs = taking_flat_inputs(model, example_inputs), flat_inputs(example_inputs)
     example_inputs = of_batch(tree_map(_float, example_inputs), form.batch)
     deployed, file = _deployed_file(model, out, example_inputs, _chosen(rest, model, example_inputs), form)
     verification = None

@@ -21,7 +21,7 @@ PIECE = 1 << 20
 QUANTIZABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def require_quantizable(x: Any, name: str) -> None:
+def require_quantizable(x: object, name: str) -> None:
     """Refuse what has no values that the format `name` could round.
 
     Raises:

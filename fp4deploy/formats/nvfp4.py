@@ -16,7 +16,6 @@ Source: NVIDIA, "Pretraining Large Language Models with NVFP4", 2025; the order 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -200,7 +199,7 @@ def _prepare(
     return static_amax(x, axes[-1], amax, row_scaled), random
 
 
-def require_amax(amax: Any) -> None:
+def require_amax(amax: object) -> None:
     """Refuse a global amax that is none. The values of a tensor on a GPU are not read, which would wait for it.
 
     Raises:

@@ -35,7 +35,7 @@ class Expand(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         expand(graph, self.expansions)
 
-    def uuid(self) -> Any:
+    def uuid(self) -> object:
         return get_hash_for_files(self.files)
 
 
@@ -55,7 +55,7 @@ def expand(graph: fx.Graph, expansions: Expansions) -> None:
         _inline(graph, node, tensors, traced[key])
 
 
-def _trace(function: Callable[..., Any], values: list[torch.Tensor], rest: tuple[Any, ...]) -> fx.GraphModule:
+def _trace(function: Callable[..., object], values: list[torch.Tensor], rest: tuple[object, ...]) -> fx.GraphModule:
     """The graph of a function of tensors, followed by arguments that are none."""
     from torch._inductor.decomposition import select_decomp_table
 

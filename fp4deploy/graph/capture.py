@@ -29,7 +29,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_map
 
 from fp4deploy.errors import InputError
-from fp4deploy.graph.copies import copied
+from fp4deploy.graph.copies import for_capture
 from fp4deploy.graph.finite import finite
 from fp4deploy.graph.fixed_axes import Specializing, fixed_axis
 from fp4deploy.graph.growth import BoundedSizes, undecided, unsettled
@@ -180,7 +180,7 @@ def _export(
     def exported(most: int | None = None) -> torch.export.ExportedProgram:
         return torch.export.export(plain, positional, named, dynamic_shapes=shapes(most), strict=False)
 
-    plain = copied(model).cpu().eval()
+    plain = for_capture(model)
     call_linear(plain)
     bound, specializing, most = BoundedSizes(), Specializing(plain), None
     make_no_folder()
@@ -472,7 +472,7 @@ class _Reader:
         shapes: dict[str, tuple[Size, ...]] = {}
         arguments: dict[str, Any] = {}
 
-        def bind(role: str, given: Any) -> None:
+        def bind(role: str, given: object) -> None:
             if isinstance(given, fx.Node) and given.name in self.tensors:
                 tensors[role] = self.tensors[given.name]
                 shapes[role] = self._shape(given.name, given.meta["val"])
@@ -493,10 +493,10 @@ class _Reader:
             value = tensors_out[0]
         return Call(node.name, name, tensors, arguments, shapes, self._shape(node.name, value), value.dtype, several)
 
-    def _is_tensor(self, given: Any) -> bool:
+    def _is_tensor(self, given: object) -> bool:
         return isinstance(given, fx.Node) and given.name in self.tensors
 
-    def _constant(self, given: Any) -> Any:
+    def _constant(self, given: object) -> Any:
         if isinstance(given, fx.Node):
             value = given.meta.get("val")
             try:
@@ -583,7 +583,7 @@ def _role(role: str) -> str:
     return "input" if role == "self" else role
 
 
-def _default(argument: Any) -> Any:
+def _default(argument: Any) -> object:
     return argument.default_value if argument.has_default_value() else None
 
 
@@ -635,7 +635,7 @@ def file_names(names: Sequence[str], inputs: Sequence[str], single: str = "logit
     return found
 
 
-def _leaves(result: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int]]:
+def _leaves(result: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int]]:
     """The numbers in what a module returns, each with the keys and places on the way to it.
 
     Not `tree_leaves_with_path`, which refuses classes that a library registers without names, as diffusers does.

@@ -28,3 +28,17 @@ def copied(module: Module) -> Module:
     kept = (leaf for each in module.modules() for leaf in tree_leaves(vars(each)))
     computed = [leaf for leaf in kept if isinstance(leaf, torch.Tensor) and not leaf.is_leaf]
     return copy.deepcopy(module, {id(leaf): leaf.detach().clone() for leaf in computed})
+
+
+def for_capture(module: Module) -> Module:
+    """A copy on the CPU in evaluation, whose experts are chosen without a loop that depends on values.
+
+    Experts of transformers multiply in the way that their configuration names. A loop over them and a grouped GEMM of
+    sorted tokens cannot be captured; one product with the chosen weights of each token computes the same.
+    """
+    plain = copied(module).cpu().eval()
+    for each in plain.modules():
+        config = getattr(each, "config", None)
+        if hasattr(each, "has_gate") and hasattr(config, "_experts_implementation"):
+            config._experts_implementation = "batched_mm"  # type: ignore[union-attr]
+    return plain

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ class Work(NamedTuple):
 
 @torch.no_grad()
 def work_of_layers(
-    model: nn.Module, layers: Mapping[str, nn.Module], image: torch.Tensor | Sequence[Any] | Mapping[str, Any]
+    model: nn.Module, layers: Mapping[str, nn.Module], image: torch.Tensor | Sequence[object] | Mapping[str, object]
 ) -> dict[str, Work]:
     """The work of layers of `MULTIPLYING` in a forward pass of one image [1, C, H, W], or of the arguments of one,
     which is run for it."""

@@ -10,7 +10,6 @@ what a file would compute beyond the range of its numbers is refused before it i
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -34,15 +33,15 @@ def finite() -> Table:
     """
     answers: dict[int, tuple[bool, torch.Tensor]] = {}  # kept, so that an id is of this tensor alone
 
-    def truth(call: Function, x: torch.Tensor) -> Any:
+    def truth(call: Function, x: torch.Tensor) -> object:
         return answers[id(x)][0] if id(x) in answers else call(x)
 
-    def check(answer: bool, call: Function, *args: Any, **kwargs: Any) -> Any:
+    def check(answer: bool, call: Function, *args: object, **kwargs: object) -> object:
         result = call(*args, **kwargs)
         answers[id(result)] = answer, result
         return result
 
-    def over_all(negated: bool, call: Function, *args: Any, **kwargs: Any) -> Any:
+    def over_all(negated: bool, call: Function, *args: object, **kwargs: object) -> object:
         result, answer = call(*args, **kwargs), answers.get(id(args[0])) if args else None
         if answer:
             answers[id(result)] = answer[0] != negated, result

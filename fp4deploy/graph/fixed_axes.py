@@ -34,7 +34,7 @@ def watched() -> Iterator[list[str]]:
     found = [""]
 
     def watching(export: Callable[..., torch.export.ExportedProgram]) -> Callable[..., torch.export.ExportedProgram]:
-        def watched_export(*arguments: Any, **options: Any) -> torch.export.ExportedProgram:
+        def watched_export(*arguments: object, **options: object) -> torch.export.ExportedProgram:
             program = export(*arguments, **options)
             found.append(fixed_axis(program))
             return program
@@ -69,7 +69,7 @@ class Specializing(TorchFunctionMode):
                 self._look(func, [*tree_leaves((args, kwargs))])
         return result
 
-    def _look(self, func: Callable[..., Any], values: list[Any]) -> None:
+    def _look(self, func: Callable[..., object], values: list[object]) -> None:
         sizes = [size for x in values if isinstance(x, torch.Tensor) for size in x.shape]
         size = next((each for each in (*sizes, *values) if isinstance(each, torch.SymInt)), None)
         if size is None:
@@ -98,7 +98,7 @@ def specializing(
     return found
 
 
-def _equations(environment: Any) -> list[Any]:
+def _equations(environment: object) -> list[Any]:
     """The equations of sizes that torch has noted."""
     import sympy  # type: ignore[import-untyped]  # torch's, which takes a while to import
 

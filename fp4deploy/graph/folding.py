@@ -54,7 +54,7 @@ def parameters_of(program: torch.export.ExportedProgram) -> dict[fx.Node, torch.
     return {node: held[names[node.name]].detach() for node in placeholders}
 
 
-def operator_name(called: Any) -> str:
+def operator_name(called: object) -> str:
     """The name of an operator of ATen, or of another library, in its schema."""
     return str(called._schema.name.partition("::")[2]) if isinstance(called, OpOverload) else ""
 
@@ -86,7 +86,7 @@ def _value(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
     return values[node]
 
 
-def _in_fp32(value: Any) -> Any:
+def _in_fp32(value: Any) -> object:
     if isinstance(value, (tuple, list)):
         return type(value)(_in_fp32(each) for each in value)
     narrow = isinstance(value, torch.Tensor) and value.dtype in NARROW

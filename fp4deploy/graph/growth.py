@@ -50,7 +50,7 @@ class BoundedSizes(TorchFunctionMode):
                 self._check(each.shape)
         return result
 
-    def _check(self, shape: Sequence[Any]) -> None:
+    def _check(self, shape: Sequence[object]) -> None:
         for size in shape:
             if not isinstance(size, torch.SymInt):
                 continue

@@ -51,7 +51,7 @@ def divided(pools: bool = True) -> Table:
     return {function: partial(_or_call, parts) for function, parts in found.items()}
 
 
-def _or_call(parts: Function, call: Function, *args: Any, **kwargs: Any) -> Any:
+def _or_call(parts: Function, call: Function, *args: object, **kwargs: object) -> object:
     found = parts(*args, **kwargs)
     return call(*args, **kwargs) if found is None else found
 
@@ -80,11 +80,11 @@ def _pooled(
 
 def _area(
     input: torch.Tensor,
-    size: Any = None,
-    scale_factor: Any = None,
+    size: object = None,
+    scale_factor: object = None,
     mode: str = "nearest",
     *_: object,
-    **__: Any,
+    **__: object,
 ) -> torch.Tensor | None:
     """An average over areas is an adaptive pooling; None where the number of areas depends on the size."""
     if mode != "area" or size is None:
@@ -92,7 +92,7 @@ def _area(
     return _pooled(torch.mean, input.ndim - 2, input, size)
 
 
-def _split(input: torch.Tensor, indices_or_sections: Any = None, dim: int = 0, **named: Any) -> Any:
+def _split(input: torch.Tensor, indices_or_sections: object = None, dim: int = 0, **named: object) -> Any:
     """Parts whose sizes differ by one at most; None where the axis has a fixed size, or bounds are given."""
     count = named.get("sections", indices_or_sections)
     size = input.shape[dim]
@@ -102,7 +102,7 @@ def _split(input: torch.Tensor, indices_or_sections: Any = None, dim: int = 0, *
     return tuple(_slices(input, dim, list(zip(starts, [*starts[1:], None], strict=True))))
 
 
-def _chunks(input: torch.Tensor, chunks: int, dim: int = 0) -> Any:
+def _chunks(input: torch.Tensor, chunks: int, dim: int = 0) -> object:
     size = input.shape[dim]
     if not isinstance(size, torch.SymInt):
         return None

@@ -289,12 +289,12 @@ def _copy(call: Call) -> list[Step]:
 
 def _max_pool(call: Call) -> list[Step]:
     dilation = _each(call.arguments["dilation"], _spatial(call))
-    return [Step("max_pool", _window(call) | {"dilation": dilation}, {"input": "self"})]
+    return _of_self("max_pool", **_window(call), dilation=dilation)
 
 
 def _avg_pool(call: Call) -> list[Step]:
     extra = {name: call.arguments.get(name) for name in ("count_include_pad", "divisor_override")}
-    return [Step("avg_pool", _window(call) | extra, {"input": "self"})]
+    return _of_self("avg_pool", **_window(call), **extra)
 
 
 def _spatial(call: Call) -> int:
@@ -302,7 +302,7 @@ def _spatial(call: Call) -> int:
     return int(next(letter for letter in call.op if letter.isdigit()))
 
 
-def _window(call: Call) -> dict[str, Any]:
+def _window(call: Call) -> dict[str, object]:
     arguments, axes = call.arguments, _spatial(call)
     kernel = _each(arguments["kernel_size"], axes)
     return {
@@ -315,34 +315,38 @@ def _window(call: Call) -> dict[str, Any]:
 
 def _adaptive(call: Call) -> list[Step]:
     kind = "adaptive_avg_pool" if "avg" in call.op else "adaptive_max_pool"
-    return [Step(kind, {"output_size": tuple(call.shape[-_spatial(call) :])}, {"input": "self"})]
+    return _of_self(kind, output_size=tuple(call.shape[-_spatial(call) :]))
 
 
-def _mean(call: Call) -> list[Step] | None:
-    dims = call.arguments.get("dim")
-    rank = len(call.shapes["self"])
-    axes = tuple(range(rank)) if not dims else tuple(sorted(int(dim) % rank for dim in dims))
-    return [Step(call.op, {"dim": axes, "keepdim": bool(call.arguments.get("keepdim"))}, {"input": "self"})]
+def _over(op: str, call: Call, **more: Any) -> list[Step]:
+    """A reduction over the axes of `dim`, all where there are none."""
+    rank, dims = len(call.shapes["self"]), call.arguments.get("dim")
+    axes = tuple(sorted(int(dim) % rank for dim in _listed(dims))) if dims or dims == 0 else tuple(range(rank))
+    return _of_self(op, dim=axes, keepdim=bool(call.arguments.get("keepdim")), **more)
+
+
+def _of_self(op: str, **attributes: Any) -> list[Step]:
+    return [Step(op, attributes, {"input": "self"})]
+
+
+def _axis(call: Call) -> int:
+    return int(call.arguments["dim"]) % len(call.shapes["self"])
 
 
 def _extreme(call: Call) -> list[Step] | None:
     """max or min: over one axis the values alone, over all axes, or of two tensors."""
     if "other" in call.tensors:
         return [Step(f"{call.op}imum", {}, {"input": "self", "other": "other"})]
-    rank = len(call.shapes["self"])
-    axes = (int(call.arguments["dim"]) % rank,) if "dim" in call.arguments else tuple(range(rank))
-    keep = bool(call.arguments.get("keepdim"))
-    return [Step(f"a{call.op}", {"dim": axes, "keepdim": keep}, {"input": "self"})]
+    return _over(f"a{call.op}", call)
 
 
 def _position(call: Call) -> list[Step] | None:
     """argmax and argmin over one axis."""
-    dim = call.arguments.get("dim")
-    if dim is None:
+    if call.arguments.get("dim") is None:
         return None
-    attributes = {"dim": int(dim) % len(call.shapes["self"]), "keepdim": bool(call.arguments.get("keepdim"))}
+    attributes = {"dim": _axis(call), "keepdim": bool(call.arguments.get("keepdim"))}
     if call.op == "argmax":
-        return [Step("argmax", attributes, {"input": "self"})]
+        return _of_self("argmax", **attributes)
     return [Step("neg", {}, {"input": "self"}, call.shapes["self"]), Step("argmax", attributes, {}, after=True)]
 
 
@@ -367,22 +371,13 @@ def _variance(call: Call) -> list[Step] | None:
     if "correction" not in call.arguments and "unbiased" not in call.arguments:
         return None
     correction = call.arguments.get("correction", float(bool(call.arguments.get("unbiased", True))))
-    rank, dims = len(call.shapes["self"]), call.arguments.get("dim")
-    attributes = {
-        "dim": tuple(sorted(int(dim) % rank for dim in dims)) if dims else tuple(range(rank)),
-        "keepdim": bool(call.arguments.get("keepdim")),
-        "correction": 1.0 if correction is None else float(correction),
-    }
-    steps = [Step("var", attributes, {"input": "self"})]
+    steps = _over("var", call, correction=1.0 if correction is None else float(correction))
     return [*steps, Step("sqrt", {}, {}, after=True)] if call.op == "std" else steps
 
 
 def _norm_of(call: Call) -> list[Step] | None:
-    rank, dims = len(call.shapes["self"]), call.arguments.get("dim")
-    if call.arguments.get("ord", call.arguments.get("p", 2)) not in (2, None) or not isinstance(dims, tuple | None):
-        return None
-    axes = tuple(sorted(int(dim) % rank for dim in dims)) if dims else tuple(range(rank))
-    return [Step("norm", {"dim": axes, "keepdim": bool(call.arguments.get("keepdim"))}, {"input": "self"})]
+    euclidean = call.arguments.get("ord", call.arguments.get("p", 2)) in (2, None)
+    return _over("norm", call) if euclidean and isinstance(call.arguments.get("dim"), tuple | None) else None
 
 
 def _turned(call: Call) -> list[Step] | None:
@@ -390,14 +385,12 @@ def _turned(call: Call) -> list[Step] | None:
     rank, dims = len(call.shapes["self"]), call.arguments["dims"]
     if not dims:
         return None
-    attributes = {"shifts": call.arguments["shifts"], "dims": tuple(int(dim) % rank for dim in dims)}
-    return [Step("roll", attributes, {"input": "self"})]
+    return _of_self("roll", shifts=call.arguments["shifts"], dims=tuple(int(dim) % rank for dim in dims))
 
 
 def _flip(call: Call) -> list[Step]:
     rank = len(call.shapes["self"])
-    dims = tuple(int(dim) % rank for dim in call.arguments["dims"])
-    return [Step("flip", {"dims": dims}, {"input": "self"})]
+    return _of_self("flip", dims=tuple(int(dim) % rank for dim in call.arguments["dims"]))
 
 
 def _take(call: Call) -> list[Step] | None:
@@ -443,15 +436,15 @@ def _windows_of_axis(call: Call) -> list[Step] | None:
 
 
 def _unfold(call: Call) -> list[Step] | None:
-    return [Step("unfold", _blocks(call), {"input": "self"})] if len(call.shapes["self"]) == 4 else None
+    return _of_self("unfold", **_blocks(call)) if len(call.shapes["self"]) == 4 else None
 
 
 def _fold(call: Call) -> list[Step] | None:
-    attributes = {"output_size": tuple(call.arguments["output_size"]), **_blocks(call)}
-    return [Step("fold", attributes, {"input": "self"})] if len(call.shapes["self"]) == 3 else None
+    size = tuple(call.arguments["output_size"])
+    return _of_self("fold", output_size=size, **_blocks(call)) if len(call.shapes["self"]) == 3 else None
 
 
-def _blocks(call: Call) -> dict[str, Any]:
+def _blocks(call: Call) -> dict[str, object]:
     names = ("kernel_size", "stride", "padding", "dilation")
     return {name: tuple(int(each) for each in call.arguments[name]) for name in names}
 
@@ -472,10 +465,6 @@ def _logical(op: str) -> Callable[[Call], list[Step] | None]:
         return [Step(op, {}, {"input": "self", "other": "other"})] if "other" in call.tensors else None
 
     return steps
-
-
-def _scan(call: Call) -> list[Step]:
-    return [Step("cumsum", {"dim": int(call.arguments["dim"]) % len(call.shape)}, {"input": "self"})]
 
 
 def _limit(call: Call) -> list[Step] | None:
@@ -507,7 +496,7 @@ def _resize(call: Call) -> list[Step]:
 
 def _shuffle(call: Call) -> list[Step]:
     name = "upscale_factor" if call.op == "pixel_shuffle" else "downscale_factor"
-    return [Step(call.op, {"factor": call.arguments[name]}, {"input": "self"})]
+    return _of_self(call.op, factor=call.arguments[name])
 
 
 def _permute(call: Call) -> list[Step]:
@@ -523,7 +512,7 @@ def _permute(call: Call) -> list[Step]:
     elif rank > 1:
         a, b = (int(arguments.get(name, default)) % rank for name, default in (("dim0", -2), ("dim1", -1)))
         order[a], order[b] = order[b], order[a]
-    return [Step("permute", {"dims": tuple(order)}, {"input": "self"})]
+    return _of_self("permute", dims=tuple(order))
 
 
 def _slice(call: Call) -> list[Step]:
@@ -533,35 +522,17 @@ def _slice(call: Call) -> list[Step]:
         return []
     if call.op == "narrow":
         start = arguments["start"]
-        end = _plus(start, arguments["length"])
-        return [Step("slice", {"dim": axis, "start": start, "end": end, "step": 1}, {"input": "self"})]
-    start, end = arguments["start"], arguments["end"]
-    attributes = {"dim": axis, "start": start or 0, "end": end, "step": arguments["step"]}
-    if isinstance(end, int) and end >= 1 << 31:
-        attributes["end"] = None
-    return [Step("slice", attributes, {"input": "self"})]
-
-
-def _select(call: Call) -> list[Step]:
-    axis = int(call.arguments["dim"]) % len(call.shapes["self"])
-    return [Step("select", {"dim": axis, "index": call.arguments["index"]}, {"input": "self"})]
+        return _of_self("slice", dim=axis, start=start, end=_plus(start, arguments["length"]), step=1)
+    end = arguments["end"] if not isinstance(arguments["end"], int) or arguments["end"] < 1 << 31 else None
+    return _of_self("slice", dim=axis, start=arguments["start"] or 0, end=end, step=arguments["step"])
 
 
 def _pad(call: Call) -> list[Step]:
     mode = {"constant_pad_nd": "constant", "reflection_pad2d": "reflect", "replication_pad2d": "replicate"}.get(call.op)
     arguments = call.arguments
     value = arguments.get("value")
-    attributes = {
-        "pad": tuple(arguments["pad" if "pad" in arguments else "padding"]),
-        "mode": mode or arguments["mode"],
-        "value": 0.0 if value is None else float(value),
-    }
-    return [Step("pad", attributes, {"input": "self"})]
-
-
-def _softmax(call: Call) -> list[Step]:
-    kind = "log_softmax" if "log" in call.op else "softmax"
-    return [Step(kind, {"dim": int(call.arguments["dim"]) % len(call.shape)}, {"input": "self"})]
+    sides = tuple(arguments["pad" if "pad" in arguments else "padding"])
+    return _of_self("pad", pad=sides, mode=mode or arguments["mode"], value=0.0 if value is None else float(value))
 
 
 def _attention(call: Call) -> list[Step]:
@@ -577,10 +548,6 @@ def _cast(call: Call) -> list[Step]:
         return [Step("cast", {"dtype": call.dtype}, {"input": "self"})]
     whole = [Step("sign", {}, {"input": "self"}), Step("abs", {}, {"input": "self"}), Step("floor", {}, {"input": 1})]
     return [*whole, Step("mul", {}, {"input": 0, "other": 2})]
-
-
-def _expand(call: Call) -> list[Step]:
-    return [Step("expand", {"shape": call.shape}, {"input": "self"})]
 
 
 def _matmul(call: Call) -> list[Step]:
@@ -606,20 +573,20 @@ _KNOWN: dict[str, Callable[[Call], list[Step] | None]] = {
     **dict.fromkeys(("avg_pool1d", "avg_pool2d", "avg_pool3d"), _avg_pool),
     **{f"{kind}{axes}d": _adaptive for kind in ("adaptive_avg_pool", "adaptive_max_pool") for axes in (1, 2, 3)},
     **{f"_adaptive_avg_pool{axes}d": _adaptive for axes in (2, 3)},
-    **dict.fromkeys(("mean", "amax", "amin", "sum"), _mean),
+    **dict.fromkeys(("mean", "amax", "amin", "sum"), lambda call: _over(call.op, call)),
     **dict.fromkeys(("max", "min"), _extreme),
     **dict.fromkeys(("argmax", "argmin"), _position),
     "logsumexp": _log_sum_exp,
     **dict.fromkeys(("var", "std"), _variance),
     **dict.fromkeys(("linalg_vector_norm", "norm"), _norm_of),
-    "cumsum": _scan,
+    "cumsum": lambda call: _of_self("cumsum", dim=_axis(call)),
     "where": _where,
     **dict.fromkeys(("logical_and", "bitwise_and"), _logical("mul")),
     **dict.fromkeys(("logical_or", "bitwise_or"), _logical("maximum")),
     **dict.fromkeys(("logical_not", "bitwise_not"), _logical("eq")),
     "roll": _turned,
     "flip": _flip,
-    "repeat": lambda call: [Step("repeat", {"repeats": call.arguments["repeats"]}, {"input": "self"})],
+    "repeat": lambda call: _of_self("repeat", repeats=call.arguments["repeats"]),
     **dict.fromkeys(("index_select", "index"), _take),
     **dict.fromkeys(("clamp_min", "clamp_max"), _limit),
     **{f"upsample_nearest{axes}d": _resize for axes in (1, 2, 3)},
@@ -633,12 +600,15 @@ _KNOWN: dict[str, Callable[[Call], list[Step] | None]] = {
     "col2im": _fold,
     **dict.fromkeys(("permute", "transpose", "t", "mT", "numpy_T", "swapaxes", "movedim"), _permute),
     **dict.fromkeys(("slice", "narrow"), _slice),
-    "select": _select,
+    "select": lambda call: _of_self("select", dim=_axis(call), index=call.arguments["index"]),
     **dict.fromkeys(("pad", "constant_pad_nd", "reflection_pad2d", "replication_pad2d"), _pad),
-    **dict.fromkeys(("softmax", "_softmax", "log_softmax", "_log_softmax"), _softmax),
+    **dict.fromkeys(
+        ("softmax", "_softmax", "log_softmax", "_log_softmax"),
+        lambda call: _of_self(call.op.removeprefix("_"), dim=_axis(call)),
+    ),
     "scaled_dot_product_attention": _attention,
     **dict.fromkeys(("to", "_to_copy", "type_as"), _cast),
-    **dict.fromkeys(("expand", "broadcast_to", "expand_as"), _expand),
+    **dict.fromkeys(("expand", "broadcast_to", "expand_as"), lambda call: _of_self("expand", shape=call.shape)),
     **dict.fromkeys(("matmul", "bmm"), _matmul),
 }
 

@@ -25,7 +25,7 @@ _lock = threading.Lock()
 class _Switch:
     """Stands in the place of `owner.name`; replacements: the calling thread's, the innermost one last."""
 
-    def __init__(self, owner: Any, name: str) -> None:
+    def __init__(self, owner: object, name: str) -> None:
         self.original: Function = getattr(owner, name)
         self.descriptor = vars(owner)[name]  # of a class: its classmethod
         self.threads = 0
@@ -40,12 +40,12 @@ class _Switch:
     def current(self) -> Function:
         return self.replacements[-1] if self.replacements else self.original
 
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
+    def __call__(self, *arguments: object, **options: object) -> object:
         return self.current(*arguments, **options)
 
 
 @contextmanager
-def replaced(owner: Any, name: str, make: Callable[[Function], Function]) -> Iterator[None]:
+def replaced(owner: object, name: str, make: Callable[[Function], Function]) -> Iterator[None]:
     """Inside, the function `owner.name` is `make(function)` for this thread.
 
     Args:
@@ -99,7 +99,7 @@ class Rewriting(TorchFunctionMode):
                 self.handlers.setdefault(function, []).append(handler)
 
     def __torch_function__(
-        self, func: Function, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Function, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> Any:
         """Call, or compute what the call does."""
         call = func

@@ -167,7 +167,7 @@ def decomposed(
     program: torch.export.ExportedProgram,
     chosen: Callable[[fx.Node], bool],
     table: Table,
-    accepted: Callable[[Any], bool] = lambda _: True,
+    accepted: Callable[[object], bool] = lambda _: True,
 ) -> bool:
     """Replace the chosen calls by their decompositions; False: it cannot be done, and the program is as it was.
 
@@ -251,7 +251,7 @@ def _traced(node: fx.Node, table: Table) -> fx.Graph | None:
     return None if changing or any(each.op == "get_attr" for each in traced.nodes) else traced
 
 
-def _targets(traced: fx.Graph) -> list[Any]:
+def _targets(traced: fx.Graph) -> list[object]:
     return [each.target for each in traced.nodes if each.op == "call_function"]
 
 
@@ -268,7 +268,7 @@ def _is_placed(node: fx.Node, traced: fx.Graph) -> bool:
 
 
 def _place(
-    program: torch.export.ExportedProgram, node: fx.Node, traced: fx.Graph, sizes: Mapping[Any, fx.Node]
+    program: torch.export.ExportedProgram, node: fx.Node, traced: fx.Graph, sizes: Mapping[object, fx.Node]
 ) -> None:
     """Put a graph into the place of a node; sizes: nodes before it that have them, as a whole trace reads each once."""
     graph = program.graph

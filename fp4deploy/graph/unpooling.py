@@ -69,7 +69,7 @@ def _pool(
     dilation: int | Sequence[int] = 1,
     ceil_mode: bool = False,
     return_indices: bool = True,
-) -> Any:
+) -> object:
     values, indices = call(input, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
     kernel = _each(kernel_size, axes)
     plain = _each(padding, axes) == (0,) * axes and _each(dilation, axes) == (1,) * axes
@@ -90,7 +90,7 @@ def _unpool(
     stride: int | Sequence[int] | None = None,
     padding: int | Sequence[int] = 0,
     output_size: Sequence[Any] | None = None,
-) -> Any:
+) -> object:
     pooled, kernel = known.get(id(indices)), _each(kernel_size, axes)
     if pooled is None or _each(padding, axes) != (0,) * axes or _strides(stride, kernel) != kernel:
         return call(input, indices, kernel_size, stride, padding, output_size)

@@ -154,7 +154,7 @@ def _has_type(node: fx.Node, dtype: torch.dtype) -> bool:
     return any(each.dtype == dtype for each in _values(node))
 
 
-def casts_operands(called: Any) -> bool:
+def casts_operands(called: object) -> bool:
     """Products, norms, and operators of other libraries, such as the markers of quantised layers."""
     if not isinstance(called, OpOverload):  # getitem: one of several results
         return False
@@ -162,7 +162,7 @@ def casts_operands(called: Any) -> bool:
     return called.namespace != "aten" or name in PRODUCTS or "scaled_dot_product" in name
 
 
-def is_sum(called: Any) -> bool:
+def is_sum(called: object) -> bool:
     """Whether an operator is a sum or square, which begins a computation in FP32 that nobody else reads."""
     return operator_name(called) in SUMS
 
@@ -184,7 +184,7 @@ def _makes_unheld(node: fx.Node, rest: Rest) -> bool:
     return alone and _has_type(node, torch.float32) and any(not rest.holds(each) for each in _numbers(node).values())
 
 
-def numbers_of(called: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, float]:
+def numbers_of(called: object, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, float]:
     """The numbers that a call is given, by the names of its schema; no sizes, no positions."""
     found: dict[str, float] = {}
     if not isinstance(called, OpOverload):

@@ -30,7 +30,7 @@ class ObjectEvaluation(Generic[Found]):
 
     scored: ClassVar[Literal["segm", "bbox"]] = "segm"
 
-    def __init__(self, dataset: CocoDataset, limit: int, ground_truth: dict[str, Any] | None = None) -> None:
+    def __init__(self, dataset: CocoDataset, limit: int, ground_truth: dict[str, object] | None = None) -> None:
         """limit: detections an image; ground_truth: that of the dataset, where it is known already."""
         self.dataset, self.limit = dataset, limit
         self.ground_truth = ground_truth or dataset.ground_truth()
@@ -47,7 +47,7 @@ class ObjectEvaluation(Generic[Found]):
         """COCO results of one image."""
         raise NotImplementedError
 
-    def update(self, outputs: Tensor, labels: Tensor, gather: Callable[..., Any] | None = None) -> None:
+    def update(self, outputs: Tensor, labels: Tensor, gather: Callable[..., object] | None = None) -> None:
         """Decode outputs [N, channels, ...] of the images with these indices, int64 [N]."""
         for output, index in zip(outputs, labels.tolist(), strict=True):
             self.add(index, self.decode(output, index))
@@ -67,7 +67,7 @@ class ObjectEvaluation(Generic[Found]):
         with torch.inference_mode(False):
             return average_precision(self.ground_truth, self.results(), self.limit, self.scored, matches=self.matches)
 
-    def details(self) -> dict[str, Any]:
+    def details(self) -> dict[str, object]:
         """Nothing."""
         return {}
 
@@ -75,7 +75,7 @@ class ObjectEvaluation(Generic[Found]):
 class InstanceEvaluation(ObjectEvaluation[Instances]):
     """Masks, decoded from maps."""
 
-    def __init__(self, dataset: CocoDataset, head: InstanceHead, ground_truth: dict[str, Any] | None = None) -> None:
+    def __init__(self, dataset: CocoDataset, head: InstanceHead, ground_truth: dict[str, object] | None = None) -> None:
         super().__init__(dataset, head.max_detections, ground_truth)
         self.head = head
 

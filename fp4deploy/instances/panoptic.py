@@ -44,7 +44,7 @@ def panoptic(found: Instances, category_ids: dict[int, int], stuff: Iterable[int
     return Panoptic(ids, _segments(ids, categories))
 
 
-def _segments(ids: NDArray[np.int32], categories: list[int]) -> list[dict[str, Any]]:
+def _segments(ids: NDArray[np.int32], categories: list[int]) -> list[dict[str, object]]:
     rows, columns = np.nonzero(ids)
     numbers = ids[rows, columns]
     area = np.bincount(numbers, minlength=len(categories) + 1)

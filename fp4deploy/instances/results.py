@@ -71,7 +71,7 @@ def _is_result(result: object) -> bool:
     return isinstance(rle, dict) and isinstance(rle.get("counts"), str) and _is_drawable(rle)
 
 
-def _is_drawable(rle: dict[str, Any]) -> bool:
+def _is_drawable(rle: dict[str, object]) -> bool:
     size = rle.get("size")
     if not isinstance(size, list) or len(size) != 2 or not all(type(side) is int and side > 0 for side in size):
         return False

@@ -124,7 +124,7 @@ def average_precision(
     )
 
 
-def box_ap50(ground_truth: dict[str, Any], results: Sequence[dict[str, Any]], max_detections: int = 100) -> float:
+def box_ap50(ground_truth: dict[str, object], results: Sequence[dict[str, object]], max_detections: int = 100) -> float:
     """The `ap50` that `average_precision` gives for boxes of all sizes, without the other overlaps and sizes.
 
     Raises:
@@ -179,7 +179,7 @@ def _indexed(content: dict[str, Any]) -> COCO:
     return coco
 
 
-def _detected(results: Sequence[dict[str, Any]], kind: Kind) -> list[dict[str, Any]]:
+def _detected(results: Sequence[dict[str, object]], kind: Kind) -> list[dict[str, object]]:
     """Results as annotations; what COCO.loadRes does, which fails on an empty list."""
     return [{**result, "area": _area(result, kind), "iscrowd": 0} for result in results]
 

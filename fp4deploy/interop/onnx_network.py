@@ -164,12 +164,12 @@ class OnnxNetwork(nn.Module):
     def _last_readers(self) -> dict[str, int]:
         return {name: number for number, (_, inputs, _, _) in enumerate(self.nodes) for name in inputs}
 
-    def _operand(self, values: dict[str, Any], call: Call, at: int, name: str) -> Any:
+    def _operand(self, values: dict[str, object], call: Call, at: int, name: str) -> object:
         if not name:
             return None
         return self.numbers[name] if at and name in self.numbers and call.op in READ_AS_HOST else values[name]
 
-    def _compute(self, call: Call, path: str, image: Tensor) -> Any:
+    def _compute(self, call: Call, path: str, image: Tensor) -> object:
         if path:
             return call_layer(self.get_submodule(path), call)
         if call.op == "MatMul":
@@ -329,7 +329,7 @@ def _constant(call: Call) -> Any:
     raise call.refuse("a constant of text or a sparse one")
 
 
-def _folded(call: Call, contents: list[Any]) -> Any:
+def _folded(call: Call, contents: list[Any]) -> object:
     """A constant that is a constant in another layout or type."""
     x, *rest = contents
     tensor = torch.from_numpy(np.ascontiguousarray(x))
@@ -340,7 +340,7 @@ def _folded(call: Call, contents: list[Any]) -> Any:
         raise call.refuse("it cannot take its constants") from error
 
 
-def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
+def _attributes(node: onnx.NodeProto) -> dict[str, object]:
     found: dict[str, Any] = {}
     for attribute in node.attribute:
         value = onnx.helper.get_attribute_value(attribute)

@@ -52,7 +52,7 @@ class Call:
             return None if found is None else list(found)
         return as_list(value, self)
 
-    def get(self, name: str, default: Any) -> Any:
+    def get(self, name: str, default: object) -> Any:
         """An attribute."""
         return self.attributes.get(name, default)
 
@@ -79,7 +79,7 @@ def as_list(value: Any, call: Call) -> list[Any]:
     return list(value.reshape(-1))
 
 
-def host(values: Any) -> Host:
+def host(values: object) -> Host:
     """A shape value."""
     found = np.array(values, dtype=object)
     if found.size > MAX_HOST:
@@ -87,7 +87,7 @@ def host(values: Any) -> Host:
     return found
 
 
-def _elementwise(torch_function: Callable[..., Any], host_function: Callable[..., Any]) -> Callable[[Call], Any]:
+def _elementwise(torch_function: Callable[..., object], host_function: Callable[..., object]) -> Callable[[Call], Any]:
     def run(call: Call) -> Any:
         if all(isinstance(each, np.ndarray) for each in call.inputs):
             return host(host_function(*call.inputs))
@@ -106,7 +106,7 @@ def _divide_host(x: Host, y: Host) -> Host:
     return np.frompyfunc(_truncated, 2, 1)(x, y) if whole else x / y
 
 
-def _truncated(x: Any, y: Any) -> Any:
+def _truncated(x: Any, y: Any) -> object:
     """The quotient of two whole numbers, rounded towards zero; no condition on a size is added to the traced graph."""
     if y < 0:
         x, y = -x, -y
@@ -156,7 +156,7 @@ def _cast(call: Call) -> Any:
     return x.to(kinds[kind])
 
 
-def _whole(value: Any) -> Any:
+def _whole(value: object) -> object:
     return int(value) if isinstance(value, (float, bool)) else value
 
 
@@ -173,11 +173,11 @@ def _reshape(call: Call) -> Any:
     return x.reshape([_integer(size) for size in sizes])
 
 
-def _is(size: Any, number: int) -> bool:
+def _is(size: object, number: int) -> bool:
     return isinstance(size, (int, float)) and size == number
 
 
-def _integer(size: Any) -> Any:
+def _integer(size: object) -> object:
     return int(size) if isinstance(size, float) else size
 
 

@@ -12,7 +12,6 @@ import importlib.util
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -119,7 +118,11 @@ def _backbone(spec: ModelSpec, channels: int, head: DetectionHead) -> nn.Module:
 
 
 def _made(
-    spec: ModelSpec, channels: int, sources: Mapping[str, Callable[..., nn.Module]], rest: tuple[Any, ...], refused: str
+    spec: ModelSpec,
+    channels: int,
+    sources: Mapping[str, Callable[..., nn.Module]],
+    rest: tuple[object, ...],
+    refused: str,
 ) -> nn.Module:
     """The network of one of `sources`, or of the user's own function; `refused` is said of any other source."""
     if not spec.known and spec.source != NNUNET:
@@ -130,7 +133,7 @@ def _made(
         return sources[spec.source](spec.name, *rest)
 
 
-def _factory(spec: ModelSpec) -> Callable[..., Any]:
+def _factory(spec: ModelSpec) -> Callable[..., object]:
     module = _load_file(Path(spec.location)) if spec.source == "file" else _import(spec.location)
     found = getattr(module, spec.name, None)
     if not callable(found):
@@ -142,7 +145,7 @@ def _factory(spec: ModelSpec) -> Callable[..., Any]:
     return found
 
 
-def _load_file(path: Path) -> Any:
+def _load_file(path: Path) -> object:
     if not path.is_file():
         raise InputError(f"There is no file {path}, which the model spec names.")
     name = f"fp4deploy_model_{path.stem}"
@@ -159,7 +162,7 @@ def _load_file(path: Path) -> Any:
     return module
 
 
-def _import(name: str) -> Any:
+def _import(name: str) -> object:
     try:
         return importlib.import_module(name)
     except Exception as error:

@@ -127,7 +127,7 @@ class CachedDecoder(nn.Module):
             raise InputError(f"{type(self.model).__name__} was given no encoder's output: with_cache(model, NAME=x).")
         return Crossing(self)
 
-    def _call(self, ids: torch.Tensor, cache: Any, **more: Any) -> Any:
+    def _call(self, ids: torch.Tensor, cache: object, **more: object) -> Any:
         return self.model(input_ids=ids, use_cache=True, **{self.argument: cache}, **more)
 
     def _cache(self, own: list[_Layer] | None, cross: list[_Layer] | None) -> Any:
@@ -171,7 +171,7 @@ class _Layer:
         self.is_initialized = keys is not None
 
     def update(
-        self, keys: torch.Tensor, values: torch.Tensor, *_: object, **__: Any
+        self, keys: torch.Tensor, values: torch.Tensor, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add those of new tokens [N, heads, L, D], and give all."""
         self.keys, self.values = self._with(self.keys, keys), self._with(self.values, values)

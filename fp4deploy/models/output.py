@@ -108,7 +108,7 @@ def with_logits(
     return network
 
 
-def pick_logits(found: Any, spec: str, output: str | None = None) -> torch.Tensor:
+def pick_logits(found: object, spec: str, output: str | None = None) -> torch.Tensor:
     """The logits among what a network returned.
 
     Raises:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from contextlib import AbstractContextManager
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +25,7 @@ class _Kind:
             raise ValueError(f"it holds numbers of numpy's type {str(code)[:20]!r}, and plain ones are read")
         self.code = code
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         """The byte order, which numpy keeps here."""
         order = state[1] if isinstance(state, tuple) and len(state) > 1 else "="
         if order in ("<", ">"):
@@ -44,7 +43,7 @@ def _number(kind: object = None, content: object = b"") -> int | float | bool:
     return value
 
 
-def numbers_of_numpy() -> AbstractContextManager[Any]:
+def numbers_of_numpy() -> AbstractContextManager[object]:
     """While it is entered, `torch.load(weights_only=True)` reads numbers of numpy as Python's."""
     names = ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")
     return torch.serialization.safe_globals([(_Kind, "numpy.dtype"), *((_number, name) for name in names)])

@@ -34,7 +34,7 @@ _FILE = re.compile(r"\.(bin|ckpt|gz|h5|json|npz|onnx|pickle|pkl|pt|pth|safetenso
 Arguments = Mapping[str, Any]
 
 
-def call_factory(factory: Callable[..., Any], name: str, channels: int, arguments: Arguments) -> nn.Module:
+def call_factory(factory: Callable[..., object], name: str, channels: int, arguments: Arguments) -> nn.Module:
     """Call a factory with the output channels, under the name that it has for them, and the given arguments.
 
     Raises:
@@ -58,7 +58,7 @@ def call_factory(factory: Callable[..., Any], name: str, channels: int, argument
     return network
 
 
-def _parameters(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+def _parameters(factory: Callable[..., object]) -> dict[str, inspect.Parameter]:
     try:
         return dict(inspect.signature(factory).parameters)
     except (TypeError, ValueError):
@@ -179,7 +179,7 @@ def _channels_first(backbone: nn.Module) -> nn.Module:
     return backbone
 
 
-def _as_nchw(module: nn.Module, images: Any, features: list[torch.Tensor]) -> list[torch.Tensor]:
+def _as_nchw(module: nn.Module, images: object, features: list[torch.Tensor]) -> list[torch.Tensor]:
     return [feature.permute(0, 3, 1, 2) for feature in features]
 
 
@@ -208,7 +208,7 @@ def _hf_classifier(name: str, channels: int, arguments: Arguments, inputs: Netwo
     return call_factory(lambda: (kind[0] if isinstance(kind, tuple) else kind)(settings), f"hf:{name}", channels, {})
 
 
-def call_config(config: Callable[..., Any], name: str, given: Arguments) -> Any:
+def call_config(config: Callable[..., object], name: str, given: Arguments) -> Any:
     """A configuration of transformers.
 
     Raises:
@@ -259,7 +259,7 @@ def _library(name: str) -> Any:
     return ZOO[name].require("The model")
 
 
-def _chosen(name: str, known: Mapping[str, Callable[..., Any]], form: str) -> Callable[..., Any]:
+def _chosen(name: str, known: Mapping[str, Callable[..., object]], form: str) -> Callable[..., Any]:
     if name in known:
         return known[name]
     raise InputError(f"There is no '{name}' in {form}.{suggest(name, known)} Known: {', '.join(sorted(known))}.")
@@ -271,7 +271,7 @@ def _plain_name(name: str) -> str:
     return name
 
 
-def _random_weights(factory: Callable[..., Any]) -> dict[str, Any]:
+def _random_weights(factory: Callable[..., object]) -> dict[str, object]:
     """Arguments by which a factory that takes trained weights on its own does not: False for switches, else None."""
     found = {key: each for key, each in _parameters(factory).items() if _PRETRAINED.search(key)}
     optional = {key: each.default for key, each in found.items() if each.default is not each.empty}
@@ -304,13 +304,13 @@ def _harmless(name: str, arguments: Arguments, named: Sequence[str] = ()) -> dic
     return dict(arguments)
 
 
-def _keys(value: Any) -> list[str]:
+def _keys(value: object) -> list[str]:
     if isinstance(value, Mapping):
         return [str(key) for key in value] + [key for each in value.values() for key in _keys(each)]
     return [key for each in value for key in _keys(each)] if isinstance(value, list | tuple) else []
 
 
-def _texts(value: Any) -> list[str]:
+def _texts(value: object) -> list[str]:
     """All texts in a value, also keys, and what is no number, list or mapping as a text."""
     if isinstance(value, Mapping):
         return [text for pair in value.items() for each in pair for text in _texts(each)]

@@ -79,7 +79,7 @@ class ModelSpec:
         return self.location == other.location
 
 
-def parse_spec(text: str, arguments: Mapping[str, Any] | None = None, output: str | None = None) -> ModelSpec:
+def parse_spec(text: str, arguments: Mapping[str, object] | None = None, output: str | None = None) -> ModelSpec:
     """The spec that `text` writes.
 
     Raises:

@@ -32,7 +32,7 @@ HEURISTICS = re.compile(r"@triton_heuristics\.\w+\(\n.*?\n\)\n(?=@triton\.jit)",
 DRIVER = "triton_helpers.set_driver_to_cpu()\n"
 
 
-def launched(kernel: str, *arguments: Any) -> None:
+def launched(kernel: str, *arguments: object) -> None:
     """Stands for a launch in the graph that `generate` returns."""
 
 
@@ -44,7 +44,7 @@ class Kernel:
     source: str
     tuner: Any
 
-    def call(self, arguments: Sequence[Any], aligned: bool = True) -> Call:
+    def call(self, arguments: Sequence[object], aligned: bool = True) -> Call:
         """Its launch with these arguments; aligned: pointers are, to 16 bytes, where Inductor assumes it."""
         from torch._inductor.runtime.triton_heuristics import GridExpr
 

@@ -42,7 +42,7 @@ class Library:
             getattr(self.functions, name).restype = None
             getattr(self.functions, name).argtypes = (ctypes.c_void_p,)
 
-    def call(self, name: str, *arguments: Any) -> None:
+    def call(self, name: str, *arguments: object) -> None:
         """One function that returns a status.
 
         Raises:
@@ -136,5 +136,5 @@ class Run:
         self.network.library.call("fp4d_run_host", self.handle, *where)
 
 
-def _pointers(tensors: Sequence[torch.Tensor]) -> Any:
+def _pointers(tensors: Sequence[torch.Tensor]) -> object:
     return (ctypes.c_void_p * len(tensors))(*(x.data_ptr() for x in tensors))

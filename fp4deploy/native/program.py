@@ -139,7 +139,7 @@ class _Launches(fx.Interpreter):
         self.extra_traceback = False  # which would become part of the text of an error
         self.kernels, self.recording = kernels, recording
 
-    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> object:
         return self.recording.stored(super().get_attr(target, args, kwargs))
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -165,7 +165,7 @@ BY_PYTHON = "Run the file with Python: fp4deploy predict IMAGES --model FILE."
 UNKNOWN = f"Nothing compiles {{}} for the C library. {BY_PYTHON}"
 
 
-def _compiled() -> set[Any]:
+def _compiled() -> set[object]:
     """Operators that Inductor generates code for; not random numbers, whose seeds are torch's."""
     from torch._inductor.lowering import lowerings
 
@@ -193,7 +193,7 @@ def _coefficients(x, bias, weight, beta, groups, eps):  # type: ignore[no-untype
 REPLACED: dict[Any, Callable[..., Any]] = {torch.ops.fp4deploy.norm_coefficients.default: _coefficients}
 
 
-def _replacing(function: Callable[..., Any], axes: Sequence[int]) -> Callable[..., Any]:
+def _replacing(function: Callable[..., Any], axes: Sequence[int]) -> Callable[..., object]:
     """A function with the operators of `contraction.REPLACED` written otherwise.
 
     axes: of each tensor; one that has none is given with one.

@@ -59,7 +59,7 @@ class Recording:
         self.launches[self.stage].append((kernel, cast(Any, size), int(block), shared, arguments))
         self._keep(arguments)
 
-    def _keep(self, values: Sequence[Any]) -> None:
+    def _keep(self, values: Sequence[object]) -> None:
         self.kept += [each for each in values if isinstance(each, torch.Tensor)]
 
     @contextmanager
@@ -121,7 +121,7 @@ class Recording:
         }
         return stages, total
 
-    def _argument(self, value: Any, where: dict[int, int]) -> Argument:
+    def _argument(self, value: object, where: dict[int, int]) -> Argument:
         if not isinstance(value, torch.Tensor):
             return cast("int | float | None", value)
         storage, offset = _storage(value), int(value.storage_offset()) * value.element_size()

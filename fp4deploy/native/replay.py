@@ -28,7 +28,7 @@ def replay(plan: Plan, file: PackedFile, inputs: Sequence[torch.Tensor], output:
     """The outputs of a plan on the GPU that it was recorded for; inputs: float32 or float16, whole numbers int64."""
     device = inputs[0].device
 
-    def launch(recorded: Recorded, values: list[Any]) -> None:
+    def launch(recorded: Recorded, values: list[object]) -> None:
         made = recorded.kernel
         if isinstance(made, Launch):
             function(made, device).launch(recorded.grid, *values[: len(made.arguments)])
@@ -60,7 +60,7 @@ def play(
     return outputs
 
 
-def _value(argument: Any, arena: torch.Tensor, memory: dict[str, list[torch.Tensor]]) -> Any:
+def _value(argument: object, arena: torch.Tensor, memory: dict[str, list[torch.Tensor]]) -> Any:
     if not isinstance(argument, Buffer):
         return argument
     return arena[argument.at :] if argument.kind == "arena" else memory[argument.kind][argument.at]

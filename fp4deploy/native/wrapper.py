@@ -15,7 +15,7 @@ class _Converter(FxConverter):
         arguments = [each if hasattr(each, "op") else int(each) for each in self._lookup_args(tuple(line.call_args))]
         self.gm.graph.call_function(launched, (line.kernel_name, *arguments))
 
-    def _generate_kernel_definition(self, line: Any) -> None:
+    def _generate_kernel_definition(self, line: object) -> None:
         pass
 
 

@@ -7,10 +7,10 @@
 | `graph` | nodes and forms of activations: the JSON of the file as pydantic models |
 | `operators`, `shapes` | what each node computes in torch; the same on tensors without data gives all shapes |
 | `check` | names, shapes, types and values of a graph fit together |
-| `file`, `legacy` | reading, writing, digests; formats `packed/2` and `packed/1` |
+| `file` | reading, writing, digests |
 | `network` | running the nodes, on a GPU by kernels, on a CPU by decoding |
 | `writer`, `program` | the nodes as operators on decoded values, and these compiled by Inductor |
-| `capture` | either form as a CUDA graph |
+| `capture`, `module` | either form as a CUDA graph; and as a torch module |
 | `memory`, `describe` | bytes of weights and activations; the table of `fp4deploy inspect` |
 
 Nothing in the file is code: tensors as safetensors, the network as JSON. This room knows tensors and nodes, not models;
@@ -20,11 +20,13 @@ which layer of a checkpoint becomes which node is decided in `export.to_packed`.
 from fp4deploy.packed.file import PackedFile, packed_file, read_packed, write_packed
 from fp4deploy.packed.graph import Graph
 from fp4deploy.packed.memory import activation_bytes, full_precision, plain_bytes
+from fp4deploy.packed.module import PackedModule
 from fp4deploy.packed.network import PackedNetwork
 
 __all__ = [
     "Graph",
     "PackedFile",
+    "PackedModule",
     "PackedNetwork",
     "activation_bytes",
     "full_precision",

@@ -168,7 +168,7 @@ class CapturedNetwork:
         return Replay(graph, (compute, inputs), outputs)
 
 
-def _milliseconds(run: Callable[[], Any]) -> float:
+def _milliseconds(run: Callable[[], object]) -> float:
     """Median of a run, by CUDA events."""
     times = []
     for _ in range(MEASURED):

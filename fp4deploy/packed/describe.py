@@ -15,7 +15,7 @@ from fp4deploy.rest import rest_of
 COLUMNS = ("layer", "op", "precision", "shape", "writes", "bytes", "sha256")
 
 
-def describe_packed(file: PackedFile) -> tuple[dict[str, Any], tuple[str, ...], list[tuple[Any, ...]], str]:
+def describe_packed(file: PackedFile) -> tuple[dict[str, object], tuple[str, ...], list[tuple[object, ...]], str]:
     """Facts, columns, one row for each node, and a closing line; the digests were checked when the file was read."""
     graph, card = file.graph, file.card
     example = next((each.shape[2:4] for each in graph.inputs if len(each.shape) == 4), [1, 1])

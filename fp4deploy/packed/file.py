@@ -4,7 +4,7 @@ The metadata is one entry, `fp4deploy.packed`: a JSON object of strings.
 
 | key | what it is |
 |---|---|
-| `format` | `packed/9` to 3, the oldest that has all nodes; `packed/2` and `packed/1` (`legacy`) are read too |
+| `format` | `packed/9` to 3, the oldest that has all nodes |
 | `version` | version of fp4deploy that wrote it |
 | `card` | the model card, or "" |
 | `graph` | JSON: inputs, nodes, outputs, and of each tensor type, shape and SHA-256 (`graph.Graph`) |
@@ -14,9 +14,6 @@ The metadata is one entry, `fp4deploy.packed`: a JSON object of strings.
 Reading checks all of it before the first byte is used: the digests, that the tensors are those the graph lists, that
 the graph fits together (`check`), that no number in it is NaN or Inf. Digests find damage, not a forger: who can change
 a tensor can change its digest. `about` is kept as it is, and neither read nor digested: older versions read the file.
-
-`packed/1` held the global scale of a weight, `<layer>.weight.scale`, where later formats hold its amax. Reading
-converts: `PackedFile` always has the form of today.
 """
 
 from __future__ import annotations
@@ -32,26 +29,15 @@ from pydantic import ValidationError
 
 from fp4deploy import __version__
 from fp4deploy.errors import InputError
-from fp4deploy.formats import global_amax
 from fp4deploy.models.card import ModelCard
 from fp4deploy.models.checkpoint import digest, read_tensors, write_tensors
 from fp4deploy.packed.check import check_graph, check_values
-from fp4deploy.packed.graph import Graph, Layer, TensorInfo, format_of
-from fp4deploy.packed.legacy import LegacyGraph
+from fp4deploy.packed.graph import Graph, TensorInfo, format_of
 from fp4deploy.rest import rest_of
 from fp4deploy.system.files import digest_of
 
 SUFFIX = ".fp4"
-FORMATS = (
-    "packed/9",
-    "packed/8",
-    "packed/7",
-    "packed/6",
-    "packed/5",
-    "packed/4",
-    "packed/3",
-)  # the oldest that has all nodes is written
-LEGACY = ("packed/2", "packed/1")
+FORMATS = tuple(f"packed/{number}" for number in range(9, 2, -1))  # the oldest that has all nodes is written
 KEY = "fp4deploy.packed"
 SIGNED = ("format", "version", "card", "graph")
 AGAIN = "Write it again with: fp4deploy export --format packed"
@@ -133,7 +119,7 @@ def read_packed(path: Path) -> PackedFile:
     """
     path = Path(path)
     required = (*SIGNED, "sha256")
-    metadata, tensors = read_tensors(path, KEY, "packed network", (*FORMATS, *LEGACY), required, AGAIN)
+    metadata, tensors = read_tensors(path, KEY, "packed network", FORMATS, required, AGAIN)
     if not all(isinstance(value, str) for value in metadata.values()):
         raise InputError(f"{path}: its metadata '{KEY}' cannot be read. {AGAIN}")
     if metadata["sha256"] != _digest_of(metadata):
@@ -141,8 +127,6 @@ def read_packed(path: Path) -> PackedFile:
     card = ModelCard.from_json(metadata["card"], f"{path}: model card") if metadata["card"] else None
     graph = _graph(path, metadata)
     _check_tensors(path, graph, tensors)
-    if metadata["format"] == "packed/1":
-        graph, tensors = _with_amaxes(graph, tensors)
     try:
         check_graph(graph, card.channels if card else None, card.head if card else None)
     except InputError as error:
@@ -153,38 +137,20 @@ def read_packed(path: Path) -> PackedFile:
 
 def _graph(path: Path, metadata: Mapping[str, str]) -> Graph:
     try:
-        if metadata["format"] in FORMATS:
-            graph = Graph.model_validate_json(metadata["graph"])
-            if f"packed/{graph.format()}" > metadata["format"]:
-                later = [node for node in graph.nodes if f"packed/{format_of(node)}" > metadata["format"]]
-                said = f"node such as '{later[0].op}' of this graph" if later else f"rest in {rest_of(graph).described}"
-                raise InputError(f"{path}: {metadata['format']} has no {said}. {AGAIN}")
-            return graph
-        return LegacyGraph.model_validate_json(metadata["graph"]).converted()
+        graph = Graph.model_validate_json(metadata["graph"])
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise InputError(f"{path}: its graph cannot be read ({where}: {first['msg']}). {AGAIN}") from error
-    except (KeyError, ValueError) as error:
-        raise InputError(f"{path}: its graph describes no activation {error}. {AGAIN}") from error
+    if f"packed/{graph.format()}" > metadata["format"]:
+        later = [node for node in graph.nodes if f"packed/{format_of(node)}" > metadata["format"]]
+        said = f"node such as '{later[0].op}' of this graph" if later else f"rest in {rest_of(graph).described}"
+        raise InputError(f"{path}: {metadata['format']} has no {said}. {AGAIN}")
+    return graph
 
 
 def _digest_of(metadata: Mapping[str, str]) -> str:
     return digest_of(metadata[key].encode() for key in SIGNED)
-
-
-def _with_amaxes(graph: Graph, tensors: Mapping[str, torch.Tensor]) -> tuple[Graph, dict[str, torch.Tensor]]:
-    """A `packed/1` network with the amax of each weight in place of its global scale."""
-    infos, converted = dict(graph.tensors), dict(tensors)
-    for node in graph.nodes:
-        if not isinstance(node, Layer) or node.precision != "nvfp4":
-            continue
-        scale = f"{node.layer}.weight.scale"
-        if scale in converted:
-            amax = f"{scale.removesuffix('scale')}amax"
-            converted[amax] = global_amax(converted.pop(scale), node.e4m3_max)
-            infos[amax] = infos.pop(scale).model_copy(update={"sha256": digest(converted[amax])})
-    return graph.model_copy(update={"tensors": infos}), converted
 
 
 def _check_tensors(path: Path, graph: Graph, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -550,7 +550,7 @@ def _without_tf32() -> Iterator[None]:
         torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def _nvtx_range(step: Step) -> AbstractContextManager[Any]:
+def _nvtx_range(step: Step) -> AbstractContextManager[object]:
     return cast("AbstractContextManager[Any]", torch.cuda.nvtx.range(label(step)))
 
 

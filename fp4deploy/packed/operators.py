@@ -218,7 +218,7 @@ def _group_norm_relu(node: GroupNormReLU, inputs: list[torch.Tensor], context: C
     if node.bias:
         x = x + context.tensor(node.bias).to(x.dtype).view(-1, 1, 1)
     weight, bias = (context.tensor(f"{node.layer}.{part}").to(x.dtype) for part in ("weight", "bias"))
-    return F.group_norm(x, node.groups, weight, bias, node.eps).relu()
+    return _grouped(x, node.groups, weight, bias, node.eps).relu()
 
 
 def _norm(node: Norm, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
@@ -229,7 +229,15 @@ def _norm(node: Norm, inputs: list[torch.Tensor], context: Context) -> torch.Ten
         return F.layer_norm(x, node.shape, weight, bias, node.eps)
     if node.op == "instance_norm":
         return F.instance_norm(x, weight=weight, bias=bias, eps=node.eps)
-    return F.group_norm(x, node.groups, weight, bias, node.eps)
+    return _grouped(x, node.groups, weight, bias, node.eps)
+
+
+def _grouped(
+    x: torch.Tensor, groups: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    """GroupNorm, on a CPU of rows in memory: torch's kernel for channels_last loses the mean's last bits, of which a
+    volume of equal voxels has nothing else (`plugins.quantize.norm_float32`)."""
+    return F.group_norm(x.contiguous() if x.device.type == "cpu" else x, groups, weight, bias, eps)
 
 
 def _activation(node: Activation, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
@@ -237,10 +245,6 @@ def _activation(node: Activation, inputs: list[torch.Tensor], _: Context) -> tor
         low, high = node.parameters  # FP16's ends are no limits to numbers of a larger range
         return torch.clamp(inputs[0], low if low > -FP16.largest else None, high if high < FP16.largest else None)
     return FUNCTIONS[node.function][1](inputs[0], *node.parameters)
-
-
-def _prelu(node: PReLU, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
-    return F.prelu(inputs[0], context.tensor(node.tensor).to(inputs[0].dtype))
 
 
 def _arithmetic(node: Arithmetic, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
@@ -259,19 +263,6 @@ def _compare(node: Compare, inputs: list[torch.Tensor], context: Context) -> tor
     return COMPARISONS[node.op](inputs[0], other).to(context.dtype)
 
 
-def _where(_: Where, inputs: list[torch.Tensor], __: Context) -> torch.Tensor:
-    condition, one, other = inputs
-    return torch.where(condition != 0, one, other)
-
-
-def _constant(node: Constant | Experts, _: list[torch.Tensor], context: Context) -> torch.Tensor:
-    return context.tensor(node.tensor)
-
-
-def _concat(node: Concat, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
-    return torch.cat(inputs, node.dim)
-
-
 def _pool(node: Pool, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
     x, stride, pool = inputs[0], node.stride, POOLS[node.op][len(node.kernel) - 1]
     if node.op == "max_pool" and len(node.kernel) == 2:
@@ -283,24 +274,12 @@ def _pool(node: Pool, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
     return pool(x, node.kernel, stride, node.padding, node.ceil_mode, node.count_padding)
 
 
-def _adaptive(node: AdaptivePool, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
-    return POOLS[node.function][len(node.size) - 1](inputs[0], context.sizes_of(node.size))
-
-
 def _reduce(node: Reduce, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
     x = inputs[0]
     if node.function == "norm":
         return torch.linalg.vector_norm(x, 2, node.dims, node.keep)
     functions: dict[str, Any] = {"mean": torch.mean, "sum": torch.sum, "amax": torch.amax, "amin": torch.amin}
     return functions[node.function](x, node.dims, node.keep)
-
-
-def _variance(node: Variance, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
-    return torch.var(inputs[0], node.dims, correction=node.correction, keepdim=node.keep)
-
-
-def _cumulative_sum(node: CumulativeSum, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
-    return torch.cumsum(inputs[0], node.dim)
 
 
 def _argmax(node: ArgMax, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
@@ -316,49 +295,10 @@ def _resize(node: Resize, inputs: list[torch.Tensor], context: Context) -> torch
     return F.interpolate(inputs[0], size, node.scale, node.mode, corners)
 
 
-def _shuffle(node: PixelShuffle, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
-    function = F.pixel_shuffle if node.op == "pixel_shuffle" else F.pixel_unshuffle
-    return function(inputs[0], node.factor)
-
-
-def _unfold(node: Unfold, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
-    return torch.ops.aten.im2col(inputs[0], node.kernel, node.dilation, node.padding, node.stride)
-
-
-def _fold(node: Fold, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
-    size = context.sizes_of(node.size)
-    return torch.ops.aten.col2im(inputs[0], size, node.kernel, node.dilation, node.padding, node.stride)
-
-
-def _reshape(node: Reshape, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
-    shape = context.sizes_of(node.shape)
-    return inputs[0].expand(shape) if node.op == "expand" else inputs[0].reshape(shape)
-
-
-def _permute(node: Permute, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
-    return inputs[0].permute(node.dims)
-
-
 def _slice(node: Slice, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
     end = None if node.end is None else context.size(node.end)
     index: list[Any] = [slice(None)] * node.dim + [slice(context.size(node.start), end, node.step)]
     return inputs[0][tuple(index)]
-
-
-def _select(node: Select, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
-    return inputs[0].select(node.dim, context.size(node.index))
-
-
-def _roll(node: Roll, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
-    return torch.roll(inputs[0], context.sizes_of(node.shifts), node.dims)
-
-
-def _flip(node: Flip, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
-    return torch.flip(inputs[0], node.dims)
-
-
-def _repeat(node: Repeat, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
-    return inputs[0].repeat(context.sizes_of(node.counts))
 
 
 def _take(node: Take, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
@@ -372,14 +312,6 @@ def _take(node: Take, inputs: list[torch.Tensor], context: Context) -> torch.Ten
 def _pad(node: Pad, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
     value = node.value if node.mode == "constant" else None
     return F.pad(inputs[0], context.sizes_of(node.pad), node.mode, value)
-
-
-def _matmul(_: Matmul, inputs: list[torch.Tensor], __: Context) -> torch.Tensor:
-    return torch.matmul(inputs[0], inputs[1])
-
-
-def _softmax(node: Softmax, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
-    return (torch.softmax if node.op == "softmax" else torch.log_softmax)(inputs[0], node.dim)
 
 
 def _attention(node: Attention, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
@@ -422,7 +354,7 @@ def _operand(node: Aten, name: str, x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.float32) if x.is_floating_point() else x
 
 
-def _argument(value: Any, context: Context) -> Any:
+def _argument(value: object, context: Context) -> Any:
     """A number or text as it is, the value of an expression of sizes, or several."""
     if not isinstance(value, list):
         return value
@@ -431,39 +363,42 @@ def _argument(value: Any, context: Context) -> Any:
     return [context.size(each) if isinstance(each, list) else each for each in value]
 
 
+# A name read from torch by `node.op` is one of the literals of the node's class, which reading a file has checked.
 _TABLE: dict[type[Step], Callable[..., torch.Tensor]] = {
     Affine: _affine,
     GroupNormReLU: _group_norm_relu,
     Norm: _norm,
     Activation: _activation,
-    PReLU: _prelu,
+    PReLU: lambda node, x, context: F.prelu(x[0], context.tensor(node.tensor).to(x[0].dtype)),
     Arithmetic: _arithmetic,
     Compare: _compare,
-    Where: _where,
-    Constant: _constant,
-    Experts: _constant,
-    Concat: _concat,
+    Where: lambda node, x, context: torch.where(x[0] != 0, x[1], x[2]),
+    Constant: lambda node, x, context: context.tensor(node.tensor),
+    Experts: lambda node, x, context: context.tensor(node.tensor),
+    Concat: lambda node, x, context: torch.cat(x, node.dim),
     Pool: _pool,
-    AdaptivePool: _adaptive,
+    AdaptivePool: lambda node, x, context: POOLS[node.function][len(node.size) - 1](x[0], context.sizes_of(node.size)),
     Reduce: _reduce,
-    Variance: _variance,
-    CumulativeSum: _cumulative_sum,
+    Variance: lambda node, x, context: torch.var(x[0], node.dims, correction=node.correction, keepdim=node.keep),
+    CumulativeSum: lambda node, x, context: torch.cumsum(x[0], node.dim),
     ArgMax: _argmax,
     Resize: _resize,
-    PixelShuffle: _shuffle,
-    Unfold: _unfold,
-    Fold: _fold,
-    Reshape: _reshape,
-    Permute: _permute,
+    PixelShuffle: lambda node, x, context: getattr(F, node.op)(x[0], node.factor),
+    Unfold: lambda node, x, context: torch.ops.aten.im2col(x[0], node.kernel, node.dilation, node.padding, node.stride),
+    Fold: lambda node, x, context: torch.ops.aten.col2im(
+        x[0], context.sizes_of(node.size), node.kernel, node.dilation, node.padding, node.stride
+    ),
+    Reshape: lambda node, x, context: getattr(x[0], node.op)(context.sizes_of(node.shape)),
+    Permute: lambda node, x, context: x[0].permute(node.dims),
     Slice: _slice,
-    Select: _select,
-    Roll: _roll,
-    Flip: _flip,
-    Repeat: _repeat,
+    Select: lambda node, x, context: x[0].select(node.dim, context.size(node.index)),
+    Roll: lambda node, x, context: torch.roll(x[0], context.sizes_of(node.shifts), node.dims),
+    Flip: lambda node, x, context: torch.flip(x[0], node.dims),
+    Repeat: lambda node, x, context: x[0].repeat(context.sizes_of(node.counts)),
     Take: _take,
     Pad: _pad,
-    Matmul: _matmul,
-    Softmax: _softmax,
+    Matmul: lambda node, x, context: torch.matmul(x[0], x[1]),
+    Softmax: lambda node, x, context: getattr(torch, node.op)(x[0], node.dim),
     Attention: _attention,
     Aten: _aten,
 }

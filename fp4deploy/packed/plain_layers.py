@@ -38,7 +38,7 @@ def plain_geometry(node: Conv2d) -> tuple[Pair, Pair, Pair]:
     return (a, b), (c, d), (e, f)
 
 
-def small_k_kernel(node: Any, weights: dict[str, torch.Tensor], device: torch.device) -> bool:
+def small_k_kernel(node: object, weights: dict[str, torch.Tensor], device: torch.device) -> bool:
     """Whether `plugins.gemm.convolution.small_k` computes a node on a device.
 
     weights: of layers in FP16 or BF16, with torch's axes.

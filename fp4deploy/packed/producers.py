@@ -129,7 +129,7 @@ def nodes_of(step: Step) -> list[Node]:
     return list(found.values())
 
 
-def _without_copies(writers: Sequence[Any], kept: set[str]) -> list[Any]:
+def _without_copies(writers: Sequence[Any], kept: set[str]) -> list[object]:
     """Without paddings of no pixels: what writes their source writes it in their forms as well."""
     found = list(writers)
     for place in reversed(range(len(found))):
@@ -156,7 +156,7 @@ def _reading(node: Node, source: str, names: set[str]) -> Node:
     return node.model_copy(update={"inputs": [source if name in names else name for name in node.inputs]})
 
 
-def _pack_early(writers: list[Any], shapes: Shapes, kept: set[str]) -> list[Any]:
+def _pack_early(writers: list[Any], shapes: Shapes, kept: set[str]) -> list[object]:
     """Move packing in front of the nodes that only move elements, from the last to the first."""
     found = list(writers)
     for at in reversed(range(len(found))):
@@ -177,7 +177,7 @@ def _pack_early(writers: list[Any], shapes: Shapes, kept: set[str]) -> list[Any]
     return found
 
 
-def _pool_early(writers: list[Any], shapes: Shapes, kept: set[str]) -> list[Any]:
+def _pool_early(writers: list[Any], shapes: Shapes, kept: set[str]) -> list[object]:
     """Without 2x2 maximum pooling of what a `Produce` writes: the step writes that as well."""
     found = list(writers)
     for place in reversed(range(len(found))):
@@ -201,13 +201,13 @@ def _halves(node: Pool) -> bool:
     return node.op == "max_pool" and pairs == ([2, 2], [2, 2], [0, 0], [1, 1]) and not node.ceil_mode
 
 
-def _without_unread(writer: Any, writers: list[Any], kept: set[str]) -> Any:
+def _without_unread(writer: Any, writers: list[Any], kept: set[str]) -> object:
     """A writer without the forms that nobody reads any more; all its readers come after it and were seen."""
     read = {name for each in writers if not isinstance(each, Input) for name in each.inputs} | kept
     return _with_forms(writer, [form for form in writer.outputs if form.name in read])
 
 
-def _with_forms(writer: Any, forms: Sequence[Form]) -> Any:
+def _with_forms(writer: Any, forms: Sequence[Form]) -> object:
     if list(forms) == list(writer.outputs) or not forms:
         return writer
     if isinstance(writer, Move):
@@ -237,7 +237,7 @@ def _fuse(nodes: list[Any], shapes: Shapes, kept: set[str]) -> list[Step]:
     taken: set[int] = set()
     steps: list[Step] = []
 
-    def before(name: str, *kinds: type[Any]) -> Any:
+    def before(name: str, *kinds: type[object]) -> Any:
         """The node that writes an activation, if it is of these kinds and nobody else reads what it writes."""
         node: Any = writers.get(name)
         alone = node is not None and len(node.outputs) == 1 and reads[name] == 1 and name not in kept
@@ -257,7 +257,7 @@ def _fuse(nodes: list[Any], shapes: Shapes, kept: set[str]) -> list[Step]:
     return steps[::-1]
 
 
-def _group(node: Any, before: Any) -> tuple[Produce, list[Any]] | None:
+def _group(node: Any, before: Any) -> tuple[Produce, list[object]] | None:
     """A step that ends with `node` and the other nodes in it; None where the kernel would do nothing but this node."""
     inside: list[Any] = []
     last, x = node, node.inputs[0]
@@ -286,7 +286,7 @@ def _group(node: Any, before: Any) -> tuple[Produce, list[Any]] | None:
     return Produce(node, inputs, list(node.outputs), first, second, activation, slope), inside
 
 
-def _fusible(node: Any, shapes: Shapes) -> bool:
+def _fusible(node: object, shapes: Shapes) -> bool:
     """The kernel computes this node."""
     if not isinstance(node, (Activation, Arithmetic, Affine, Norm)):
         return False

@@ -45,7 +45,7 @@ def versions() -> str:
 
 def read_program(
     name: str, tensors: Mapping[Key, torch.Tensor], device: torch.device
-) -> tuple[Callable[..., Any], list[torch.Tensor]] | None:
+) -> tuple[Callable[..., object], list[torch.Tensor]] | None:
     """A compiled graph and the tensors that it takes before the inputs; None where there is no whole entry."""
     code, held = read_entry(_path(name, "code")), read_entry(_path(name, "tensors"))
     if code is None or held is None:

@@ -185,7 +185,7 @@ class Writer:
             return self._quantized(x, form, tensors)
         return x.to(torch.float32 if form.name in self.wide else self.dtype)
 
-    def _row_norm(self, node: Norm, x: Any, tensors: Tensors) -> dict[str, torch.Tensor]:
+    def _row_norm(self, node: Norm, x: object, tensors: Tensors) -> dict[str, torch.Tensor]:
         """A LayerNorm of an activation, or of two that are to be added up: its outputs, and the sum."""
         first, second = x if isinstance(x, tuple) else (x, None)
         second = None if second is None else second.contiguous()

@@ -45,7 +45,7 @@ class Prediction:
         return f"Prediction({height} x {width} pixels: {named or 'nothing found'})"
 
     @staticmethod
-    def _figure(found: dict[str, Any]) -> str:
+    def _figure(found: dict[str, object]) -> str:
         return f"{found['score']:.2f}" if "score" in found else str(found.get("objects", found.get("pixels")))
 
     @property
@@ -88,7 +88,7 @@ class Prediction:
             for number in found
         ]
 
-    def objects(self) -> list[dict[str, Any]]:
+    def objects(self) -> list[dict[str, object]]:
         """Objects in the terms of COCO annotations, the highest score first; [] for a semantic model.
 
         category_id is the class id, bbox is [left, top, width, height] in pixels, the segmentation a compressed RLE;
@@ -112,7 +112,7 @@ class Prediction:
         ]
 
     @staticmethod
-    def _boxes(found: Detections) -> list[dict[str, Any]]:
+    def _boxes(found: Detections) -> list[dict[str, object]]:
         sides = found.boxes[:, 2:] - found.boxes[:, :2]
         return [
             {

@@ -46,7 +46,7 @@ def require_opencv() -> None:
 
 
 @contextmanager
-def opened(source: str) -> Iterator[Any]:
+def opened(source: str) -> Iterator[object]:
     """A video or a camera ("camera:0") as OpenCV reads it, closed at the end.
 
     Raises:
@@ -82,7 +82,7 @@ def _require_container(path: Path) -> None:
 
 def predict_video(
     predictor: Predictor, source: str, target: Path, batch: int, progress: Callable[[int], None] | None = None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """`predict_frames` of a source that is opened for it."""
     with opened(source) as capture:
         return predict_frames(predictor, capture, source, target, batch, progress)
@@ -95,7 +95,7 @@ def predict_frames(
     target: Path,
     batch: int,
     progress: Callable[[int], None] | None = None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Predict all frames of a video or, until Ctrl-C, of a camera, and write the overlay video.
 
     Args:
@@ -158,7 +158,7 @@ def _add(found: dict[int, dict[str, Any]], classes: list[dict[str, Any]]) -> Non
         entry[key] = entry.get(key, 0) + each[key]
 
 
-def _classes(found: dict[int, dict[str, Any]], frames: int) -> list[dict[str, Any]]:
+def _classes(found: dict[int, dict[str, Any]], frames: int) -> list[dict[str, object]]:
     """What a video has of each class, the most first: the mean share, or all boxes."""
     for entry in found.values():
         if "share" in entry:

@@ -160,13 +160,13 @@ def _read(card: ModelCard, files: Sequence[Path]) -> tuple[NDArray[np.float32], 
 
 def predict_volumes(
     runtime: Runtime,
-    document: dict[str, Any],
+    document: dict[str, object],
     sources: Sequence[VolumeSource],
     out: Path,
     mirror: bool = False,
     batch: int = 1,
     progress: Progress | None = None,
-) -> tuple[dict[str, Any], list[str]]:
+) -> tuple[dict[str, object], list[str]]:
     """Predict cases into a folder; files of earlier predictions with the same names are replaced.
 
     Args:
@@ -204,7 +204,7 @@ def predict_volumes(
     return document, failures
 
 
-def _classes(labels: Pixels, grid: Grid, names: Sequence[str]) -> list[dict[str, Any]]:
+def _classes(labels: Pixels, grid: Grid, names: Sequence[str]) -> list[dict[str, object]]:
     """The classes in a volume, the largest first: id, name, voxels, share of the volume in 0..1, and millilitres."""
     counts = np.bincount(labels.ravel(), minlength=len(names))
     found = sorted(np.flatnonzero(counts).tolist(), key=lambda number: -counts[number])

@@ -87,7 +87,7 @@ def predict_files(
     batch: int = 1,
     overlays: bool = True,
     progress: Callable[[int, str], None] | None = None,
-) -> tuple[dict[str, Any], list[str]]:
+) -> tuple[dict[str, object], list[str]]:
     """Predict images and videos into a folder; files of earlier predictions with the same names are replaced.
 
     Args:
@@ -116,7 +116,7 @@ def predict_files(
     return document, written.failures
 
 
-def describe(predictor: Predictor, model: Path) -> dict[str, Any]:
+def describe(predictor: Predictor, model: Path) -> dict[str, object]:
     """The part of predictions.json that is the same for all images."""
     card, runtime = predictor.card, predictor.runtime
     names = predictor.class_names
@@ -221,7 +221,7 @@ def _take(
 
 def _image_entry(
     written: Written, source: Source, pixels: Pixels, found: Prediction, out: Path, overlays: bool
-) -> dict[str, Any]:
+) -> dict[str, object]:
     height, width = found.mask.shape
     entry: dict[str, Any] = {"height": height, "width": width, "mask": None, "overlay": None}
     if found.has_mask:
@@ -241,7 +241,7 @@ def _image_entry(
     return entry
 
 
-def _coco(predictor: Predictor, written: Written) -> dict[str, Any]:
+def _coco(predictor: Predictor, written: Written) -> dict[str, object]:
     categories = [{"id": number, "name": name} for number, name in enumerate(predictor.class_names) if number]
     return {"images": written.images, "categories": categories, "annotations": written.annotations}
 

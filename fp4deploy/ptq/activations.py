@@ -33,7 +33,7 @@ PERCENTILE = 99.99
 
 @torch.no_grad()
 def calibrate_activations(
-    model: nn.Module, batches: Sequence[Any], choice: str = "amax", percentile: float = PERCENTILE
+    model: nn.Module, batches: Sequence[object], choice: str = "amax", percentile: float = PERCENTILE
 ) -> None:
     """Set every `input_amax` of a prepared model, quantisers switched off while it is measured.
 
@@ -50,7 +50,7 @@ def calibrate_activations(
         _search(model, batches)
 
 
-def _search(model: nn.Module, batches: Sequence[Any]) -> None:
+def _search(model: nn.Module, batches: Sequence[object]) -> None:
     layers = {name: layer for name, layer in quantized_layers(model).items() if layer.input_amax is not None}
     device = next(model.parameters()).device
     errors = {name: torch.zeros(len(SHARES), dtype=torch.float64, device=device) for name in layers}

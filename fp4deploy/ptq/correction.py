@@ -39,7 +39,7 @@ MIN_SLOPE, MAX_SLOPE = 0.5, 2.0  # of a slope: beyond that the channel carries n
 def correct(
     model: nn.Module,
     reference: nn.Module,
-    batches: Sequence[Any],
+    batches: Sequence[object],
     choice: str,
     progress: Phase = lambda phase, done, of: None,
 ) -> list[str]:
@@ -70,7 +70,7 @@ def _kinds(choice: str) -> tuple[str, ...]:
     return ("bias", "norm") if choice == "both" else (choice,)
 
 
-def _kind(layer: Any) -> str:
+def _kind(layer: object) -> str:
     if isinstance(layer, QuantizedLayer) and layer.bias is not None:
         return "bias"
     affine = isinstance(layer, NORMS) and getattr(layer, "weight", None) is not None
@@ -78,7 +78,7 @@ def _kind(layer: Any) -> str:
 
 
 def _moments(
-    model: nn.Module, reference: nn.Module, name: str, batches: Sequence[Any]
+    model: nn.Module, reference: nn.Module, name: str, batches: Sequence[object]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(mean of y, mean of y', variance of y', covariance) of each channel, float32 [C]."""
     sums: list[Tensor] = []

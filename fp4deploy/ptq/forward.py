@@ -34,7 +34,7 @@ def deployed_rest() -> Rest:
     return _rest.get()
 
 
-def autocast(batch: Any) -> torch.autocast:
+def autocast(batch: object) -> torch.autocast:
     """The precision of a forward pass on the device of a batch."""
     return deployed_rest().autocast(first_tensor(batch).device.type)
 
@@ -58,7 +58,7 @@ class Call:
 
 
 @torch.no_grad()
-def call_of(model: nn.Module, name: str, batch: Any) -> Call:
+def call_of(model: nn.Module, name: str, batch: object) -> Call:
     """The first call of the module `name` in a forward pass of the model, which ends there.
 
     A network that catches everything may go on after the signal, or end with an error of its own: what was asked for
@@ -70,10 +70,10 @@ def call_of(model: nn.Module, name: str, batch: Any) -> Call:
     arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     found: list[Call] = []
 
-    def enter(_module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    def enter(_module: nn.Module, inputs: tuple[object, ...], keywords: dict[str, object]) -> None:
         arguments.append(_cloned((inputs, keywords)))
 
-    def leave(_module: nn.Module, _inputs: Any, output: Any) -> None:
+    def leave(_module: nn.Module, _inputs: object, output: object) -> None:
         found.append(Call(*arguments[0], floats(output)))
         raise _Stop
 
@@ -96,17 +96,17 @@ def call_of(model: nn.Module, name: str, batch: Any) -> Call:
     return found[0]
 
 
-def floats(output: Any) -> list[Tensor]:
+def floats(output: object) -> list[Tensor]:
     """The tensors of floating point in what a module returns: a tensor, or any nest of dicts, tuples and lists."""
     return [each for each in tree_leaves(output) if isinstance(each, Tensor) and each.is_floating_point()]
 
 
-def _cloned(value: Any) -> Any:
+def _cloned(value: object) -> Any:
     return tree_map(lambda each: each.clone() if isinstance(each, Tensor) else each, value)
 
 
 @torch.no_grad()
-def order_of(model: nn.Module, names: list[str], batch: Any) -> list[str]:
+def order_of(model: nn.Module, names: list[str], batch: object) -> list[str]:
     """`names` of modules in the order in which they run; those that do not run are left out."""
     found: list[str] = []
     handles = [

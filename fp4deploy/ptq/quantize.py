@@ -62,7 +62,7 @@ class Result:
 
 def quantize(
     model: nn.Module,
-    images: Tensor | Mapping[str, Tensor] | Iterable[Any],
+    images: Tensor | Mapping[str, Tensor] | Iterable[object],
     method: str = "gptq",
     *,
     include: Selection = None,
@@ -146,7 +146,7 @@ def quantize(
 def _quantize_weights(
     model: nn.Module,
     reference: nn.Module,
-    batches: list[Any],
+    batches: list[object],
     method: Method,
     iterations: int,
     seed: int,
@@ -201,7 +201,7 @@ def set_weight(layer: QuantizedLayer, rows: Tensor) -> None:
 
 @torch.no_grad()
 def hessians_of(
-    model: nn.Module, batches: Sequence[Any], seed: int = 0, progress: Phase = lambda phase, done, of: None
+    model: nn.Module, batches: Sequence[object], seed: int = 0, progress: Phase = lambda phase, done, of: None
 ) -> dict[str, Tensor]:
     """H = X^T X / n [K, K] of the quantised inputs of every layer whose inputs can be written as rows."""
     layers = {name: layer for name, layer in fp4_layers(model).items() if has_hessian(layer)}

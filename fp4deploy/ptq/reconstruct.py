@@ -95,7 +95,7 @@ def neighbours(ratio: Tensor) -> tuple[Tensor, Tensor]:
     return low, high
 
 
-def units_of(model: nn.Module, by_block: bool, batch: Any) -> list[str]:
+def units_of(model: nn.Module, by_block: bool, batch: object) -> list[str]:
     """Names of the units, in the order in which they run.
 
     by_block: the nearest module above each layer that has a forward of its own and is not the whole model, else the
@@ -117,7 +117,7 @@ def reconstruct(
     model: nn.Module,
     reference: nn.Module,
     unit: str,
-    batches: Sequence[Any],
+    batches: Sequence[object],
     hessians: dict[str, Tensor],
     iterations: int,
     seed: int = 0,
@@ -142,7 +142,7 @@ def reconstruct(
 def align(
     model: nn.Module,
     reference: nn.Module,
-    batches: Sequence[Any],
+    batches: Sequence[object],
     hessians: dict[str, Tensor],
     iterations: int,
     seed: int = 0,
@@ -168,7 +168,7 @@ def _learn(
     reference: nn.Module,
     unit: str,
     roundings: list[SoftRounding],
-    batches: Sequence[Any],
+    batches: Sequence[object],
     iterations: int,
     seed: int,
 ) -> tuple[float, float]:
@@ -248,7 +248,9 @@ def _soft(layers: dict[str, QuantizedLayer], hessians: dict[str, Tensor]) -> Ite
 
 
 @torch.no_grad()
-def _error(module: nn.Module, batches: Sequence[Any], calls: Sequence[Call], targets: Sequence[list[Tensor]]) -> float:
+def _error(
+    module: nn.Module, batches: Sequence[object], calls: Sequence[Call], targets: Sequence[list[Tensor]]
+) -> float:
     """Mean squared error."""
     total = 0.0
     for batch, call, target in zip(batches, calls, targets, strict=True):

@@ -15,12 +15,12 @@ from fp4deploy.errors import InputError
 Arguments = Sequence[Any] | Mapping[str, Any]  # of a forward
 
 
-def batches_of(batches: Any) -> Iterable[Any]:
+def batches_of(batches: Any) -> Iterable[object]:
     """One batch, a tensor or a dict of arguments, as the only one of several; several as they are."""
     return [batches] if isinstance(batches, torch.Tensor | Mapping) else batches
 
 
-def arguments_of(model: nn.Module, batch: Any) -> Arguments:
+def arguments_of(model: nn.Module, batch: object) -> Arguments:
     """The arguments of the forward among the elements of a batch.
 
     Of a tuple or a list, such as (images, labels), the first elements: as many as the forward needs. A dict, or a first
@@ -46,19 +46,19 @@ def arguments_of(model: nn.Module, batch: Any) -> Arguments:
     return batch[: max(1, len(needed))]
 
 
-def run(model: nn.Module, batch: Any) -> Any:
+def run(model: nn.Module, batch: object) -> Any:
     """What a network gives for a batch."""
     return applied(model, arguments_of(model, batch))
 
 
-def applied(model: nn.Module, arguments: torch.Tensor | Arguments) -> Any:
+def applied(model: nn.Module, arguments: torch.Tensor | Arguments) -> object:
     """What a module gives for one tensor, several, or a dict by the names of its arguments."""
     if isinstance(arguments, torch.Tensor):
         return model(arguments)
     return model(**arguments) if isinstance(arguments, Mapping) else model(*arguments)
 
 
-def first_tensor(batch: Any) -> torch.Tensor:
+def first_tensor(batch: object) -> torch.Tensor:
     """The first of a batch's tensors, which says device and number of samples.
 
     Raises:

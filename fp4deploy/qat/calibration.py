@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +22,7 @@ SAMPLE = 2**20  # elements of a batch that are sorted, evenly spaced
 
 @torch.no_grad()
 def calibrate_percentile(
-    model: nn.Module, batches: torch.Tensor | Iterable[Any], percentile: float = 100.0, rest: str = "fp16"
+    model: nn.Module, batches: torch.Tensor | Iterable[object], percentile: float = 100.0, rest: str = "fp16"
 ) -> None:
     """Set every `input_amax` to the given percentile of the magnitudes its layer sees, quantisers switched off.
 

@@ -251,7 +251,7 @@ def _small_input(layer: nn.Module, place: int = 0) -> torch.Tensor:
     return torch.zeros(2, layer.in_channels, *sides, dtype=like.dtype, device=like.device)
 
 
-def _each(value: Any) -> Any:
+def _each(value: object) -> object:
     """One number for all axes where they are the same."""
     if isinstance(value, (tuple, list)):
         return value[0] if len(set(value)) == 1 else tuple(value)

@@ -30,11 +30,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fp4deploy.tracing import DispatchMode
 
@@ -256,10 +256,10 @@ class _Origins(DispatchMode):
         self.found: dict[int, _Origin] = {}
         self.alive: list[Any] = []  # an address stands for one storage while that exists
 
-    def of(self, values: Any) -> _Origin:
+    def of(self, values: object) -> _Origin:
         return _union(self.found.get(self._key(each), _Origin()) for each in _tensors(values))
 
-    def set(self, values: Any, origin: _Origin) -> None:
+    def set(self, values: object, origin: _Origin) -> None:
         for each in _tensors(values):
             self.found[self._key(each)] = origin
 
@@ -283,7 +283,7 @@ class _Origins(DispatchMode):
         return result
 
 
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
+def _tensors(values: object) -> Iterator[torch.Tensor]:
     """The tensors in anything that a forward takes or returns."""
     for leaf in tree_leaves(values):
         if isinstance(leaf, torch.Tensor):
@@ -307,11 +307,7 @@ def _like_parameters(inputs: Inputs, model: nn.Module) -> Inputs:
         x = torch.zeros(x.shape, dtype=x.dtype) if x.is_meta and not parameter.is_meta else x.detach().clone()
         return x.to(parameter.device, parameter.dtype if x.is_floating_point() else x.dtype)
 
-    if isinstance(inputs, torch.Tensor):
-        return moved(inputs)
-    if isinstance(inputs, Mapping):
-        return {name: moved(x) for name, x in inputs.items()}
-    return tuple(moved(x) for x in inputs)
+    return cast(Inputs, tree_map_only(torch.Tensor, moved, inputs))
 
 
 def _assumed(model: nn.Module) -> Iterator[tuple[torch.Tensor, ...]]:

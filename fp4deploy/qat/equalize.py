@@ -151,7 +151,7 @@ class _Reads(TorchFunctionMode):
 
 @torch.no_grad()
 def equalize(
-    model: nn.Module, batches: Iterable[Any], quantized: Collection[str], share: float = 0.5
+    model: nn.Module, batches: Iterable[object], quantized: Collection[str], share: float = 0.5
 ) -> dict[str, Tensor]:
     """Equalise a network that is not quantised yet, in place.
 
@@ -190,13 +190,13 @@ def equalize(
     return found
 
 
-def _example(model: nn.Module, batch: Any) -> Any:
+def _example(model: nn.Module, batch: object) -> Any:
     given = arguments_of(model, batch)
     return given[0] if isinstance(given, tuple) and len(given) == 1 else given
 
 
 def _factors(
-    model: nn.Module, batches: list[Any], channels: _Channels, quantized: Collection[str], share: float
+    model: nn.Module, batches: list[object], channels: _Channels, quantized: Collection[str], share: float
 ) -> dict[int, float]:
     """The factor of each free channel, by its root: the geometric mean of what its readers want."""
     squares: dict[str, Tensor] = {}
@@ -236,7 +236,7 @@ def _factors(
     }
 
 
-def column_squares(layer: Any) -> Tensor:
+def column_squares(layer: object) -> Tensor:
     """Sum of the squared weights of each input channel of a convolution or linear layer, float32 [C]."""
     weight = _columns(layer).float().square()
     return weight.sum([axis for axis in range(weight.ndim) if axis not in _column_axes(layer)]).flatten()
@@ -249,11 +249,11 @@ def _columns(layer: Any) -> Tensor:
     return weight.unflatten(0, (getattr(layer, "groups", 1), -1))
 
 
-def _column_axes(layer: Any) -> tuple[int, int]:
+def _column_axes(layer: object) -> tuple[int, int]:
     return (0, 1) if isinstance(layer, nn.modules.conv._ConvTransposeNd) else (0, 2)
 
 
-def _as_columns(layer: Any, factor: Tensor) -> Tensor:
+def _as_columns(layer: object, factor: Tensor) -> Tensor:
     """Factors of the input channels in the shape that `_columns` is multiplied with."""
     columns, axes = _columns(layer), _column_axes(layer)
     return factor.view([size if axis in axes else 1 for axis, size in enumerate(columns.shape)])

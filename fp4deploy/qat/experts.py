@@ -47,7 +47,7 @@ class QuantExperts(nn.Module):
     quantizing: bool
     held: Mapping[str, torch.Tensor]  # while they are read
 
-    def forward(self, *inputs: Any, **named: Any) -> Any:
+    def forward(self, *inputs: object, **named: object) -> Any:
         """The library's forward, on quantised weights."""
         if not self.quantizing or "held" in vars(self):
             return self.plain.forward(self, *inputs, **named)

@@ -141,10 +141,10 @@ class FusedUNet(UNet):
         deepest = len(encoder) - 1
         encoded = x
         self._observe_input(encoder[0].conv1, x.shape, lambda images: encoded[images])
-        if isinstance(encoder[0].conv1, QuantizedLayer):  # by default it stays as it is
+        if _here(encoder[0].conv1):  # by default it stays as it is
             x = encoder[0].conv1.quantized_input(x)
         for level, block in enumerate(encoder):
-            x = convolve(x, weights[block.conv1], None, SAME)  # its input is not held while the block goes on
+            x = _convolve(x, block.conv1, weights, None, SAME)  # its input is not held while the block goes on
             x, bias = self._block(block, x, weights)
             if level < deepest:
                 again = deepest - level > KEPT_CONCATENATIONS
@@ -153,7 +153,7 @@ class FusedUNet(UNet):
         for up, block in zip(ups, decoder, strict=True):
             x = self._convolved(x, bias, before.norm2, up, weights, None, UPWARDS)
             x = self._joined(x, up.bias, *skips.pop(), block.conv1)
-            x = convolve(x, weights[block.conv1], None, SAME)
+            x = _convolve(x, block.conv1, weights, None, SAME)
             x, bias = self._block(block, x, weights)
             before = block
         return self._convolved(x, bias, before.norm2, self.head, weights, _cast(self.head.bias, x), POINTWISE)
@@ -173,10 +173,12 @@ class FusedUNet(UNet):
         gemms: ConvGemms,
     ) -> torch.Tensor:
         """The output of `layer`, the only one that reads relu(norm(x + bias))."""
-        y = _norm_convolution(x, bias, norm, layer, weights[layer], layer_bias, gemms)
+        y = None
+        if not _both_ways(layer):
+            y = _norm_convolution(x, bias, norm, layer, weights[layer], layer_bias, gemms)
         if y is None:
-            read, _, _ = _norm(x, bias, norm, layer)
-            y = convolve(read, weights[layer], layer_bias, gemms)
+            read, _, _ = _norm(x, bias, norm, _here(layer))
+            y = _convolve(read, layer, weights, layer_bias, gemms)
         self._observe_input(layer, x.shape, lambda images: _normalized(x[images], bias, norm))
         return y
 
@@ -194,7 +196,7 @@ class FusedUNet(UNet):
         again: with `recomputing` its concatenation is computed again.
         """
         y, largest, source = _norm(x, bias, block.norm2, None)
-        skip, pooled = _pool(y, largest, source, after)
+        skip, pooled = _pool(y, largest, source, _here(after))
         self._observe_input(after, pooled.shape, partial(_pooled, y))
         skips.append((skip, largest, source if again else None))
         return pooled
@@ -209,13 +211,14 @@ class FusedUNet(UNet):
         after: nn.Module,
     ) -> torch.Tensor:
         """The input of a block of the decoder; `bias` is still to be added to `upwards`."""
-        joined = _concat(skip, upwards, bias, largest, source, after)
+        joined = _concat(skip, upwards, bias, largest, source, _here(after))
         self._observe_input(after, joined.shape, partial(_joined, skip, upwards, bias))
         return joined
 
     def _weights(self, dtype: torch.dtype) -> dict[nn.Module, torch.Tensor]:
         """The weight of every convolution as it is multiplied, in `dtype`."""
         convolutions: list[Any] = [m for m in self._parts() if isinstance(m, nn.Conv2d | nn.ConvTranspose2d)]
+        convolutions = [layer for layer in convolutions if not _both_ways(layer)]
         layers = [layer for layer in convolutions if isinstance(layer, QuantizedLayer)]
         quantized = [layer for layer in layers if layer.recipe.weight == SIMPLE_WEIGHT]
         plain = [layer for layer in convolutions if not isinstance(layer, QuantizedLayer)]
@@ -457,6 +460,28 @@ def _norm_convolution(
     return y
 
 
+def _both_ways(layer: nn.Module) -> bool:
+    """Its recipe quantises gradients, too: it does all quantising itself, and reads what a kernel wrote in FP16."""
+    return isinstance(layer, QuantizedLayer) and not layer.recipe.straight_through
+
+
+def _here(layer: nn.Module) -> QuantizedLayer | None:
+    """A layer whose input is quantised here."""
+    return layer if isinstance(layer, QuantizedLayer) and not _both_ways(layer) else None
+
+
+def _convolve(
+    x: torch.Tensor,
+    layer: nn.Module,
+    weights: dict[nn.Module, torch.Tensor],
+    bias: torch.Tensor | None,
+    gemms: ConvGemms,
+) -> torch.Tensor:
+    if _both_ways(layer):
+        return cast(QuantizedLayer, layer).multiply_both_ways(x, gemms, bias)
+    return convolve(x, weights[layer], bias, gemms)
+
+
 def _of_norm(norm: nn.GroupNorm) -> tuple[torch.Tensor, torch.Tensor, int, float]:
     return norm.weight, norm.bias, norm.num_groups, norm.eps
 
@@ -517,7 +542,7 @@ def _quantized_again(y: torch.Tensor, spec: QuantSpec, amax: torch.Tensor | None
 
 
 def _pool(
-    y: torch.Tensor, largest: torch.Tensor, source: Source | None, after: nn.Module
+    y: torch.Tensor, largest: torch.Tensor, source: Source | None, after: nn.Module | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(y for the skip connection, its 2 x 2 maximum as `after` reads it)."""
     amax = _track(y, largest, after, read=False)
@@ -546,7 +571,7 @@ def _joined(skip: torch.Tensor, upwards: torch.Tensor, bias: torch.Tensor | None
 
 
 def _track(
-    x: torch.Tensor, largest: torch.Tensor, after: nn.Module, read: bool, bias: torch.Tensor | None = None
+    x: torch.Tensor, largest: torch.Tensor, after: nn.Module | None, read: bool, bias: torch.Tensor | None = None
 ) -> torch.Tensor | None:
     """The amax that the layer `after` quantises its input with; None where it does not.
 
@@ -575,7 +600,7 @@ def _concat(
     bias: torch.Tensor | None,
     largest: torch.Tensor,
     source: Source | None,
-    after: nn.Module,
+    after: nn.Module | None,
 ) -> torch.Tensor:
     """[a, b + bias] as the layer `after` reads it; `largest` is the amax of a. Delayed, only the copy reads b."""
     tracking: tuple[Any, ...] = (None, None, 0.0)
@@ -619,14 +644,15 @@ def _is_simple(module: nn.Module) -> bool:
     """The kernels compute what this module does."""
     if isinstance(module, QuantizedLayer):
         together = module.recipe.weight != SIMPLE_WEIGHT or weight_fits(module.weight)
-        return module.quantizing and not module.observing and _has_kernels(module.recipe) and together
+        known = _both_ways(module) or (_has_kernels(module.recipe) and together)
+        return module.quantizing and not module.observing and module.channel_norms is None and known
     return not isinstance(module, nn.GroupNorm) or channels_fit(module.num_channels)
 
 
 @lru_cache
 def _has_kernels(recipe: Recipe) -> bool:
     activation = recipe.activation
-    if activation is None or recipe.weight is None or not recipe.straight_through:
+    if activation is None or recipe.weight is None:
         return False
     simple = replace(SIMPLE_INPUT, scale=activation.scale, four_over_six=activation.four_over_six)
     return activation == simple and not (recipe.amax_learned and activation.four_over_six)

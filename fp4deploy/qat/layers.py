@@ -153,10 +153,15 @@ class QuantizedLayer(nn.Module):
                 self.track(x)
             return gemms.forward(x, self.weight, cast(Any, self.bias))
         if not self.recipe.straight_through:
-            train = packed_gemms if self.products == "fp4" else quantized_gemms
-            amax = self.static_amax(x)
-            return train(x, self.weight, cast(Any, self.bias), gemms, self.recipe, amax, self.outliers)
+            return self.multiply_both_ways(x, gemms, cast(Any, self.bias))
         return gemms.forward(self.quantized_input(x), self.quantized_weight(), cast(Any, self.bias))
+
+    def multiply_both_ways(
+        self, x: torch.Tensor, gemms: LinearGemms | ConvGemms, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Y by a recipe that quantises the operands of the backward, too."""
+        train = packed_gemms if self.products == "fp4" else quantized_gemms
+        return train(x, self.weight, bias, gemms, self.recipe, self.static_amax(x), self.outliers)
 
     def quantized_input(self, x: torch.Tensor) -> torch.Tensor:
         """Fake-quantise the input for the forward GEMM; in training the tracked amax follows."""
@@ -278,7 +283,7 @@ class QuantizedLayer(nn.Module):
         if self.recipe.amax_learned:  # an amax near 0 would clip what comes after the zeros, and have no gradient
             amax.copy_(torch.where(amax > ZEROS_AMAX, amax, 1.0))
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, object], prefix: str, *rest: object) -> None:
         """A checkpoint without `input_amax` leaves the layer the one it has; a layer without one ignores it."""
         if self.input_amax is not None:
             state_dict.setdefault(f"{prefix}input_amax", self.input_amax)

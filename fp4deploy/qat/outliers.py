@@ -45,13 +45,13 @@ def quantize_split(x: torch.Tensor, axis: int, outliers: OutlierChannels, quanti
     return values.index_copy_(axis, outliers.chosen, fake_quantize_mxfp8(x.index_select(axis, outliers.chosen), axis))
 
 
-def rows_of(rows: torch.Tensor, channels: int, chosen: torch.Tensor) -> torch.Tensor:
-    """Those of the unfolded rows [N, channels * taps, ...] that are of the chosen channels, [N, k * taps, ...]."""
-    return rows.unflatten(1, (channels, -1)).index_select(1, chosen).flatten(1, 2)
+def part_of(wide: torch.Tensor, channels: int, chosen: torch.Tensor) -> torch.Tensor:
+    """Those of the channels [N, columns * channels, ...] of `ConvGemms.widen` that are of the chosen ones."""
+    return wide.unflatten(1, (-1, channels)).index_select(2, chosen).flatten(1, 2)
 
 
-def spread(rows: torch.Tensor, channels: int, chosen: torch.Tensor) -> torch.Tensor:
-    """`rows` of the chosen channels [N, k * taps, ...] among zeros, [N, channels * taps, ...]."""
-    taps = rows.unflatten(1, (chosen.numel(), -1))
-    values = taps.new_zeros((taps.shape[0], channels, *taps.shape[2:]))
-    return values.index_copy_(1, chosen, taps).flatten(1, 2)
+def spread(part: torch.Tensor, channels: int, chosen: torch.Tensor) -> torch.Tensor:
+    """`part_of`, [N, columns * k, ...], among zeros, [N, columns * channels, ...]."""
+    part = part.unflatten(1, (-1, chosen.numel()))
+    values = part.new_zeros((*part.shape[:2], channels, *part.shape[3:]))
+    return values.index_copy_(2, chosen, part).flatten(1, 2)

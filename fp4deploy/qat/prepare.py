@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from torch import nn
@@ -134,7 +133,7 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
 
 
 @torch.no_grad()
-def calibrate(model: nn.Module, batches: torch.Tensor | Iterable[Any], rest: str = "fp16") -> None:
+def calibrate(model: nn.Module, batches: torch.Tensor | Iterable[object], rest: str = "fp16") -> None:
     """Set every `input_amax` to the largest magnitude its layer sees over `batches`, quantisers switched off.
 
     Warns of what is on the way too large for FP16, or what else the rest will be deployed in (`ranges`).
@@ -177,7 +176,7 @@ def calibrate(model: nn.Module, batches: torch.Tensor | Iterable[Any], rest: str
         warnings.warn(beyond, stacklevel=3)
 
 
-def _require_numbers(given: Any, number: int) -> None:
+def _require_numbers(given: object, number: int) -> None:
     """Refuse NaN and Inf, which calibration would leave out; a mask, which is never the only tensor, may hold -Inf."""
     tensors = [x for x in tree_leaves(given) if isinstance(x, torch.Tensor)]
     numbers = (x for x in tensors if x.is_floating_point())

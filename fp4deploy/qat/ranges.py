@@ -73,7 +73,7 @@ class Ranges(DispatchMode):
         super().__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         self._held.__exit__(None, None, None)
         for hook in self._hooks:
@@ -86,7 +86,7 @@ class Ranges(DispatchMode):
         if len(self._path) == 2:
             self._close()
 
-    def _leave(self, name: str, layer: nn.Module, output: Any) -> None:
+    def _leave(self, name: str, layer: nn.Module, output: object) -> None:
         self._path.pop()
         self._inside -= isinstance(layer, QuantizedLayer)
         if isinstance(layer, QuantizedLayer) and not self._inside and isinstance(output, torch.Tensor):
@@ -130,7 +130,7 @@ class Ranges(DispatchMode):
                     self._record(_Result(self._place(func), _largest(tensor), sources, wide), tensor)
         return result
 
-    def _place(self, func: Any) -> str:
+    def _place(self, func: object) -> str:
         name = self._path[-1]
         module = self.model.get_submodule(name)
         own = name and type(module).__module__.startswith("torch.nn.modules")
@@ -182,7 +182,7 @@ def _is_view(func: Any) -> bool:
     return alias or operator_name(func) in ("_unsafe_view", "clone")
 
 
-def _is_uninitialized(func: Any) -> bool:
+def _is_uninitialized(func: object) -> bool:
     """Whether an operator gives memory as it is: empty, empty_like, new_empty, empty_strided, ..."""
     return "empty" in operator_name(func)
 

@@ -21,7 +21,9 @@ MXFP8", 2025 (`nvidia_round_to_infinity`); Chen et al., "TetraJet-v2: Accurate N
 with Oscillation Suppression and Outlier Control", arXiv 2510.27527, 2025 (`tetrajet_v2`: its six quantisers with the
 global scale of a tensor instead of one for each 128 elements, and `WeightReset`, its OsciReset;
 `tetrajet_v2_outcontrol`: with its FP8 channels for outliers as well); Panferov et al., "Quartet II", arXiv
-2601.22813, 2026 (`quartet_2`).
+2601.22813, 2026 (`quartet_2`); Du and Rybakov, "Not All NVFP4 QAT Recipes Are Equal", arXiv 2605.27616, 2026
+(`nvfp4_baseline`, `nvfp4_sr`, `nvfp4_2d_rht`, `nvfp4_forward`, `nvfp4_forward_rht`; their "chain rule" is
+`nvfp4_qat+dynamic`, their "2D+RHT+SR" `nvfp4_train`).
 """
 
 from __future__ import annotations
@@ -183,6 +185,7 @@ class Recipe:
         (`qat.placement`); "none": all layers have the operands above. `prepare` can be told other layers.
     weight_reset: when oscillating weights are reset; None: never.
     outlier_control: how input channels are chosen that are MXFP8; None: none is.
+    original_operands: a backward operand without a quantiser is the original X or W, not the forward's.
 
     Raises:
         InputError: a static scale on another operand than the activation, 2-D blocks on another than a weight, a
@@ -209,6 +212,7 @@ class Recipe:
     fp8: str = "none"
     weight_reset: WeightReset | None = None
     outlier_control: OutlierControl | None = None
+    original_operands: bool = False
 
     def __post_init__(self) -> None:
         wrong = []
@@ -232,11 +236,12 @@ class Recipe:
         for operand in ("activation", "weight"):
             if (spec := getattr(self, operand)) and spec.rounding == "ms_eden":
                 wrong.append(f"{operand}: ms_eden is for the operands of backward GEMMs")
-        reused = self.double_quantization or self.dgrad_weight is None or self.wgrad_activation is None
-        if _transforms(self.activation) and reused:
+        if _transforms(self.activation) and (self.reuses_activation or self.reuses_weight):
             wrong.append("activation and weight: the backward GEMMs reuse them, so neither may be transformed")
-        if self.double_quantization and self.straight_through:
+        if self.double_quantization and not self._quantizes_backward:
             wrong.append("double_quantization: no backward operand has a quantiser")
+        if self.double_quantization and self.original_operands:
+            wrong.append("double_quantization and original_operands: the backward GEMMs read one or the other")
         if not 0 <= self.amax_decay <= 1:
             wrong.append(f"amax_decay is {self.amax_decay:g}, valid values are 0 to 1")
         if self.amax_timing not in AMAX_TIMINGS:
@@ -303,7 +308,7 @@ class Recipe:
             f"{_HEADINGS[name]} {text}" if spec is None else f"{_HEADINGS[name]} {spec.named} {text}{spec.along(axis)}"
             for (name, text), spec, axis in zip(texts, specs, axes, strict=True)
         ]
-        backward = {"straight-through": "straight-through", "yes": "double quantization"}.get(self._backward())
+        backward = {"yes": "double quantization", "no": None}.get(self._backward(), self._backward())
         return ", ".join([*parts, *filter(None, [backward])])
 
     def _texts(self) -> dict[str, str]:
@@ -316,8 +321,22 @@ class Recipe:
 
     @property
     def straight_through(self) -> bool:
-        """No backward operand has a quantiser of its own."""
-        return not (self.dgrad_gradient or self.dgrad_weight or self.wgrad_gradient or self.wgrad_activation)
+        """The backward GEMMs are autograd's of the quantised forward."""
+        return not (self._quantizes_backward or self.original_operands)
+
+    @property
+    def reuses_activation(self) -> bool:
+        """The weight gradient reads the X that the forward quantised."""
+        return self.double_quantization or (self.wgrad_activation is None and not self.original_operands)
+
+    @property
+    def reuses_weight(self) -> bool:
+        """The input gradient reads the W that the forward quantised."""
+        return self.double_quantization or (self.dgrad_weight is None and not self.original_operands)
+
+    @property
+    def _quantizes_backward(self) -> bool:
+        return any((self.dgrad_gradient, self.dgrad_weight, self.wgrad_gradient, self.wgrad_activation))
 
     def __str__(self) -> str:
         cells = {"recipe": self.name, "format": self._format()}
@@ -328,7 +347,9 @@ class Recipe:
         return "\n".join("  ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
     def _backward(self) -> str:
-        return "straight-through" if self.straight_through else "yes" if self.double_quantization else "no"
+        if self.straight_through or not self._quantizes_backward:
+            return "straight-through" if self.straight_through else "original X, W"
+        return "yes" if self.double_quantization else "no"
 
     def _format(self) -> str:
         names = {spec.named for spec in self.operands().values() if spec}
@@ -413,6 +434,11 @@ RECIPES: dict[str, Recipe] = {
             replace(NVFP4_HADAMARD, rounding="stochastic"),
             NVFP4_HADAMARD,
         ),
+        _everywhere("nvfp4_baseline", NVFP4),
+        Recipe("nvfp4_sr", NVFP4, NVFP4, NVFP4_STOCHASTIC, NVFP4, NVFP4_STOCHASTIC, NVFP4),
+        Recipe("nvfp4_2d_rht", NVFP4, NVFP4_2D, NVFP4, NVFP4_2D, NVFP4_HADAMARD, NVFP4_HADAMARD),
+        Recipe("nvfp4_forward", NVFP4, NVFP4, original_operands=True),
+        Recipe("nvfp4_forward_rht", NVFP4_HADAMARD, NVFP4_HADAMARD, original_operands=True),
         TETRAJET_V2,
         replace(TETRAJET_V2, name="tetrajet_v2_outcontrol", outlier_control=OutlierControl()),
         Recipe(

@@ -30,7 +30,7 @@ ENOUGH_IMAGES = 32  # on which every layer is put into FP4 alone
 
 
 @torch.no_grad()
-def sensitive_layers(model: nn.Module, batches: Iterable[Any], share: float) -> list[str]:
+def sensitive_layers(model: nn.Module, batches: Iterable[object], share: float) -> list[str]:
     """The names of the layers, the largest error per multiply-accumulate first.
 
     Args:
@@ -74,7 +74,7 @@ def with_sensitive(card: ModelCard, form: str, names: Collection[str]) -> ModelC
     return replace(card, fp8=(*(card.fp8 or ()), *names)) if names else card
 
 
-def _enough(batches: Iterable[Any]) -> list[Any]:
+def _enough(batches: Iterable[object]) -> list[object]:
     found: list[Any] = []
     for batch in batches:
         found.append(batch)
@@ -88,7 +88,7 @@ def _only(layers: dict[str, QuantizedLayer], names: Collection[str]) -> None:
         layer.quantizing = name in names
 
 
-def _outputs(model: nn.Module, batch: Any) -> Tensor:
+def _outputs(model: nn.Module, batch: object) -> Tensor:
     """Every number that the network gives, as one row."""
     leaves = [each for each in tree_leaves(run(model, batch)) if isinstance(each, Tensor) and each.is_floating_point()]
     return torch.cat([each.float().flatten() for each in leaves])

@@ -274,7 +274,7 @@ def size_changes(runs: Sequence[RunData], group: Sequence[Member]) -> ChangeTabl
     return ChangeTable(**_columns(runs, members), metric="AP", of="the measured checkpoint", rows=rows)
 
 
-def _columns(runs: Sequence[RunData], members: Sequence[Member]) -> dict[str, Any]:
+def _columns(runs: Sequence[RunData], members: Sequence[Member]) -> dict[str, object]:
     models = {model for _, model in members}
     title = MODEL_TITLES[next(iter(models))] if len(models) == 1 else EVERY_LAST
     return {"title": title, "columns": [Column(run=runs[place].label, model=model) for place, model in members]}

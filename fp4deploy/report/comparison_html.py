@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fp4deploy.bench import tables
 from fp4deploy.report.comparison import PREFERRED, ChangeTable, Comparison, comparable
@@ -116,6 +116,6 @@ def _described(run: RunData) -> str:
     return f"{run.task}, {network}{pixels}, data {run.data or 'not named'}"
 
 
-def _setting(value: Any) -> str:
+def _setting(value: object) -> str:
     text = tables.NONE if value is None else f"{value:g}" if isinstance(value, float) else str(value)
     return text if len(text) <= MAX_LETTERS else f"{text[: MAX_LETTERS - 1]}…"

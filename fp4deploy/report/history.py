@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from fp4deploy.bench.records import Record, Scores
 from fp4deploy.models.card import TaskName
 from fp4deploy.runs import Run
-from fp4deploy.system.schema import Count, whole_lines
+from fp4deploy.system.schema import Count, records, whole_lines
 from fp4deploy.tasks import TASKS
 
 
@@ -31,8 +29,4 @@ class Epoch(Record):
 
 def history(run: Run, model: str) -> list[Epoch]:
     """Epochs of a model in the order of the file; lines that cannot be read are skipped."""
-    found = []
-    for line in whole_lines(run.model_dir(model) / "metrics.jsonl"):
-        with suppress(ValidationError):
-            found.append(Epoch.model_validate(line))
-    return found
+    return list(records(Epoch, whole_lines(run.model_dir(model) / "metrics.jsonl")))

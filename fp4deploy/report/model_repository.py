@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import yaml
 
@@ -31,10 +31,10 @@ from fp4deploy.train import load_config
 class Hub(Protocol):
     """What is used of `huggingface_hub.HfApi`."""
 
-    def create_repo(self, repo_id: str, *, private: bool, exist_ok: bool) -> Any:
+    def create_repo(self, repo_id: str, *, private: bool, exist_ok: bool) -> object:
         """A repository, kept where there is one."""
 
-    def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str) -> Any:
+    def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str) -> object:
         """Its files."""
 
 

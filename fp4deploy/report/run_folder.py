@@ -166,7 +166,7 @@ def checkpoint_entry(artifacts: list[ArtifactEntry], model: str) -> ArtifactEntr
     return next((e for e in artifacts if e.model == model and e.path.endswith(".safetensors")), None)
 
 
-def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(tree: dict[str, object], prefix: str = "") -> dict[str, Any]:
     """{"train": {"lr": 1}} -> {"train.lr": 1}; an empty mapping stays a value."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
@@ -188,7 +188,7 @@ def _names(models: dict[str, TrainedModel]) -> str:
     return ",".join(models or DEFAULT_MODELS)
 
 
-def _text(value: Any) -> str | None:
+def _text(value: object) -> str | None:
     return None if value is None else str(value)
 
 
@@ -203,7 +203,7 @@ def _config(run: Run, remarks: list[str]) -> Config | None:
         return None
 
 
-def _settings_as_they_are(run: Run) -> dict[str, Any]:
+def _settings_as_they_are(run: Run) -> dict[str, object]:
     try:
         tree = read_yaml(run.config_path)
     except InputError:
@@ -248,7 +248,7 @@ def _model(run: Run, model: str, task: TaskName, config: Config | None, remarks:
     return TrainedModel(epochs=done, planned=planned, best=best, last=last, **card)
 
 
-def _card(run: Run, model: str, remarks: list[str]) -> dict[str, Any]:
+def _card(run: Run, model: str, remarks: list[str]) -> dict[str, object]:
     """What a report shows of the card inside a checkpoint; its types are checked, as the file may be anyone's."""
     try:
         card = read_card(run.checkpoint(model))
@@ -302,7 +302,7 @@ def _unmeasured(run: Run, path: Path, name: str) -> ArtifactEntry:
     return entry.model_copy(update={"status": NOT_RUN, "backend": built_by(ledger), "precision": precision})
 
 
-def _benched(run: Run, data: Any, remarks: list[str]) -> list[KeptEntry]:
+def _benched(run: Run, data: object, remarks: list[str]) -> list[KeptEntry]:
     """What `fp4deploy bench` measured on the run's own validation split; other data gets a remark, and no place."""
     own = {str(folder.resolve()) for folder in (readable(_text(data), run.path), run.path / "data") if folder}
     every = kept_entries(run)

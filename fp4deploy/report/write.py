@@ -17,9 +17,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.report.collect import collect, now
 from fp4deploy.report.comparison import Comparison, SampleImages, compare, labels, main_model, model_groups
 from fp4deploy.report.comparison_html import render_comparison
-from fp4deploy.report.figures.box_overlays import draw_box_overlays
 from fp4deploy.report.figures.curves import draw_comparison, draw_curves, save_curves
-from fp4deploy.report.figures.instance_overlays import draw_instance_overlays
 from fp4deploy.report.figures.overlays import Overlay, data_uri, draw_overlays
 from fp4deploy.report.figures.predictions import draw_predictions
 from fp4deploy.report.figures.telemetry import draw_telemetry, telemetry_numbers, telemetry_pictures, tracked_models
@@ -31,13 +29,8 @@ from fp4deploy.report.run_folder import read_run, readable
 from fp4deploy.report.telemetry_page import page_path
 from fp4deploy.runs import Run, open_run
 from fp4deploy.system.files import write_json, write_whole
+from fp4deploy.tasks import TASKS
 
-DRAWN = {
-    "semantic": draw_overlays,
-    "instance": draw_instance_overlays,
-    "detection": draw_box_overlays,
-    "classification": lambda *_: [],  # a picture shows no class
-}
 NO_SAMPLES = "Samples are left out"
 
 
@@ -96,7 +89,8 @@ def draw_page(run: Run, report: ReportData, data: Path | None, page: Path) -> st
     if curves:
         save_curves(run, curves)
     pair = run.checkpoint("fp16"), run.checkpoint("nvfp4")
-    overlays: list[Overlay] = DRAWN[report.task](*pair, data) if data and all(path.is_file() for path in pair) else []
+    shown = all(path.is_file() for path in pair) and not TASKS[report.task].whole_images  # no picture shows a class
+    overlays: list[Overlay] = draw_overlays(*pair, data) if data and shown else []
     all_heatmaps = page_path(run)
     link = Path(os.path.relpath(all_heatmaps, page.parent)).as_posix() if all_heatmaps.is_file() else None
     return render_html(report, Pictures(_svg(curves), telemetry_pictures(run, report.models), overlays, link))

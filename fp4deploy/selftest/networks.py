@@ -58,7 +58,7 @@ def packed_on_gpu(context: Context) -> Proof:
     file = context.packed.file
     network = PackedNetwork(file, context.device)
 
-    def run(node: Node, inputs: list[Any]) -> list[Any]:
+    def run(node: Node, inputs: list[object]) -> list[Any]:
         return network.run_node(node, [moved(x, context.device) for x in inputs])
 
     errors = node_errors(file, context.images[:1], run)
@@ -76,7 +76,7 @@ def packed_on_gpu(context: Context) -> Proof:
 
 
 def node_errors(
-    file: PackedFile, images: torch.Tensor, run: Callable[[Node, list[Any]], list[Any]]
+    file: PackedFile, images: torch.Tensor, run: Callable[[Node, list[object]], list[object]]
 ) -> dict[str, float]:
     """What `run` makes of each node, against the reference, from the reference's inputs.
 
@@ -105,7 +105,7 @@ def on_cpu(reference: PackedNetwork, node: Node, inputs: list[Any]) -> list[Any]
     return reference.run_node(node, [x.float() if plain and isinstance(x, torch.Tensor) else x for x in inputs])
 
 
-def half(x: Any) -> Any:
+def half(x: object) -> Any:
     """A plain activation rounded to FP16; a packed one as it is."""
     return x.half() if isinstance(x, torch.Tensor) else x
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import onnx
 
@@ -222,7 +221,7 @@ ensemble_scheduling {{
     return {"config.pbtxt": config.encode(), "1/.keep": b""}
 
 
-def _parameters(values: dict[str, Any]) -> str:
+def _parameters(values: dict[str, object]) -> str:
     """Parameters, each JSON in a string."""
     lines = (
         f'parameters {{ key: "{key}" value {{ string_value: {json.dumps(json.dumps(value))} }} }}\n'

@@ -63,7 +63,7 @@ def import_path() -> list[str]:
     return list(dict.fromkeys([*kept, _PACKAGE]))
 
 
-def python_call(module: str, function: str, *arguments: Any) -> list[str]:
+def python_call(module: str, function: str, *arguments: object) -> list[str]:
     """The command that calls a function in an isolated Python, with JSON values; its result is the exit status."""
     return [sys.executable, "-I", "-c", _CALL, json.dumps([module, function, arguments, import_path()])]
 

@@ -25,10 +25,10 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from fp4deploy.errors import InputError
 
@@ -313,7 +313,7 @@ def file_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def append_line(path: Path, line: dict[str, Any]) -> None:
+def append_line(path: Path, line: Mapping[str, object]) -> None:
     """Append one line of JSON and synchronise it, so that a crash loses nothing; NaN becomes null, which JSON has.
 
     A last line without its newline, which a killed process leaves, stays a line of its own.

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from threading import local
-from typing import Any
 
 EVENTS = frozenset(
     f"socket.{call}" for call in ("getaddrinfo", "gethostbyname", "gethostbyaddr", "connect", "sendto", "sendmsg")
@@ -65,7 +64,7 @@ def _watch() -> None:
     sys.addaudithook(_refuse)
 
 
-def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
+def _refuse(event: str, arguments: tuple[object, ...]) -> None:
     what = getattr(_block, "what", None)
     if what is None or event not in EVENTS:
         return

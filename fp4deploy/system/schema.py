@@ -11,7 +11,7 @@ the limits that its reader relies on; what does not is one `InputError` that nam
 | `parse_json` | nesting beyond `MAX_DEPTH`, a repeated key, NaN, infinity, integers beyond 64 bits, lone surrogates |
 | `parse_yaml` | the same; tags, aliases that expand to more than `MAX_NODES` values; dates stay text |
 | `read_lines` | a damaged line, by its number; a cut last line is dropped, since a training may be writing it |
-| `whole_lines` | nothing: lines that cannot be read are left out |
+| `whole_lines`, `records` | nothing: lines that cannot be read, or are no such record, are left out |
 | `validated` | what pydantic refuses, in the words of `problems` |
 
 JSON and YAML values reach pydantic, which by itself takes "1" and True for the number 1. The types below do not: files
@@ -33,11 +33,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 import yaml
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from fp4deploy.errors import InputError
 
 T = TypeVar("T")
+M = TypeVar("M", bound=BaseModel)
 
 MAX_DEPTH = 64
 MAX_NODES = 20_000  # values of a YAML file after aliases are expanded
@@ -116,7 +117,7 @@ def read_json(path: Path, advice: str = "", most: int = MAX_BYTES) -> Any:
     return parse_json(read_text(path, most, advice), path, advice)
 
 
-def parse_yaml(text: str, source: object, advice: str = "", numbered: bool = False) -> Any:
+def parse_yaml(text: str, source: object, advice: str = "", numbered: bool = False) -> object:
     """The value of a YAML text, None where it is empty. numbered: keys may also be whole numbers.
 
     Raises:
@@ -137,7 +138,7 @@ def read_yaml(path: Path, advice: str = "", numbered: bool = False) -> Any:
     return parse_yaml(read_text(path, MAX_YAML_BYTES, advice), path, advice, numbered)
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
+def read_lines(path: Path) -> Iterator[tuple[int, object]]:
     """Number (from 1) and value of each line of a JSON Lines file, read line by line; nothing where it is missing.
 
     A last line without its newline is dropped if it cannot be read: the process that writes it may not have finished.
@@ -180,6 +181,13 @@ def whole_lines(path: Path, most: int = MAX_LINES_BYTES) -> Iterator[Any]:
             yield parse_json(line.decode("utf-8", errors="replace"), path, nan="none")
 
 
+def records(kind: type[M], lines: Iterable[object]) -> Iterator[M]:
+    """The lines that are of a pydantic model; others are left out."""
+    for line in lines:
+        with suppress(ValidationError):
+            yield kind.model_validate(line)
+
+
 def text_of(content: bytes) -> str:
     """A text file's content: UTF-8, or what its byte order mark says, without that.
 
@@ -200,7 +208,7 @@ def lines_of(path: Path, most: int = MAX_LINES_BYTES) -> list[bytes]:
         return []
 
 
-def validated(wanted: type[T], value: Any, source: object, advice: str = "", tags: Sequence[str] = ()) -> T:
+def validated(wanted: type[T], value: object, source: object, advice: str = "", tags: Sequence[str] = ()) -> T:
     """`value` as the type, a pydantic model or anything else that pydantic knows.
 
     Raises:
@@ -260,7 +268,7 @@ def _sentence(text: str, advice: str) -> str:
     return f"{text}. {advice}".rstrip()
 
 
-def _refuse_constant(name: str) -> Any:
+def _refuse_constant(name: str) -> object:
     raise ValueError(f"it holds {name}, which is no JSON number")
 
 
@@ -285,7 +293,7 @@ def _integer(text: str) -> int:
     return value
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError(f"the key {briefly(_repeated(key for key, _ in pairs))} is given twice")
@@ -301,7 +309,7 @@ def _repeated(keys: Iterable[str]) -> str | None:
     return None
 
 
-def _check_tree(tree: Any, numbered: bool = False) -> None:
+def _check_tree(tree: object, numbered: bool = False) -> None:
     """Refuse deep nesting, keys that are no text and text that UTF-8 cannot hold; without recursion.
 
     numbered: keys may be whole numbers.
@@ -320,7 +328,7 @@ def _check_tree(tree: Any, numbered: bool = False) -> None:
             rest += [(each, depth + 1) for each in inside if isinstance(each, (str, dict, list))]
 
 
-def _check_keys(keys: Iterable[Any], numbered: bool = False) -> None:
+def _check_keys(keys: Iterable[object], numbered: bool = False) -> None:
     for key in keys:
         if not isinstance(key, str) and not (numbered and type(key) is int):
             raise ValueError(f"the key {briefly(key)} is not text; put it in quotation marks")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from fp4deploy.data import VAL, SegmentationDataset
 from fp4deploy.data.augmentation.transforms import LabelEvalTransform, LabelTrainTransform
@@ -23,7 +22,9 @@ class ClassificationTask(ImageTask):
     name, key, metric, per_class, hub = "classification", "top1", "top-1", "recall", "image-classification"
     at_input_size, whole_images, apart = False, True, "The classes of tiles are not that of an image."
     evaluated, augmented = LabelEvalTransform, LabelTrainTransform
-    unused: Mapping[str, str] = dict.fromkeys(("augment.mosaic", "train.class_balance", "train.class_weights"), PIXELS)
+    unused: Mapping[str, str] = dict.fromkeys(
+        ("augment.mosaic", "train.class_balance", "train.class_weights", "train.auprc"), PIXELS
+    )
 
     def open(
         self, root: Path, split: str, classes: Sequence[str] | None = None, stuff: Sequence[str] = (),
@@ -39,7 +40,7 @@ class ClassificationTask(ImageTask):
         return self.open(data, split, card.class_names)
 
     def evaluation(
-        self, dataset: SegmentationDataset, card: ModelCard, ground_truth: dict[str, Any] | None = None
+        self, dataset: SegmentationDataset, card: ModelCard, ground_truth: dict[str, object] | None = None
     ) -> ClassEvaluation:
         """Top-1, and the recall of each class."""
         return ClassEvaluation(LabelScore(dataset.class_names))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from fp4deploy.data import (
     VAL,
@@ -18,7 +18,7 @@ from fp4deploy.data import (
 from fp4deploy.detection import DetectionEvaluation
 from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.card import ModelCard
-from fp4deploy.tasks.images import ImageTask
+from fp4deploy.tasks.images import AS_OBJECTS, ImageTask
 
 OVER_PIXELS = "it is of losses over pixels; task=detection has detection.alpha and .gamma"
 
@@ -32,6 +32,7 @@ class DetectionTask(ImageTask):
     unused: Mapping[str, str] = {
         "augment.rotate": "the box around a rotated box is larger than its object; leave it 0 for task=detection",
         **dict.fromkeys(("train.class_weights", "train.class_balance", "train.label_smoothing"), OVER_PIXELS),
+        "train.auprc": AS_OBJECTS,
     }
 
     def open(
@@ -46,7 +47,7 @@ class DetectionTask(ImageTask):
         return box_set(card, data, split)
 
     def evaluation(
-        self, dataset: SegmentationDataset, card: ModelCard, ground_truth: dict[str, Any] | None = None
+        self, dataset: SegmentationDataset, card: ModelCard, ground_truth: dict[str, object] | None = None
     ) -> DetectionEvaluation:
         """AP of boxes."""
         assert isinstance(card.head, DetectionHead)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, cast
 
+import torch
 from torch import Tensor
 
 from fp4deploy.data import IMAGE_MEAN, IMAGE_STD, CocoDataset, EvalTransform, SegmentationDataset, TrainTransform
 from fp4deploy.data.augmentation.transforms import Rgb, Transform
-from fp4deploy.metrics import LabelScore, LabelScores, Scores, SegmentationScore
+from fp4deploy.data.sample import IGNORE
+from fp4deploy.metrics import LabelScore, LabelScores, Scores, SegmentationScore, average_precision
 from fp4deploy.models.card import ModelCard
 from fp4deploy.models.volumes import Size
 from fp4deploy.tasks.protocol import Gather
+
+AS_OBJECTS = "it is of pixels, and this task scores objects; leave it false"
 
 
 class ImageTask:
@@ -47,24 +53,45 @@ class ImageTask:
 
 
 class ClassEvaluation:
-    """Collects the most likely class of each pixel or image."""
+    """Collects the most likely class of each pixel or image.
+
+    curves: also keep the probabilities of all pixels and measure `Scores.auprc`; set before the first `update`.
+    """
 
     matches = False
+    curves = False
 
-    def __init__(self, score: SegmentationScore | LabelScore) -> None:
-        self._score = score
+    def __init__(self, score: SegmentationScore | LabelScore, background: int = 0) -> None:
+        """background: how many classes in front are not counted by `curves`."""
+        self._score, self._background = score, background
+        self._kept: list[tuple[Tensor, Tensor]] = []
 
     def update(self, outputs: Tensor, labels: Tensor, gather: Gather | None = None) -> None:
         """Logits [N, classes, H, W] and masks [N, H, W], or logits [N, classes] and classes [N]."""
-        prediction = outputs.argmax(dim=1)
-        if gather is not None:
-            prediction, labels = gather((prediction, labels))
+        found = [outputs.argmax(dim=1), labels]
+        if self.curves:
+            found.append(outputs.float().softmax(1)[:, self._background :])
+        prediction, labels, *probabilities = found if gather is None else gather(tuple(found))
         self._score.update(prediction, labels)
+        for each in probabilities:
+            labelled = labels != IGNORE
+            self._kept.append((each.movedim(1, 0)[:, labelled], labels[labelled]))
 
     def compute(self) -> Scores | LabelScores:
         """mIoU, IoU of each class and pixel accuracy; or top-1 and the recall of each class."""
-        return self._score.compute()
+        scores = self._score.compute()
+        return replace(scores, auprc=self._auprc()) if isinstance(scores, Scores) and self.curves else scores
 
-    def details(self) -> dict[str, Any]:
+    def _auprc(self) -> float:
+        if not self._kept:
+            return math.nan
+        probabilities, labels = (torch.cat(each, -1) for each in zip(*self._kept, strict=True))
+        areas = [
+            average_precision(each, labels == place) for place, each in enumerate(probabilities, start=self._background)
+        ]
+        known = [area for area in areas if area is not None]
+        return sum(known) / len(known) if known else math.nan
+
+    def details(self) -> dict[str, object]:
         """Nothing."""
         return {}

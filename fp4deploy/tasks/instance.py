@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from fp4deploy.data import (
     VAL,
@@ -17,7 +17,7 @@ from fp4deploy.data import (
 from fp4deploy.instances import InstanceEvaluation
 from fp4deploy.models.card import ModelCard
 from fp4deploy.models.heads import InstanceHead
-from fp4deploy.tasks.images import ImageTask
+from fp4deploy.tasks.images import AS_OBJECTS, ImageTask
 from fp4deploy.tasks.semantic import MOSAIC
 
 SOFTMAX = (
@@ -31,7 +31,7 @@ class InstanceTask(ImageTask):
 
     name, key, metric, per_class, hub = "instance", "ap", "AP", "AP", "image-segmentation"
     counts_objects, at_input_size, evaluated = True, False, NumberedEvalTransform
-    unused: Mapping[str, str] = {"augment.mosaic": MOSAIC, "distill.weight": SOFTMAX}
+    unused: Mapping[str, str] = {"augment.mosaic": MOSAIC, "distill.weight": SOFTMAX, "train.auprc": AS_OBJECTS}
 
     def open(
         self, root: Path, split: str, classes: Sequence[str] | None = None, stuff: Sequence[str] = (),
@@ -50,7 +50,7 @@ class InstanceTask(ImageTask):
         return None if joined else "The masks of this instance model have no meaning across tiles."
 
     def evaluation(
-        self, dataset: SegmentationDataset, card: ModelCard, ground_truth: dict[str, Any] | None = None
+        self, dataset: SegmentationDataset, card: ModelCard, ground_truth: dict[str, object] | None = None
     ) -> InstanceEvaluation:
         """AP of masks."""
         assert isinstance(card.head, InstanceHead)

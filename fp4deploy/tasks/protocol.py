@@ -11,7 +11,7 @@
 | all that look at pixels | `whole_images`: there are none in outputs and labels |
 
 What a stage has of its own for each task is a table by its name there: losses and heads in `train.tasks`, pictures in
-`report.write`, `report.figures.predictions` and `report.figures.lost`.
+`report.figures.task_pictures`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Evaluation(Protocol):
         """Scores of everything seen so far."""
         ...
 
-    def details(self) -> dict[str, Any]:
+    def details(self) -> dict[str, object]:
         """What bench keeps beside the scores of everything seen so far."""
         ...
 
@@ -151,7 +151,7 @@ class Task(Protocol):
         ...
 
     def evaluation(
-        self, dataset: SegmentationDataset, card: ModelCard, ground_truth: dict[str, Any] | None = None
+        self, dataset: SegmentationDataset, card: ModelCard, ground_truth: dict[str, object] | None = None
     ) -> Evaluation:
         """Scores of a model on a split; `ground_truth` of the split where it is known already."""
         ...

@@ -57,9 +57,9 @@ class SemanticTask(ImageTask):
         return validation_set(card, data, split)
 
     def evaluation(
-        self, dataset: SegmentationDataset, card: ModelCard, ground_truth: dict[str, Any] | None = None
+        self, dataset: SegmentationDataset, card: ModelCard, ground_truth: dict[str, object] | None = None
     ) -> ClassEvaluation | VolumeEvaluation:
         """mIoU over the classes of the data; of volumes Dice, too."""
         if isinstance(dataset, VolumeDataset):
             return VolumeEvaluation(dataset)
-        return ClassEvaluation(SegmentationScore(len(dataset.class_names), dataset.class_names))
+        return ClassEvaluation(SegmentationScore(len(dataset.class_names), dataset.class_names), dataset.background)

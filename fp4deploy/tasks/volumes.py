@@ -93,7 +93,7 @@ class VolumeEvaluation:
         found = np.stack([self._found[place][:, :3] for place in places]).astype(np.int64)
         return [self._dataset.cases[place].name for place in places], found
 
-    def details(self) -> dict[str, Any]:
+    def details(self) -> dict[str, object]:
         """Nothing."""
         return {}
 

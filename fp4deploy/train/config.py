@@ -61,7 +61,7 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _rates_of_the_network(cls, values: Any) -> Any:
+    def _rates_of_the_network(cls, values: Any) -> object:
         """torchvision's detectors have learning rates of their own; those that are given come first."""
         model, train = (values.get(name, {}) if isinstance(values, dict) else None for name in ("model", "train"))
         if not isinstance(model, dict) or not isinstance(train, dict):
@@ -215,7 +215,7 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _validate(tree: dict[str, Any], sets: Sequence[str], source: str) -> Config:
+def _validate(tree: dict[str, object], sets: Sequence[str], source: str) -> Config:
     problems = []
     for setting in sets:
         try:
@@ -233,7 +233,7 @@ def _validate(tree: dict[str, Any], sets: Sequence[str], source: str) -> Config:
     return config
 
 
-def _off_stride(spec: Any, data: dict[str, Any]) -> list[str]:
+def _off_stride(spec: object, data: dict[str, object]) -> list[str]:
     """Sizes that this project's UNet does not take; those that other networks take are not known before they run."""
     sizes = {name: data.get(name) for name in ("height", "width")}
     return [
@@ -306,7 +306,7 @@ def _field(key: str) -> FieldInfo | None:
     return type(Config.model_fields[section].default).model_fields.get(name)
 
 
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(tree: dict[str, object], prefix: str = "") -> dict[str, object]:
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}

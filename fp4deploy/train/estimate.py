@@ -191,7 +191,7 @@ def estimate_training(
     steps: int = 30,
     seconds: float = SECONDS,
     advance: Callable[[int, int], None] | None = None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Measure some steps of each model and estimate its whole schedule, as JSON (`as_json`).
 
     Args:
@@ -223,7 +223,7 @@ def as_json(
     val_images: int,
     gpus: int,
     share: float,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Everything measured, assumed and estimated."""
     on_gpu = torch.cuda.is_available()
     return {

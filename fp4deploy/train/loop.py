@@ -32,6 +32,7 @@ from fp4deploy.data import EpochLoader, end_workers, expand
 from fp4deploy.errors import GateError, InputError
 from fp4deploy.models import ModelCard, save_checkpoint
 from fp4deploy.plugins import available
+from fp4deploy.plugins.quantize.layout import CHANNELS_LAST
 from fp4deploy.plugins.runtime.cache import keep_compiled_private
 from fp4deploy.qat import quantized_layers
 from fp4deploy.qat.fused_unet import FusedUNet, fuse_unet, has_kernels
@@ -138,9 +139,10 @@ class Trainer:
         self.fuses = compilable and bool(self.layers) and self.unfused is None
         self.compiled = self.fuses or (settings.compile and not isinstance(model, FusedUNet))
         channels_last = settings.channels_last or isinstance(model, FusedUNet) or self.fuses
-        self.layout = torch.channels_last if channels_last else torch.contiguous_format
+        axes = 4 if card.volume is None else 5
+        self.layout = CHANNELS_LAST[axes] if channels_last else torch.contiguous_format
         self.bare = model.to(self.device, memory_format=self.layout)  # type: ignore[call-overload]
-        self.optimizer = make_optimizer(model, job.lr, settings.weight_decay, *clip_rates)
+        self.optimizer = make_optimizer(model, job.lr, settings.weight_decay, *clip_rates, settings.optimizer)
         self.learned = [layer.input_amax for layer in self.layers if isinstance(layer.input_amax, nn.Parameter)]
         self.average = WeightAverage(model, settings.ema) if settings.ema else None
         self.norms = NormStatistics(model)
@@ -365,7 +367,7 @@ class Trainer:
         return images_seen, time.perf_counter() - start
 
     @contextmanager
-    def _rest(self) -> Iterator[Any]:
+    def _rest(self) -> Iterator[object]:
         """The batches of the epoch that are left; the loader that skips the others has workers of its own."""
         done = self.progress.batch
         if done in (0, self.progress.batches):
@@ -533,7 +535,7 @@ class Trainer:
                 "data, the batch size or the number of processes changed. Give the original ones, or start a new run."
             )
 
-    def _uncompiled(self) -> AbstractContextManager[Any]:
+    def _uncompiled(self) -> AbstractContextManager[object]:
         """An evaluation is too short to compile for, and needs no gradient, which is what fusion is for."""
         return torch.compiler.set_stance("force_eager") if self.fuses else nullcontext()
 
@@ -546,7 +548,7 @@ class Trainer:
             self.norms.measure(self.model, (images for images, _ in batches))
         return self.norms.applied()
 
-    def keep(self, scores: TaskScores | None, line: dict[str, Any]) -> None:
+    def keep(self, scores: TaskScores | None, line: dict[str, object]) -> None:
         """Write the best checkpoint where this is it, a line of metrics, and the state."""
         progress, main = self.progress, self.accelerator.is_main_process
         best = progress.best_score if math.isfinite(progress.best_score) else -1.0

@@ -1,4 +1,4 @@
-"""The optimiser, and the exponential moving average (EMA) of the weights that is evaluated and kept.
+"""The optimisers, and the exponential moving average (EMA) of the weights that is evaluated and kept.
 
 After every step the average moves by
 
@@ -31,14 +31,49 @@ from fp4deploy.models.checkpoint import QUANTIZER_BUFFERS
 from fp4deploy.tracing import make_no_folder
 
 
+class Adamax(torch.optim.Adamax):
+    """torch's, which also skips a step of non-finite gradients without asking the CPU, as its fused AdamW does."""
+
+    _step_supports_amp_scaling = True  # a loss scaler sets `found_inf`, and does not read it
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One step; none where `found_inf` holds."""
+        found = getattr(self, "found_inf", None)
+        before = {} if found is None else {id(each): each.clone() for each in self._moved()}
+        result = super().step(closure)
+        if found is not None:
+            skipped = found.reshape(()) > 0
+            for each in self._moved():
+                old = before.get(id(each), torch.zeros_like(each))  # moments start from 0
+                torch.where(skipped, old, each, out=each)
+        return result
+
+    def _moved(self) -> Iterator[torch.Tensor]:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                yield from (parameter, *self.state.get(parameter, {}).values())
+
+
+OPTIMIZERS: dict[str, tuple[Any, dict[str, bool]]] = {
+    "adamw": (torch.optim.AdamW, {"fused": True}),
+    "adamax": (Adamax, {}),
+}
+
+
 def make_optimizer(
-    model: nn.Module, lr: float, weight_decay: float, clip_lr: float = 1.0, clip_decay: float = 0.0
-) -> torch.optim.AdamW:
-    """AdamW; biases and normalisation parameters (one axis) are not decayed.
+    model: nn.Module,
+    lr: float,
+    weight_decay: float,
+    clip_lr: float = 1.0,
+    clip_decay: float = 0.0,
+    name: str = "adamw",
+) -> torch.optim.Optimizer:
+    """One of `OPTIMIZERS`; biases and normalisation parameters (one axis) are not decayed.
 
     Learned amaxes have a learning rate of `clip_lr` times the others' and a decay of their own.
-    On a GPU the fused form: one kernel, which also skips a step of non-finite gradients without asking the CPU, and
-    reads the learning rate from memory, so that a CUDA graph of the step follows the schedule.
+    On a GPU the form that skips a step of non-finite gradients without asking the CPU (of AdamW one kernel), and reads
+    the learning rate from memory, so that a CUDA graph of the step follows the schedule.
     """
     clips = [p for name, p in model.named_parameters() if name.endswith(QUANTIZER_BUFFERS)]
     others = [p for name, p in model.named_parameters() if not name.endswith(QUANTIZER_BUFFERS)]
@@ -52,11 +87,12 @@ def make_optimizer(
         groups.append({"params": clips, "weight_decay": clip_decay, "lr_factor": clip_lr})
     make_no_folder()
     device = others[0].device
-    if device.type != "cuda":
-        return torch.optim.AdamW(groups, lr=lr)
-    for group in groups:
-        group["lr"] = torch.tensor(lr, dtype=torch.float32, device=device)
-    return torch.optim.AdamW(groups, lr=lr, fused=True, capturable=True)
+    kind, on_gpu = OPTIMIZERS[name]
+    if device.type == "cuda":
+        groups = [{**group, "lr": torch.tensor(lr, dtype=torch.float32, device=device)} for group in groups]
+        on_gpu = {**on_gpu, "capturable": True}
+    optimizer: torch.optim.Optimizer = kind(groups, lr=lr, **(on_gpu if device.type == "cuda" else {}))
+    return optimizer
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -70,7 +106,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def skip_where(optimizer: torch.optim.Optimizer, bad: torch.Tensor) -> None:
-    """Let the fused form skip its next step where `bad` holds, without asking the CPU: as a loss scaler tells it."""
+    """Let the form on a GPU skip its next step where `bad` holds, without asking the CPU: as a loss scaler tells it."""
     optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
 
 
@@ -90,7 +126,7 @@ class WeightAverage:
         self._step = step
         self._averaged.update_parameters(self.model)
 
-    def _move(self, averages: Any, weights: Any, averaged: Any) -> None:
+    def _move(self, averages: object, weights: object, averaged: object) -> None:
         decay = min(self.decay, (1 + self._step) / (10 + self._step))
         get_ema_multi_avg_fn(decay)(averages, weights, averaged)
 

@@ -45,7 +45,7 @@ class ModelSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _scale_of_the_spec(cls, values: Any) -> Any:
+    def _scale_of_the_spec(cls, values: object) -> object:
         """unet:0.5 is the spec unet and the scale 0.5."""
         if not isinstance(values, dict) or not isinstance(values.get("spec"), str):
             return values
@@ -55,7 +55,7 @@ class ModelSection(Section):
 
     @field_validator("output", mode="before")
     @classmethod
-    def _is_a_name(cls, value: Any) -> Any:
+    def _is_a_name(cls, value: object) -> object:
         return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
     @field_validator("scale")
@@ -115,19 +115,28 @@ class TrainSection(Section):
     finetune_lr: float = Field(
         5e-4, gt=0, le=1e3, description="largest learning rate of fine-tuning; of torchvision's detectors 5e-5"
     )
-    weight_decay: float = Field(1e-4, ge=0, description="of AdamW")
+    optimizer: Literal["adamw", "adamax"] = Field("adamw", description="torch.optim.AdamW or torch.optim.Adamax")
+    weight_decay: float = Field(1e-4, ge=0, description="of the optimizer; of adamax an L2 penalty")
     warmup: float = Field(0.05, ge=0, lt=1, description="share of the steps with a rising learning rate")
     clip: float = Field(1.0, gt=0, description="largest gradient norm")
     dice: float = Field(1.0, ge=0, description="weight of the Dice loss")
+    tversky: tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)]] = Field(
+        (0.5, 0.5), description="weights of false positives and false negatives in the Dice loss; [0.5, 0.5] is Dice"
+    )
     cross_entropy: float = Field(1.0, ge=0, description="weight of the cross-entropy")
     class_weights: dict[str, Annotated[float, Field(ge=0)]] | None = Field(
-        None, description="class name: its weight in the cross-entropy; other classes weigh 1"
+        None, description="class name: its weight in cross-entropy and Dice loss; other classes weigh 1"
     )
     zoom: tuple[float, float] = Field((0.85, 1.4), description="range of the random scale")
     jitter: float = Field(0.3, ge=0, lt=1, description="strength of the colour augmentation")
     upside_down: bool = Field(False, description="flip top and bottom as well")
     calibration: int = Field(4, ge=1, le=1_000_000, description="batches that set the first activation scales")
     evaluate_every: int = Field(1, ge=1, le=1_000_000, description="epochs between validations")
+    auprc: bool = Field(
+        False,
+        description="validations also measure the mean area under the precision-recall curves of the classes but the "
+        "background, over all pixels: 4 bytes of memory for each pixel and class",
+    )
     save_minutes: float = Field(
         10.0, gt=0, description="longest time between two resume states; matters where an epoch takes longer"
     )

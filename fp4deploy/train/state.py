@@ -173,11 +173,11 @@ def read_progress(path: Path) -> Progress:
         raise _damaged(path, error) from error
 
 
-def _meta(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+def _meta(path: Path, metadata: Mapping[str, str]) -> dict[str, object]:
     return validated(dict[str, Any], parse_json(metadata[PROGRESS_KEY], PROGRESS_KEY, nan="keep"), path)
 
 
-def _progress(path: Path, meta: dict[str, Any]) -> Progress:
+def _progress(path: Path, meta: dict[str, object]) -> Progress:
     fields = dict(validated(dict[str, Any], meta["progress"], path))
     if "best_miou" in fields:  # its name before there was another score
         fields["best_score"] = fields.pop("best_miou")

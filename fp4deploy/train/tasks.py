@@ -29,6 +29,7 @@ from fp4deploy.models.spec import parse_spec
 from fp4deploy.models.torchvision_detectors import own_layout
 from fp4deploy.runs import Run
 from fp4deploy.tasks import TASKS, Evaluation
+from fp4deploy.tasks.images import ClassEvaluation
 from fp4deploy.tasks.volumes import applied_by_torch
 from fp4deploy.train.config import Config
 from fp4deploy.train.losses.boxes import BoxLoss
@@ -48,13 +49,20 @@ class TrainingTask:
     metric: its score's key in files.
     """
 
-    def __init__(self, loss: Loss, card: ModelCard, val: SegmentationDataset) -> None:
-        self.loss, self.card, self._val = loss, card, val
+    def __init__(self, loss: Loss, card: ModelCard, val: SegmentationDataset, auprc: bool = False) -> None:
+        """auprc: validations measure it, too.
+
+        Raises:
+            InputError: `auprc` of volumes.
+        """
+        if auprc and card.volume is not None:
+            raise InputError("train.auprc is of images, and volumes are scored by Dice and distances. Leave it false.")
+        self.loss, self.card, self._val, self._auprc = loss, card, val, auprc
         self._task = TASKS[card.task]
         self.metric = self._task.key
 
     @cached_property
-    def _ground_truth(self) -> dict[str, Any] | None:
+    def _ground_truth(self) -> dict[str, object] | None:
         return self._task.ground_truth(self._val)
 
     def outputs(self, network: Any, inputs: Tensor) -> Tensor:
@@ -65,12 +73,14 @@ class TrainingTask:
         """A new validation."""
         found = self._task.evaluation(self._val, self.card, self._ground_truth)
         found.matches = False
+        if isinstance(found, ClassEvaluation):
+            found.curves = self._auprc
         return found
 
 
 def make_task(config: Config, card: ModelCard, val: Any, balance: ByName | None = None) -> TrainingTask:
     """The task of a configuration; `val` is the validation split, not cached, `balance` as of `semantic_loss`."""
-    return TrainingTask(LOSSES[config.task](config, card, balance), card, val)
+    return TrainingTask(LOSSES[config.task](config, card, balance), card, val, config.train.auprc)
 
 
 def _semantic(config: Config, card: ModelCard, balance: ByName | None) -> SegmentationLoss:
@@ -174,7 +184,7 @@ HEADS: dict[str, Any] = {
 def semantic_loss(settings: TrainSection, card: ModelCard, balance: ByName | None = None) -> SegmentationLoss:
     """Cross-entropy and Dice with the weights of the configuration; `balance` weighs classes in the former alone."""
     weights = _weights(settings.class_weights, card), settings.label_smoothing, _weights(balance, card)
-    return SegmentationLoss(settings.cross_entropy, settings.dice, *weights)
+    return SegmentationLoss(settings.cross_entropy, settings.dice, *weights, settings.tversky)
 
 
 def _weights(by_name: ByName | None, card: ModelCard) -> Tensor | None:

@@ -42,6 +42,7 @@ SETTINGS = (
         "train.evaluate_every=8",
         "train.finetune_epochs=1",
         "train.batch_size=2",
+        "train.channels_last=true",
         "telemetry.every=0",
     ),
     *("data.depth=8", "data.height=16", "data.width=16"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,9 @@ import torch
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
-def test_an_exact_denoiser_samples_what_it_denoises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exact_denoiser_samples_what_it_denoises() -> None:
     """Of crops whose pixels are normal, the best denoiser is a quotient of variances."""
-    monkeypatch.syspath_prepend(FOLDER)
-    from benchmarks.denoiser import features, frechet, sampled
+    from benchmarks.sample_quality import features, frechet, sampled
 
     def exact(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
         return x * 0.2**2 / (0.2**2 + sigma**2)
@@ -27,3 +27,31 @@ def test_an_exact_denoiser_samples_what_it_denoises(monkeypatch: pytest.MonkeyPa
     assert frechet(found, found) == pytest.approx(0, abs=1e-5)
     assert frechet(found, alike) < 0.2 * frechet(found, wider)
     assert features(found).isfinite().all()
+
+
+def test_packed_denoiser_is_near_torch_and_beside_it_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a network in high precision, packing changes nothing but last bits; timing calls every form once."""
+    monkeypatch.syspath_prepend(FOLDER)
+    from benchmarks import denoiser
+
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(torch.nn.Conv2d(4, 16, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(16, 3, 1))
+    x, sigma = torch.randn(2, 3, 8, 8), torch.full((2, 1, 1, 1), 0.5)
+    made = denoiser.packed(network, denoiser.inputs_of(x, sigma))
+    with torch.no_grad():
+        wanted = denoiser.denoised(network, x, sigma)
+    torch.testing.assert_close(denoiser.denoised(made, x, sigma), wanted, rtol=0, atol=1e-2)
+
+    def timed(run: Callable[[], object]) -> dict[str, float]:
+        run()
+        return {"graph_ms": 1.0}
+
+    monkeypatch.setattr(denoiser, "measured", timed)
+    monkeypatch.setattr(denoiser, "forward", lambda base, form, given: lambda: base(given))
+    monkeypatch.setattr(denoiser, "compile_program", lambda file, given: made)
+    found = denoiser.latency(network, {"nvfp4": made, "fp16": made}, denoiser.inputs_of(x, sigma))
+    assert {each for each, run in found["runs"].items() if run == {"graph_ms": 1.0}} >= {
+        "fp16, compiled",
+        "packed nvfp4",
+    }
+    assert (found["batch"], found["ratio_nvfp4"], found["ratio_fp16"]) == (2, 1.0, 1.0)

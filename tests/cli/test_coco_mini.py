@@ -18,6 +18,7 @@ SMALL = (
 )  # fmt: skip
 
 
+@pytest.mark.nightly  # `test_detection_runs` goes the same way on shapes, tests of `data` read these photographs
 @pytest.mark.skipif(not DATA.is_dir(), reason="images of COCO 2017 are not at ../shared/data/coco2017_mini")
 def test_the_whole_path_on_photographs(app: Any, tmp_path: Path) -> None:
     image = min((DATA / "val2017").glob("*.jpg"))

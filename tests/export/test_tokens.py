@@ -291,6 +291,29 @@ def test_attention_by_name_behind_other_guards_is_exported(tmp_path: Path) -> No
     assert fd.export_onnx(Named().eval(), torch.randn(2, 5, 32), tmp_path / "net.onnx").verification.passed
 
 
+class Heads(nn.Module):
+    """Two heads: `size` channels of queries and keys, `out` of values, as DeepSeek's."""
+
+    def __init__(self, size: int, out: int) -> None:
+        super().__init__()
+        self.size, self.out = size, out
+        self.first, self.value, self.last = nn.Linear(8, 4 * size), nn.Linear(8, 2 * out), nn.Linear(2 * out, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k = self.first(x).unflatten(-1, (2, 2, self.size)).permute(2, 0, 3, 1, 4)
+        v = self.value(x).unflatten(-1, (2, self.out)).transpose(1, 2)
+        return self.last(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(("size", "out", "padded"), [(24, 16, 1), (16, 24, 2), (4, 4, 3), (16, 16, 0)])
+def test_heads_have_the_sizes_that_engines_take(size: int, out: int, padded: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x, path = Heads(size, out).eval(), 3 * torch.randn(2, 5, 8), tmp_path / "net.onnx"
+    assert fd.export_onnx(model, x, path).verification.passed
+    assert [node.op_type for node in onnx.load(path).graph.node].count("Pad") == padded
+    torch.testing.assert_close(torch.as_tensor(fd.open_runtime(path)(x)), model(x).detach(), rtol=0, atol=0.01)
+
+
 class Guarded(nn.Module):
     """As T5 and BART are written: an argument between the inputs, a mask of numbers beyond FP16, which is -Inf there in
     a whole row, a guard against infinite values, and groups of experts chosen by scatter.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import types
 from pathlib import Path
 from typing import Any
 
@@ -352,3 +353,33 @@ def test_regions_with_modes_of_their_own_and_empty_parts(tmp_path: Path) -> None
     packed = PackedNetwork(packed_file(tmp_path / "net.fp4", None, *pack_model(model, x)))
     with torch.inference_mode():
         torch.testing.assert_close(packed(x), model(x), rtol=1e-2, atol=1e-2)
+
+
+class Experts(nn.Module):
+    """As those of transformers: the configuration names how chosen experts multiply."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_gate, self.config = False, types.SimpleNamespace(_experts_implementation="eager")
+        self.num_experts, self.up = 3, nn.Parameter(torch.randn(3, 16, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = x[:, 0].ge(0).long()
+        if self.config._experts_implementation == "batched_mm":
+            return (self.up[chosen] @ x[..., None])[..., 0]
+        out = torch.zeros_like(x)
+        for each in chosen.unique().tolist():
+            out[chosen == each] = x[chosen == each] @ self.up[each].T
+        return out
+
+
+def test_experts_chosen_in_a_loop_are_captured_as_one_product(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(16, 16), Experts(), nn.Linear(16, 16)).eval(), torch.randn(5, 16)
+    prepare(model, "nvfp4_qat+dynamic", include=["1"])
+    with torch.no_grad():
+        expected = model(x)
+    network = PackedNetwork(packed_file(tmp_path / "experts.fp4", None, *pack_model(model, x)), "cpu")
+    torch.testing.assert_close(network(x), expected, rtol=0, atol=0.02 * float(expected.abs().max()))
+    assert export_graph(model, x, dynamic_size=False).graph.node
+    assert model[1].config._experts_implementation == "eager"

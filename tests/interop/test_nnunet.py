@@ -91,9 +91,16 @@ def test_segmentations_are_nnunets_of_the_quantised_network(
 
     given = [arguments for fold in folds or () for arguments in ("--fold", fold)]
     command = ["predict", str(raw), "--nnunet", str(bed / "nvfp4"), "--out", str(tmp_path / "ours"), *given]
-    said = CliRunner().invoke(app, [*command, "--processes", "0"], prog_name="fp4deploy")
-    assert said.exit_code == 0, said.stderr
-    assert said.stdout.startswith("3 segmentations in ")  # what nnU-Net prints is on stderr
+    said = CliRunner().invoke(
+        app, [*command, *(("--processes", "0", "--json") if folds else ())], prog_name="fp4deploy"
+    )
+    assert said.exit_code == 0, said.stderr  # what nnU-Net prints is on stderr
+    if folds:
+        document = json.loads(said.stdout)
+        assert document["folds"] == ["1"]
+        assert all(each["seconds"]["network"] > 0 for each in document["segmentations"])
+    else:
+        assert said.stdout.startswith("3 segmentations in ")
     theirs = nnUNetPredictor(device=torch.device("cpu"), allow_tqdm=False)
     theirs.initialize_from_trained_model_folder(str(bed / "nvfp4"), folds)
     assert tuple(quantized_layers(theirs.network)) == LAYERS

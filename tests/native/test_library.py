@@ -117,8 +117,7 @@ def narrow(tmp_path: Path) -> PackedFile:
 
 
 def test_formats(sanitized: Path, narrow: PackedFile, tmp_path: Path) -> None:
-    """Every format that Python reads without converting it; whatever the nodes are."""
-    former = Path(__file__).resolve().parents[1] / "packed" / "files" / "packed_1.fp4"
+    """Every format that Python reads; whatever the nodes are."""
 
     def rewritten_as(name: str) -> Path:
         def change(metadata: dict[str, str]) -> None:
@@ -130,7 +129,7 @@ def test_formats(sanitized: Path, narrow: PackedFile, tmp_path: Path) -> None:
         return path
 
     read = [rewritten_as(name) for name in packed_format.FORMATS]
-    refused = [rewritten_as("packed/99"), former, tmp_path / "missing.fp4", tmp_path]
+    refused = [rewritten_as("packed/99"), rewritten_as("packed/1"), tmp_path / "missing.fp4", tmp_path]
     found = statuses(sanitized, ["check"], [*read, *refused])
     assert [status for status, _ in found] == [0] * len(read) + [1] * len(refused)
     assert "reads packed/3 to packed/9" in found[len(read)][1]

@@ -96,8 +96,9 @@ def linear(layer: nn.Linear, recipe: Recipe, x: torch.Tensor, g: torch.Tensor, a
     reused = recipe.double_quantization
     w_back = wq.float() if reused else weight
     x_back = xq.float() if reused else tokens
-    w2 = wq if recipe.dgrad_weight is None else blocked(w_back.T, recipe.dgrad_weight).T
-    x2 = xq.T if recipe.wgrad_activation is None else blocked(x_back.T, recipe.wgrad_activation)
+    w_plain, x_plain = (weight.double(), tokens.double()) if recipe.original_operands else (wq, xq)
+    w2 = w_plain if recipe.dgrad_weight is None else blocked(w_back.T, recipe.dgrad_weight).T
+    x2 = x_plain.T if recipe.wgrad_activation is None else blocked(x_back.T, recipe.wgrad_activation)
     dx = blocked(rows, recipe.dgrad_gradient) @ w2
     dx = dx.masked_fill(saturated(tokens, recipe.activation, amax), 0)
     y = xq @ wq.T
@@ -126,6 +127,22 @@ def convolution(
     def channels(t: torch.Tensor) -> torch.Tensor:  # [N, g, H, W, C / g]
         return t.unflatten(1, (groups, -1)).movedim(2, -1)
 
+    pointwise = {*kernel, *stride} == {1} and layer.padding in ("same", "valid", (0, 0))
+
+    def over_pixels(t: torch.Tensor, spec: QuantSpec | None) -> torch.Tensor:
+        """[..., H', W'] -> [..., pixels], quantised along rows; of a pointwise convolution along all pixels."""
+        return blocked(t.flatten(-2), spec) if pointwise else blocked(t, spec).flatten(-2)
+
+    def patches_over_pixels(t: torch.Tensor, spec: QuantSpec | None) -> torch.Tensor:
+        """[..., H, W] -> [..., taps, pixels]: each column of the filter has blocks of its own, along rows."""
+        if pointwise:
+            return over_pixels(t, spec).unsqueeze(-2)
+        wide = blocked(
+            torch.stack([t[..., window((0, at), grid, stride, dilation)[1]] for at in range(kernel[1])]), spec
+        )
+        cut = [wide[at][..., window((row, 0), grid, stride, dilation)[0], :].flatten(-2) for row, at in taps(kernel)]
+        return torch.stack(cut, -2)
+
     # [g, taps, out, in], whichever axis holds the groups.
     weight = layer.weight.detach().flatten(2).unflatten(0, (groups, -1))
     order = (0, 3, 2, 1) if transposed else (0, 3, 1, 2)
@@ -133,8 +150,10 @@ def convolution(
     xq, wq = blocked(channels(x), recipe.activation, amax), blocked(weight, recipe.weight)
     w_back = wq.float() if recipe.double_quantization else weight
     x_values = xq.movedim(-1, 2).flatten(1, 2).float()
-    x_back = x_values if recipe.double_quantization or recipe.wgrad_activation is None else x
-    w2 = wq if recipe.dgrad_weight is None else blocked(w_back.mT, recipe.dgrad_weight).mT
+    reused = recipe.wgrad_activation is None and not recipe.original_operands
+    x_back = x_values if recipe.double_quantization or reused else x
+    w_plain = weight.double() if recipe.original_operands else wq
+    w2 = w_plain if recipe.dgrad_weight is None else blocked(w_back.mT, recipe.dgrad_weight).mT
     gq = blocked(channels(g), recipe.dgrad_gradient).movedim(-1, 2)
     if transposed:
         product = torch.einsum("gtoc,nghwc->ngothw", wq, xq).flatten(-2)
@@ -143,8 +162,8 @@ def convolution(
         dx = torch.einsum("gtoc,ngotp->ngcp", w2, patches(gq, *geometry)).flatten(1, 2).unflatten(-1, grid)
         dw = torch.einsum(
             "ngcp,ngotp->gcot",
-            blocked(x_back.flatten(2).unflatten(1, (groups, -1)), recipe.wgrad_activation),
-            blocked(patches(g, *geometry).unflatten(1, (groups, -1)), recipe.wgrad_gradient),
+            over_pixels(x_back.unflatten(1, (groups, -1)), recipe.wgrad_activation),
+            patches_over_pixels(g.unflatten(1, (groups, -1)), recipe.wgrad_gradient),
         )
     else:
         y = torch.einsum("gtoc,ngctp->ngop", wq, patches(xq.movedim(-1, 2), *geometry)).flatten(1, 2)
@@ -153,8 +172,8 @@ def convolution(
         dx = scatter(product.flatten(1, 2), size, *geometry)
         dw = torch.einsum(
             "ngop,ngctp->goct",
-            blocked(g.flatten(2).unflatten(1, (groups, -1)), recipe.wgrad_gradient),
-            blocked(patches(x_back, *geometry).unflatten(1, (groups, -1)), recipe.wgrad_activation),
+            over_pixels(g.unflatten(1, (groups, -1)), recipe.wgrad_gradient),
+            patches_over_pixels(x_back.unflatten(1, (groups, -1)), recipe.wgrad_activation),
         )
     mask = saturated(channels(x), recipe.activation, amax).movedim(-1, 2).flatten(1, 2)
     db = g.double().sum((0, 2, 3))

@@ -12,11 +12,10 @@ from fp4deploy.formats import Nvfp4Tensor, philox
 from fp4deploy.plugins.aot import load as aot
 from fp4deploy.plugins.gemm import training
 from fp4deploy.plugins.quantize import dispatch as quantize
-from fp4deploy.plugins.quantize.unfolded import Unfolding, pack_unfolded
-from fp4deploy.qat import QuantSpec, prepare, set_products
+from fp4deploy.qat import QuantSpec, Recipe, prepare, set_products
 from fp4deploy.qat.fp4_gemms.operands import pack_operand
-from fp4deploy.qat.operators.gemms import ConvGemms
-from fp4deploy.qat.operators.quantizers import quantize_operand, quantize_unfolded, unfolds_by_kernel
+from fp4deploy.qat.operators import wgrad_operands
+from fp4deploy.qat.operators.gemms import ConvGemms, LinearGemms
 from tests.qat.layer_cases import LAYERS, make
 from tests.qat.reference_gemms import Gradients
 from tests.qat.test_fp4_gemms import FEW, RECIPES_HERE, operands
@@ -37,12 +36,16 @@ SPECS = {
     "MX up, stochastic": QuantSpec("mxfp4", scale_rule="ceil", rounding="stochastic"),
     "MX transformed": QuantSpec("mxfp4", hadamard=True),
 }
-UNFOLDINGS = {
-    "3x3": ((2, 5, 6, 7), ((3, 3), (1, 1), (1, 1), (1, 1))),
-    "stride 2": ((3, 4, 9, 8), ((3, 3), (2, 2), (1, 1), (1, 1))),
-    "uneven": ((1, 3, 9, 7), ((2, 3), (2, 1), (1, 2), (3, 1))),
-    "one pixel": ((2, 1, 1, 1), ((1, 1), (1, 1), (0, 0), (1, 1))),
-    "many": ((4, 17, 33, 31), ((3, 3), (1, 1), (1, 1), (1, 1))),
+MAPS: dict[str, tuple[tuple[int, ...], Any]] = {
+    "same": ((2, 32, 6, 21), ConvGemms((3, 3), (1, 1), (1, 1), (1, 1), 1)),
+    "stride 2, groups": ((3, 64, 9, 40), ConvGemms((3, 3), (2, 2), (1, 1), (1, 1), 2)),
+    "uneven": ((1, 32, 9, 37), ConvGemms((2, 3), (2, 1), (1, 2), (3, 1), 1)),
+    "pointwise": ((2, 96, 5, 7), ConvGemms((1, 1), (1, 1), (0, 0), (1, 1), 1)),
+    "transposed": ((2, 32, 5, 17), ConvGemms((2, 2), (2, 2), (0, 0), (1, 1), 1, transposed=True)),
+    "volume": ((2, 32, 3, 4, 18), ConvGemms((3, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1), 1)),
+    "sequence": ((2, 32, 70), ConvGemms((5,), (1,), (2,), (1,), 1)),
+    "tokens": ((3, 35, 64), LinearGemms()),
+    "many tokens": ((4099, 160), LinearGemms()),
 }
 
 
@@ -75,42 +78,58 @@ def test_packed_bytes_are_the_references(recipe: str, name: str) -> None:
         same_bytes(found, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("name", UNFOLDINGS)
-def test_packing_unfolds_without_memory(name: str, spec: str, dtype: torch.dtype) -> None:
-    """The bytes of packing what F.unfold writes, whole and one image at a time."""
-    shape, steps = UNFOLDINGS[name]
-    x, how = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype), SPECS[spec]
-    gemms = ConvGemms(*steps[:1], *steps[1:], groups=1)
-    y = nn.functional.conv2d(x.float(), torch.ones(1, shape[1], *steps[0]), None, *steps[1:])
-    expected = pack_operand(gemms._unfold(x, tuple(y.shape[2:])), how, (-1,)).packed
-    rule = how.scale_rule if how.format == "mxfp4" else None
-    for most in (1 << 28, 1):
-        unfolding = Unfolding(*steps, tuple(y.shape[2:]))
-        found = list(pack_unfolded(x.cuda(), unfolding, rule, how.rounding, None, how.hadamard, most))
-        assert len(found) == (1 if most > 1 else shape[0])
-        for images, packed in found:
-            assert torch.equal(packed.codes.cpu(), expected.codes[images])
-            assert torch.equal(packed.scales.cpu().view(torch.uint8), expected.scales[images].view(torch.uint8))
-            assert packed.shape[1:] == expected.shape[1:]
+@pytest.mark.parametrize("name", MAPS)
+def test_operands_of_the_backward_are_the_references(
+    name: str, spec: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every bit, of the kernel that writes both operands of a gradient and of the one that shifts an activation."""
+    shape, gemms = MAPS[name]
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, generator=generator)
+    linear = isinstance(gemms, LinearGemms)
+    outputs = 64
+    weight = (
+        torch.zeros(outputs, shape[-1])
+        if linear
+        else torch.zeros(
+            (shape[1], outputs, *gemms.kernel)
+            if gemms.transposed
+            else (outputs, shape[1] // gemms.groups, *gemms.kernel)
+        )
+    )
+    gradient = torch.randn(gemms.forward(x, weight, None).shape, generator=generator).to(dtype)
+    x = x.to(dtype)
+    recipe = Recipe("both", *[SPECS[spec]] * 6)
+    launched: list[int] = []
+    run = wgrad_operands.fake_quantize_map
+    monkeypatch.setattr(wgrad_operands, "fake_quantize_map", lambda *a: (launched.append(1), run(*a))[1])
+
+    def operands(device: str) -> list[torch.Tensor]:
+        g, a = gradient.to(device), x.to(device)
+        if g.ndim == 4:
+            g, a = (t.contiguous(memory_format=torch.channels_last) for t in (g, a))
+        both = wgrad_operands.gradient_operands(g, a.shape, gemms, recipe, True, True, (None, None))
+        return [*both, wgrad_operands.activation_operand(a, g, gemms, recipe, None)]
+
+    expected, found = operands("cpu"), operands("cuda")
+    assert len(launched) == (3 if not linear and gemms.transposed else 2)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one.cpu(), other)
 
 
-@pytest.mark.parametrize("dtypes", [(torch.float16, torch.float16), (torch.float32, torch.float16)])
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("name", UNFOLDINGS)
-def test_quantising_unfolds_without_memory(name: str, spec: str, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-    """The values of quantising what F.unfold writes, in a layout that a matrix product reads without a copy."""
-    shape, steps = UNFOLDINGS[name]
-    x, how = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtypes[0]), SPECS[spec]
-    gemms = ConvGemms(*steps, groups=1)
-    grid = nn.functional.conv2d(x.float(), torch.ones(1, shape[1], *steps[0]), None, *steps[1:]).shape[2:]
-    expected, _ = quantize_operand(gemms._unfold(x, tuple(grid)), how, (-1,))
-    source = x.cuda().to(memory_format=torch.channels_last)
-    assert unfolds_by_kernel(source, how)
-    found = quantize_unfolded(source, how, gemms.unfolding(grid), dtypes[1])
-    assert torch.equal(found.cpu(), expected.to(dtypes[1]))
-    assert found.transpose(0, 1).is_contiguous()
+def test_a_map_with_what_is_not_finite() -> None:
+    x = torch.randn(2, 32, 4, 33).half()
+    x[0, 3, 1, 5], x[1, 20, 2, 20] = float("nan"), float("inf")
+    recipe, gemms = Recipe("both", *[QuantSpec()] * 6), ConvGemms((3, 3), (1, 1), (1, 1), (1, 1), 1)
+    g = x.contiguous(memory_format=torch.channels_last)
+    expected = wgrad_operands.gradient_operands(g, g.shape, gemms, recipe, True, True, (None, None))
+    found = wgrad_operands.gradient_operands(g.cuda(), g.shape, gemms, recipe, True, True, (None, None))
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.cpu().nan_to_num(99.0), other.nan_to_num(99.0))
+        assert torch.equal(one.cpu().isnan(), other.isnan())
 
 
 def step(products: str, recipe: str, name: str, device: str, half: bool = False) -> Gradients:

@@ -130,6 +130,19 @@ def test_linear_by_the_formulas() -> None:
     torch.testing.assert_close(dw, expected, rtol=1e-12, atol=1e-12)
 
 
+def shifted(x: Tensor, kernel: int, stride: int, padding: int, width: int) -> Tensor:
+    """[columns, N, C, H, W']: what each column of a filter reads of a map."""
+    edge = F.pad(x, (padding, padding))
+    return torch.stack([edge[..., at : at + (width - 1) * stride + 1 : stride] for at in range(kernel)])
+
+
+def correlated(rows: Tensor, wide: Tensor, kernel: int, stride: int, padding: int) -> Tensor:
+    """[O, C, rows of the filter, columns]: sums over pixels of [N, O, H', W'] by what `shifted` gave."""
+    edge, height = F.pad(wide, (0, 0, padding, padding)), rows.shape[2]
+    cut = [edge[..., at : at + (height - 1) * stride + 1 : stride, :] for at in range(kernel)]
+    return torch.einsum("nohw,rknchw->ocrk", rows, torch.stack(cut))
+
+
 @pytest.mark.parametrize(("kernel", "stride", "padding"), [(3, 1, 1), (3, 2, 1), (1, 1, 0)])
 def test_convolution_by_the_formulas(kernel: int, stride: int, padding: int) -> None:
     torch.manual_seed(0)
@@ -147,12 +160,12 @@ def test_convolution_by_the_formulas(kernel: int, stride: int, padding: int) -> 
     extra = x.shape[2] - ((y.shape[2] - 1) * stride - 2 * padding + kernel)
     back = F.conv_transpose2d(four(g, 1), four(w.detach(), 0), None, stride, padding, extra)
     torch.testing.assert_close(dx, back, rtol=1e-12, atol=1e-12)
-    rows = g.flatten(2)
+    rows = g.flatten(2) if kernel == 1 else g
     parts = {}
     for name, part, quantize in (("others", x_r, four), ("chosen", x_i, fake_quantize_mxfp8)):
-        columns = F.unfold(part, kernel, 1, padding, stride)
-        product = torch.einsum("nop,ncp->oc", quantize(rows, -1), quantize(columns, -1))
-        parts[name] = product.unflatten(1, (part.shape[1], kernel, kernel))
+        columns = shifted(part, kernel, stride, padding, g.shape[-1])
+        wide = quantize(columns.flatten(-2) if kernel == 1 else columns, -1).view(columns.shape)
+        parts[name] = correlated(quantize(rows, -1).view(g.shape), wide, kernel, stride, padding)
     torch.testing.assert_close(dw[:, outliers.others], parts["others"], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(dw[:, outliers.chosen], parts["chosen"], rtol=1e-12, atol=1e-12)
 
@@ -167,10 +180,10 @@ def test_transposed_convolution_by_the_formulas() -> None:
     x_i, w_i, x_r, w_r = fake_quantize_mxfp8(x_i, 1), fake_quantize_mxfp8(w_i, 0), four(x_r, 1), four(w_r, 0)
     expected = F.conv_transpose2d(x_r, w_r, None, 2) + F.conv_transpose2d(x_i, w_i, None, 2)
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
-    rows = F.unfold(g, 2, stride=2)
+    wide = shifted(g, 2, 2, 0, x.shape[-1])
     for part, quantize, at in ((x_r, four, outliers.others), (x_i, fake_quantize_mxfp8, outliers.chosen)):
-        product = torch.einsum("ncp,nop->co", quantize(part.flatten(2), -1), quantize(rows, -1))
-        torch.testing.assert_close(dw[at], product.unflatten(1, (24, 2, 2)), rtol=1e-12, atol=1e-12)
+        product = correlated(quantize(part, -1), quantize(wide, -1), 2, 2, 0)
+        torch.testing.assert_close(dw[at], product, rtol=1e-12, atol=1e-12)
 
 
 def test_the_gradients_of_the_recipe_are_right_on_average() -> None:

@@ -135,6 +135,11 @@ def test_a_spec_that_no_format_has_is_refused_with_every_reason(options: dict[st
             | {"dgrad_weight": QuantSpec(), "wgrad_activation": QuantSpec(), "double_quantization": True},
             ["reuse"],
         ),
+        (
+            {"dgrad_gradient": QuantSpec(), "double_quantization": True, "original_operands": True},
+            ["double_quantization and original_operands"],
+        ),
+        ({"double_quantization": True, "original_operands": True}, ["no backward operand", "one or the other"]),
         ({"activation": QuantSpec(scale="static"), "amax_timing": "later"}, ["'later'", "current, delayed"]),
         ({"activation": QuantSpec(), "amax_timing": "delayed"}, ["'delayed'", "static scale"]),
         ({"weight": QuantSpec(), "amax_timing": "delayed"}, ["'delayed'", "static scale"]),
@@ -144,6 +149,16 @@ def test_a_recipe_that_no_product_has_is_refused_with_every_reason(options: dict
     with pytest.raises(InputError) as refused:
         Recipe("wrong", **options)
     assert all(reason in str(refused.value) for reason in ["'wrong'", *reasons])
+
+
+def test_original_operands_leave_the_forward_free_to_be_transformed() -> None:
+    turned = QuantSpec(hadamard=True)
+    recipe = Recipe("mine", turned, turned, original_operands=True)
+    assert not (recipe.reuses_activation)
+    assert not (recipe.reuses_weight)
+    assert not (recipe.straight_through)
+    assert str(recipe).endswith("original X, W")
+    assert recipe.quantizers().endswith("original X, W")
 
 
 def test_an_unknown_recipe_is_answered_with_the_nearest_and_all_names() -> None:

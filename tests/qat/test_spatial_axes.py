@@ -123,7 +123,7 @@ def test_three_axes_quantise_along_channels() -> None:
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("stride", [(1, 1, 1), (2, 1, 2)])
-def test_unfolding_three_axes_gives_the_weight_gradient(stride: tuple[int, int, int], transposed: bool) -> None:
+def test_widening_gives_the_weight_gradient_of_three_axes(stride: tuple[int, int, int], transposed: bool) -> None:
     gemms = ConvGemms((2, 3, 2), stride, (1, 1, 0), (1, 1, 2), 2, transposed, (0, 0, 0))
     torch.manual_seed(0)
     x, shape = torch.randn(2, 6, 5, 6, 7), (6, 4, 2, 3, 2) if transposed else (8, 3, 2, 3, 2)
@@ -133,12 +133,6 @@ def test_unfolding_three_axes_gives_the_weight_gradient(stride: tuple[int, int, 
     y.backward(gradient)
     found = gemms.wgrad(*gemms.wgrad_operands(gradient, x), weight)
     assert torch.allclose(found, weight.grad, rtol=1e-4, atol=1e-4)
-
-
-def test_unfolding_by_taps_is_that_of_torch() -> None:
-    gemms = ConvGemms((3, 2), (2, 1), (1, 0), (1, 2), 1)
-    x = torch.randn(2, 5, 7, 8)
-    assert torch.equal(gemms._unfold_taps(x, (4, 6)), gemms._unfold(x, (4, 6)))
 
 
 class Signal(nn.Module):

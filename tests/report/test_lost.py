@@ -6,19 +6,16 @@ import numpy as np
 
 from fp4deploy.bench.evidence import PixelCounts, write_pixels
 from fp4deploy.data import IGNORE
-from fp4deploy.data.palette import colours
-from fp4deploy.report.figures.lost import _row, _stems, most_wrong
-from fp4deploy.report.figures.overlays import DIFFERENCE
+from fp4deploy.report.figures.lost import _stems, became_wrong, most_wrong
+from fp4deploy.report.figures.task_pictures import DIFFERENCE, Seen
 
 
 def test_what_the_baseline_had_right_is_marked() -> None:
     image = np.zeros((1, 4, 3), np.uint8)
     truth = np.array([[1, 1, 0, IGNORE]], np.uint8)
     before, after = np.array([[[1, 0, 0, 0]], [[0, 0, 0, 0]]], np.uint8)
-    palette = colours(("background", "cat"), background=True)
-    both, alone = (_row(image, truth, each, palette) for each in ([before, after], [after]))
-    assert (both.shape, alone.shape) == ((1, 20, 3), (1, 16, 3))
-    marked = [(each[0, -4:] == DIFFERENCE).all(-1).tolist() for each in (both, alone)]
+    both, alone = (became_wrong(Seen("x", image, truth, list(each))) for each in ([before, after], [after]))
+    marked = [(each[0] == DIFFERENCE).all(-1).tolist() for each in (both, alone)]
     assert marked == [[True, False, False, False], [True, True, False, False]]
 
 

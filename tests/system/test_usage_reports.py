@@ -93,7 +93,7 @@ def _can_trace() -> bool:
     return subprocess.run(probe, check=False, capture_output=True).returncode == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # half a minute of waiting for ONNX Runtime; the switch itself is tested above
 @pytest.mark.skipif(not _can_trace(), reason="strace is missing, or may not trace here (apt install strace)")
 @pytest.mark.usefixtures("reporting")
 def test_no_name_is_looked_up(tmp_path: Path) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from fp4deploy.errors import InputError
 from fp4deploy.train import Config, load_config, save_config, with_settings
 from fp4deploy.train.config import changed_settings
+from fp4deploy.train.losses.loss import LabelLoss
+from fp4deploy.train.tasks import TrainingTask
 
 CONFIGS = sorted(
     path for path in (Path(__file__).parents[2] / "configs").glob("*.yaml") if not path.name.startswith("sweep_")
@@ -130,6 +133,18 @@ def test_a_mosaic_is_of_boxes(task: str) -> None:
     assert load_config(None, ["task=detection", "augment.mosaic=0.5"]).augment.mosaic == 0.5
     with pytest.raises(InputError, match="augment.mosaic = 0.5: it joins images with boxes, and this task has masks"):
         load_config(None, [f"task={task}", "augment.mosaic=0.5"])
+
+
+@pytest.mark.parametrize("task", ["instance", "detection", "classification"])
+def test_precision_and_recall_of_pixels_are_of_maps_of_classes(task: str) -> None:
+    with pytest.raises(InputError, match="train.auprc = True: it is of pixels, and this task"):
+        load_config(None, [f"task={task}", "train.auprc=true"])
+
+
+def test_precision_and_recall_are_not_of_volumes() -> None:
+    card = SimpleNamespace(volume=object(), task="semantic")
+    with pytest.raises(InputError, match="volumes are scored by Dice"):
+        TrainingTask(LabelLoss(), card, None, auprc=True)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["2024", "1e3", "nan"])

@@ -148,3 +148,17 @@ def test_gradients_of_sums_over_processes_have_the_mean_of_one_process(monkeypat
     assert alone is not None
     assert weight.grad is not None
     assert torch.equal(weight.grad / 2, alone)
+
+
+def test_tversky_weighs_false_positives_and_false_negatives() -> None:
+    logits, target = sample()
+    labelled = target != 255
+    truth = torch.nn.functional.one_hot(target.where(labelled, 0), 4)[labelled].double()  # [pixels, classes]
+    p = logits.double().softmax(1).movedim(1, -1)[labelled]
+    hits, wrong, missed = (p * truth).sum(0), (p * (1 - truth)).sum(0), ((1 - p) * truth).sum(0)
+    index = (hits + 0.5) / (hits + 0.3 * wrong + 0.7 * missed + 0.5)
+    loss = SegmentationLoss(0.0, 1.0, tversky=(0.3, 0.7))(logits, target)
+    assert loss.item() == pytest.approx((1 - index[:3]).mean().item(), rel=1e-6)  # no pixel is of class 3
+    assert torch.equal(SegmentationLoss(0.0, 1.0, tversky=(0.5, 0.5))(logits, target), dice_loss(logits, target))
+    foreground = SegmentationLoss(0.0, 1.0, torch.tensor([0.0, 1.0, 1.0, 1.0]), tversky=(0.3, 0.7))(logits, target)
+    assert foreground.item() == pytest.approx((1 - index[1:3]).mean().item(), rel=1e-6)

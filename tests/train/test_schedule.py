@@ -69,3 +69,25 @@ def test_every_third_epoch_and_the_last_are_scored(tiny: Config, tmp_path: Path)
     train_models(with_settings(tiny, settings), run, ("fp16",))
     lines = (run.model_dir("fp16") / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["miou"] is not None for line in lines] == [False, False, True, False, True]
+
+
+def test_adamax_skips_a_step_of_non_finite_gradients() -> None:
+    """What a loss scaler tells it; every other step is torch's."""
+    torch.manual_seed(0)
+    layer, plain = nn.Linear(8, 8), nn.Linear(8, 8)
+    plain.load_state_dict(layer.state_dict())
+    ours = make_optimizer(layer, 0.1, 0.0, name="adamax")
+    theirs = torch.optim.Adamax(plain.parameters(), lr=0.1)
+    for bad in (True, False, True, False):
+        value = torch.inf if bad else 0.5
+        for model in (layer, plain):
+            for number, parameter in enumerate(model.parameters(), start=1):
+                parameter.grad = torch.full_like(parameter, value * number)
+        ours.found_inf = torch.tensor([float(bad)])  # type: ignore[attr-defined]
+        ours.step()
+        if not bad:
+            theirs.step()
+        for one, other in zip(layer.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(one, other)
+            if not bad:
+                assert torch.equal(ours.state[one]["exp_inf"], theirs.state[other]["exp_inf"])

@@ -28,16 +28,16 @@ def export(
     source: Annotated[
         Path | None,
         typer.Argument(
-            help="Run folder, checkpoint, results folder of nnU-Net; of triton, deepstream, holoscan an .onnx file.",
+            help="Run folder, checkpoint, results folder of nnU-Net; an .onnx file for servers, an .fp4 for MONAI.",
             show_default="the latest run",
             autocompletion=completion.sources,
         ),
     ] = None,
     form: Annotated[
-        Literal["onnx", "packed", "triton", "deepstream", "holoscan"],
+        Literal["onnx", "packed", "triton", "deepstream", "holoscan", "monai-bundle"],
         typer.Option(
             "--format",
-            help="Canonical Q/DQ graph, packed network (.fp4), or what a server or video pipeline needs around it.",
+            help="Canonical Q/DQ graph, packed network (.fp4), or what a server, pipeline or MONAI needs around it.",
         ),
     ] = "onnx",
     portable: Annotated[
@@ -100,6 +100,9 @@ def export(
         return
     if form in ("deepstream", "holoscan"):
         _pipeline(source, out, form, max_batch)
+        return
+    if form == "monai-bundle":
+        _bundle(source, out)
         return
     from fp4deploy.system.files import require_writable
     from fp4deploy.system.progress import progress
@@ -167,19 +170,31 @@ def _pipeline(source: Path | None, out: Path | None, form: str, max_batch: int) 
     note("On the device, build the engine as the first line of the configuration says.")
 
 
-def _exported(source: Path | None) -> list[Path]:
-    """The file itself, also by its name in the latest run, or the canonical graphs of a run."""
+def _bundle(source: Path | None, out: Path | None) -> None:
+    from fp4deploy.naming import model_stem
+    from fp4deploy.serving.bundle import write_bundle
+
+    for path in _exported(source, ".fp4"):
+        target = write_bundle(path, (out or Path("monai-bundle")) / model_stem(path))
+        done(f"{shown(path)} as a bundle of MONAI in {shown(target)}", path=str(path), folder=str(target))
+        options = f"--config_file {typed(target / 'configs' / 'inference.json')} --bundle_root {typed(target)}"
+        note(f"Run it with: python -m monai.bundle run {options} --dataset_dir IMAGES")
+
+
+def _exported(source: Path | None, suffix: str = ".onnx") -> list[Path]:
+    """The file itself, also by its name in the latest run, or the canonical graphs or packed networks of a run."""
     from fp4deploy.bench.locate import or_of_latest_run
 
     source = or_of_latest_run(source) if source is not None else None
     if source is not None and source.is_file():
         return [source]
     if source is not None and not source.exists():
-        raise InputError(f"There is no file or folder {source}. Give a run folder, an .onnx file or a .plan.")
+        raise InputError(f"There is no file or folder {source}. Give a run folder, a file of {suffix} or a .plan.")
     run = open_run(source) if source is not None else latest_run()
-    found = [path for path in sorted(run.export_dir.glob("*.onnx")) if ".portable" not in path.name]
+    found = [path for path in sorted(run.export_dir.glob(f"*{suffix}")) if ".portable" not in path.name]
     if not found:
-        raise InputError(f"{run.path} has no ONNX file yet. Write it with: fp4deploy export")
+        form = next(form for form, ending in SUFFIXES.items() if ending == suffix)
+        raise InputError(f"{run.path} has no file of {suffix} yet. Write it with: fp4deploy export --format {form}")
     return found
 
 

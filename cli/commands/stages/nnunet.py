@@ -14,7 +14,7 @@ import typer
 from fp4deploy.errors import InputError
 from fp4deploy.system.terminal import is_quiet
 
-from ...console import done, note, shown, typed
+from ...console import done, note, print_json, shown, typed
 
 if TYPE_CHECKING:
     from fp4deploy.models.nnunet import ResultsFolder
@@ -121,7 +121,9 @@ def export(
         note(f"Segment with them: fp4deploy predict IMAGES --nnunet {typed(folder.path)}")
 
 
-def predict(named: Path, fold: list[str] | None, images: list[str], out: Path, processes: int, mirror: bool) -> None:
+def predict(
+    named: Path, fold: list[str] | None, images: list[str], out: Path, ahead: int, mirror: bool, as_json: bool
+) -> None:
     """`fp4deploy predict IMAGES --nnunet FOLDER --out OUT`."""
     from fp4deploy.interop.nnunet import predict_folder
 
@@ -130,9 +132,13 @@ def predict(named: Path, fold: list[str] | None, images: list[str], out: Path, p
         raise InputError("With --nnunet give one folder of images NAME_0000, as nnU-Net names them.")
     bars = sys.stderr.isatty() and not is_quiet()
     with nnunet_on_stderr():
-        written = predict_folder(folder, Path(images[0]), out, folds, processes, use_mirroring=mirror, allow_tqdm=bars)
-    used = ", ".join(f"fold_{each}" for each in folder.chosen(folds))
-    done(f"{len(written)} segmentations in {shown(out)} ({used})", segmentations=[str(path) for path in written])
+        written = predict_folder(folder, Path(images[0]), out, folds, ahead, use_mirroring=mirror, allow_tqdm=bars)
+    used = folder.chosen(folds)
+    if as_json:
+        rows = [{"path": str(each.path), "seconds": each.seconds} for each in written]
+        print_json({"folds": list(used), "segmentations": rows})
+        return
+    done(f"{len(written)} segmentations in {shown(out)} ({', '.join(f'fold_{each}' for each in used)})")
 
 
 def subject(named: Path, recipe: str) -> tuple[Any, list[Any], Any, str]:

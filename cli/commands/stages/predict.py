@@ -67,7 +67,7 @@ def predict(
         bool, typer.Option("--times", help="Time decoding, preprocessing, network and postprocessing; write no masks.")
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print predictions.json on stdout instead of a table.")
+        bool, typer.Option("--json", help="Print predictions.json on stdout instead of a table; with --nnunet seconds.")
     ] = False,
     folder: Annotated[
         Path | None,
@@ -80,7 +80,9 @@ def predict(
     fold: nnunet.FoldOption = None,
     processes: Annotated[
         int,
-        typer.Option("--processes", min=0, help="With --nnunet: processes that preprocess, and that write; 0: none."),
+        typer.Option(
+            "--processes", min=0, help="With --nnunet: cases that are read and written beside the one on the device."
+        ),
     ] = 3,
     mirror: Annotated[
         bool | None,
@@ -99,7 +101,7 @@ def predict(
 
     expect(network, "--network")
     if folder is not None:
-        nnunet.predict(folder, fold, images, out, processes, mirror is not False)
+        nnunet.predict(folder, fold, images, out, processes, mirror is not False, as_json)
         return
     if fold:
         raise InputError("--fold goes with --nnunet FOLDER.")

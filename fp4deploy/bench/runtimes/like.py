@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import ConfigDict, Field
 
@@ -49,7 +49,7 @@ class Like:
     mean: tuple[Channel, Channel, Channel] = IMAGE_MEAN
     std: tuple[Spread, Spread, Spread] = IMAGE_STD
 
-    def card(self, inputs: Sequence[Port], output: tuple[str, Sequence[Any]], fp4: bool, source: Path) -> ModelCard:
+    def card(self, inputs: Sequence[Port], output: tuple[str, Sequence[object]], fp4: bool, source: Path) -> ModelCard:
         """The model card of a file with these inputs and this first output (name, shape with None where open).
 
         Raises:
@@ -69,7 +69,7 @@ class Like:
         return ModelCard(precision, 1.0, names, height, width, self.mean, self.std, self.background)  # type: ignore[arg-type]
 
     @staticmethod
-    def _numbers(shape: Sequence[Any], source: Path) -> tuple[str, ...]:
+    def _numbers(shape: Sequence[object], source: Path) -> tuple[str, ...]:
         """The classes of an output whose channels nobody has named."""
         if len(shape) != 4 or not isinstance(shape[1], int):
             raise InputError(
@@ -129,10 +129,10 @@ def _onnx_card(path: Path) -> ModelCard:
     return require_card(find_card(read_onnx(path), path), path)
 
 
-def _differ(own: Any, wanted: int | None) -> bool:
+def _differ(own: object, wanted: int | None) -> bool:
     """Whether both are known and another."""
     return isinstance(own, int) and wanted is not None and own != wanted
 
 
-def _text(shape: Sequence[Any]) -> str:
+def _text(shape: Sequence[object]) -> str:
     return f"[{', '.join(str(size) if isinstance(size, int) else '?' for size in shape)}]"

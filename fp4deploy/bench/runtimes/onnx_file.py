@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -42,7 +41,7 @@ def ports_of(session: ort.InferenceSession, path: Path) -> tuple[Port, ...]:
     return tuple(found)
 
 
-def _extent(size: Any) -> Extent:
+def _extent(size: object) -> Extent:
     return size if isinstance(size, str) or (isinstance(size, int) and size > 0) else None
 
 

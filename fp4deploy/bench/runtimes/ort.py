@@ -11,6 +11,7 @@ between two operators.
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ class OrtRuntime:
         self._outputs(feed)  # an inference that ends once ends again on the same images; the timed ones start no thread
         return time_cpu(lambda: self._session.run(None, feed), warmup, iterations, max_seconds)
 
-    def _outputs(self, feed: dict[str, Any]) -> list[Any]:
+    def _outputs(self, feed: Mapping[str, object]) -> list[Any]:
         options = ort.RunOptions()
         options.log_severity_level = FATAL
         timer = threading.Timer(self._timeout, setattr, (options, "terminate", True))

@@ -74,7 +74,7 @@ class OrtRtxRuntime:
         """
         return require_card(self._card, self._path)
 
-    def __call__(self, *inputs: Any) -> Outputs:
+    def __call__(self, *inputs: object) -> Outputs:
         """The output of these inputs, or several by name (`ports`)."""
         found = self._session.run(None, fed(self.inputs, inputs, self._path))
         return named(self._names, [each.astype(np.float32) if each.dtype == np.float16 else each for each in found])
@@ -106,7 +106,7 @@ class OrtRtxRuntime:
             binding.bind_output(name, "cuda")
         return binding, logits
 
-    def _bound_inputs(self, inputs: Sequence[Any]) -> Any:
+    def _bound_inputs(self, inputs: Sequence[object]) -> Any:
         binding = self._session.io_binding()
         binding.held = []  # live as long as the binding, which has their addresses alone
         for name, array in fed(self.inputs, inputs, self._path).items():
@@ -117,7 +117,7 @@ class OrtRtxRuntime:
         return binding
 
 
-def devices() -> list[Any]:
+def devices() -> list[object]:
     """The devices that the provider offers on this machine.
 
     Raises:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -85,7 +84,7 @@ class PackedRuntime:
         found: Array = first_output(self._network(*self._given([images]))).float().cpu().numpy()
         return found
 
-    def __call__(self, *inputs: Any) -> Outputs:
+    def __call__(self, *inputs: object) -> Outputs:
         """The output of these inputs, or several by name (`ports`)."""
         outputs = self._network(*self._given(inputs))
         return named(self._names, [each.float().cpu().numpy() for each in tree_leaves(outputs)])
@@ -98,7 +97,7 @@ class PackedRuntime:
         stream = torch.cuda.current_stream(self._device)
         return time_cuda(call, stream, warmup, iterations, max_seconds)
 
-    def _given(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
+    def _given(self, inputs: Sequence[object]) -> list[torch.Tensor]:
         feed = fed(self.inputs, inputs, self._path)
         return [torch.from_numpy(feed[port.name]) for port in self.inputs]
 

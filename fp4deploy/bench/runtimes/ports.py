@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from fp4deploy.errors import InputError
+from fp4deploy.graph.nested import flat_inputs
 
 Extent = int | str | tuple[int, int] | None  # fixed; one size for all axes of this name; least and most; any
 NEVER_EMPTY = ("N", "C", "D", "H", "W")  # axes of images; one of another name, such as of a cache, may have no element
@@ -86,7 +87,7 @@ def in_batches(
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def fed(ports: Sequence[Port], given: Sequence[Any], source: object) -> dict[str, NDArray[Any]]:
+def fed(ports: Sequence[Port], given: Sequence[object], source: object) -> dict[str, NDArray[Any]]:
     """Arrays by the names of a file's inputs, in its types.
 
     Args:
@@ -142,10 +143,10 @@ def require_one_input(ports: Sequence[Port], source: object) -> None:
         )
 
 
-def _paired(ports: Sequence[Port], given: Sequence[Any], source: object) -> list[tuple[Port, Any]]:
+def _paired(ports: Sequence[Port], given: Sequence[object], source: object) -> list[tuple[Port, Any]]:
     wanted = ", ".join(each.described for each in ports)
     if len(given) == 1 and isinstance(given[0], Mapping):
-        by_name = dict(given[0])
+        by_name = dict(flat_inputs(given[0]))
         if set(by_name) != {each.name for each in ports}:
             raise InputError(f"{source} takes {wanted}; the dict has {', '.join(map(str, by_name)) or 'nothing'}.")
         return [(port, by_name[port.name]) for port in ports]
@@ -158,7 +159,7 @@ def _paired(ports: Sequence[Port], given: Sequence[Any], source: object) -> list
     return list(zip(ports, given, strict=True))
 
 
-def _array(port: Port, value: Any, source: object) -> NDArray[Any]:
+def _array(port: Port, value: object, source: object) -> NDArray[Any]:
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         value = value.float() if value.dtype == torch.bfloat16 else value

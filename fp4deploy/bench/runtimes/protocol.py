@@ -65,7 +65,7 @@ class OpenRuntime(Runtime, Protocol):
         """The file's inputs, in order."""
         ...
 
-    def __call__(self, *inputs: Any) -> Outputs:
+    def __call__(self, *inputs: object) -> Outputs:
         """The output of these inputs, or several by name; arrays in order, or one dict by the names of the inputs."""
         ...
 

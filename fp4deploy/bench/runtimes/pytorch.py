@@ -78,7 +78,7 @@ class TorchRuntime:
         """Logits float32 [N, classes, H, W]."""
         return finite(self._forward(self._prepared([images])).float().cpu().numpy(), images, self._path)
 
-    def __call__(self, *inputs: Any) -> Outputs:
+    def __call__(self, *inputs: object) -> Outputs:
         """The logits; a checkpoint's network reads images alone, given as an array or a dict by its name."""
         return self._forward(self._prepared(inputs)).float().cpu().numpy()
 
@@ -91,7 +91,7 @@ class TorchRuntime:
         stream = torch.cuda.current_stream(self._device)
         return time_cuda(call, stream, warmup, iterations, max_seconds)
 
-    def _prepared(self, inputs: Sequence[Any]) -> torch.Tensor:
+    def _prepared(self, inputs: Sequence[object]) -> torch.Tensor:
         (images,) = fed(self.inputs, inputs, self._path).values()
         x = torch.from_numpy(images).to(self._device)
         x = x.to(self._rest.dtype) if self._half else x

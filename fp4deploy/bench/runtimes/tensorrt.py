@@ -94,7 +94,7 @@ class TensorRtRuntime:
         parts = [self._run_at_least(least, images[i : i + most]) for i in range(0, len(images), most)]
         return checked(np.concatenate(parts), images, self.card, self._path)
 
-    def __call__(self, *inputs: Any) -> Outputs:
+    def __call__(self, *inputs: object) -> Outputs:
         """The output of these inputs, or several by name (`ports`), in the engine's own types and layouts."""
         found = self._execute(self._fed(inputs))
         return named(self._outputs, [found[name].cpu().numpy() for name in self._outputs])
@@ -142,7 +142,7 @@ class TensorRtRuntime:
         require_one_input(self.inputs, self._path)
         return {self._input: self._io.given(images, self.card)}
 
-    def _fed(self, inputs: Sequence[Any]) -> dict[str, torch.Tensor]:
+    def _fed(self, inputs: Sequence[object]) -> dict[str, torch.Tensor]:
         return {name: torch.from_numpy(array) for name, array in fed(self.inputs, inputs, self._path).items()}
 
     def _bind(self, given: Mapping[str, torch.Tensor]) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:

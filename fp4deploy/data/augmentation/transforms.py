@@ -119,7 +119,7 @@ class NumberedEvalTransform(EvalTransform):
         return super().compact(sample, epoch, index)[0], torch.tensor(index)
 
 
-class TrainTransform:
+class TrainTransform(EvalTransform):
     """Random window, flip and colour jitter, then as `EvalTransform`; `upside_down` flips top and bottom as well."""
 
     def __init__(
@@ -141,15 +141,10 @@ class TrainTransform:
     ) -> None:
         if seed < 0:
             raise InputError(f"The seed is {seed}; it must be 0 or more.")
-        self.height, self.width, self.seed = height, width, seed
+        super().__init__(height, width, mean, std)
+        self.seed = seed
         self.zoom, self.jitter, self.upside_down = zoom, jitter, upside_down
         self.flip, self.rotate, self.aspect, self.hue, self.mosaic = flip, rotate, aspect, hue, mosaic
-        self._mean, self._std = mean, std
-        self.padding = padding_colour(mean)
-
-    def __call__(self, sample: Sample, epoch: int = 0, index: int = 0) -> tuple[Tensor, Tensor]:
-        image, labels = expand(*self.compact(sample, epoch, index), self._mean, self._std)
-        return image.contiguous(), labels
 
     def others(self, epoch: int, index: int, count: int) -> tuple[int, ...]:
         """Masks are not joined."""

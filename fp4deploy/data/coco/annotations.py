@@ -113,7 +113,7 @@ def parse_content(path: Path, content: object) -> CocoFile:
     return parsed
 
 
-def _numbered(record: Any) -> Any:
+def _numbered(record: object) -> object:
     """The record with whole numbers where a converter wrote them as text or with a point: "id": "1", "height": 64.0."""
     if not isinstance(record, dict):
         return record
@@ -169,13 +169,13 @@ def _file_name(value: object) -> bool:
     return _name(value) and max(len(part.encode()) for part in re.split(r"[\\/]", str(value))) < 256
 
 
-def _without_group(categories: list[Any], annotations: list[Any]) -> list[Any]:
+def _without_group(categories: list[object], annotations: list[object]) -> list[object]:
     """The categories without the one that Roboflow puts before them: the name of their group, without annotations."""
     records = [record for record in categories if isinstance(record, dict)]
     groups = {str(record.get("supercategory")) for record in records} - {"none"}
     used = {str(record.get("category_id")) for record in annotations if isinstance(record, dict)}
 
-    def is_group(record: Any) -> bool:
+    def is_group(record: object) -> bool:
         return (
             isinstance(record, dict)
             and record.get("supercategory") == "none"

@@ -234,7 +234,7 @@ class CocoDataset:
         return np.ascontiguousarray(mask.reshape(shape).T), np.ascontiguousarray(instances.reshape(shape).T)
 
 
-def _scored(annotation: Annotation, region: Rle, number: int) -> dict[str, Any]:
+def _scored(annotation: Annotation, region: Rle, number: int) -> dict[str, object]:
     """An annotation for pycocotools, which takes the number 0 for "not matched" and sorts sizes by "area"."""
     return {
         "id": number,

@@ -114,7 +114,7 @@ def _read(path: Path, folders: Sequence[Path]) -> dict[str, Any]:
     return {**content, "categories": kept}
 
 
-def _with_relative_name(record: Any) -> Any:
+def _with_relative_name(record: object) -> Any:
     if not isinstance(record, dict) or not isinstance(record.get("file_name"), str):
         return record
     return {**record, "file_name": _relative(record["file_name"])}
@@ -153,7 +153,7 @@ def _find(name: str, folders: Sequence[Path]) -> Path:
 
 def _divided(
     contents: Mapping[str, dict[str, Any]], shares: Mapping[str, float], seed: int, places: Mapping[str, Path]
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, dict[str, object]]:
     whole, train = dict(contents), contents[TRAIN]
     splits = [split for split, share in shares.items() if share]
     if not splits:

@@ -122,7 +122,7 @@ def _regions(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{"label": labels[0], "size": (width, height), **READERS[kind](value, width, height)}]
 
 
-def _polygon(value: Mapping[str, Any], width: int, height: int) -> dict[str, Any]:
+def _polygon(value: Mapping[str, object], width: int, height: int) -> dict[str, object]:
     points = np.asarray(value["points"], np.float64)
     if points.ndim != 2 or points.shape[1] != 2:
         raise ValueError("a polygon's points are not pairs")
@@ -133,13 +133,13 @@ def _polygon(value: Mapping[str, Any], width: int, height: int) -> dict[str, Any
     return {"segmentation": [points.ravel().tolist()], "bbox": box, "area": area}
 
 
-def _rectangle(value: Mapping[str, Any], width: int, height: int) -> dict[str, Any]:
+def _rectangle(value: Mapping[str, Any], width: int, height: int) -> dict[str, object]:
     sides = (width, height, width, height)
     box = [value[key] * side / 100 for key, side in zip(("x", "y", "width", "height"), sides, strict=True)]
     return {"segmentation": [], "bbox": box, "area": box[2] * box[3]}
 
 
-def _brush(value: Mapping[str, Any], width: int, height: int) -> dict[str, Any]:
+def _brush(value: Mapping[str, Any], width: int, height: int) -> dict[str, object]:
     from pycocotools import mask as coco_mask
 
     pixels = decode_rle(value["rle"], 4 * width * height).reshape(height, width, 4)[..., 3] > 0

@@ -221,7 +221,7 @@ def _nnunet(root: Path) -> LabelledImages:
     return LabelledImages(tuple(pairs), names, table)
 
 
-def _nnunet_classes(root: Path, labels: Any) -> tuple[tuple[str, ...], Pixels]:
+def _nnunet_classes(root: Path, labels: object) -> tuple[tuple[str, ...], Pixels]:
     """Names by value, and the class of each value; "ignore" is void."""
     given: Mapping[str, Any] = labels if isinstance(labels, dict) else {}
     values = {name: value for name, value in given.items() if name != "ignore"}

@@ -31,7 +31,7 @@ def is_yolo(root: Path) -> bool:
     return any((root / name).is_file() for name in YAML) or next((root / LABELS).rglob("*.txt"), None) is not None
 
 
-def yolo_contents(root: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Path]]:
+def yolo_contents(root: Path) -> tuple[dict[str, dict[str, object]], dict[str, Path]]:
     """The content of a COCO file for each split, and the image files by the names in them.
 
     Raises:
@@ -55,7 +55,7 @@ def yolo_contents(root: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Path
     return contents, places
 
 
-def _names(root: Path, given: Any, about: Path | None) -> list[str]:
+def _names(root: Path, given: object, about: Path | None) -> list[str]:
     if given is None:
         listing = next((each for each in (root / "classes.txt", root / LABELS / "classes.txt") if each.is_file()), None)
         lines = lines_of(listing, MAX_LABELS) if listing is not None else []
@@ -71,7 +71,7 @@ def _names(root: Path, given: Any, about: Path | None) -> list[str]:
     return found
 
 
-def _folders(root: Path, given: Mapping[str, Any]) -> dict[str, Path]:
+def _folders(root: Path, given: Mapping[str, object]) -> dict[str, Path]:
     """Folder of the images of each split: below `path`, the folder of data.yaml, or without steps upwards before it."""
     found = {}
     for split in ALL_SPLITS:
@@ -136,13 +136,13 @@ def _regions(path: Path, classes: int, width: int, height: int) -> list[dict[str
     return found
 
 
-def _box(values: list[float], width: int, height: int) -> dict[str, Any]:
+def _box(values: list[float], width: int, height: int) -> dict[str, object]:
     x, y, across, down = values
     box = [(x - across / 2) * width, (y - down / 2) * height, across * width, down * height]
     return {"segmentation": [], "bbox": box, "area": box[2] * box[3]}
 
 
-def _polygon(values: list[float], width: int, height: int) -> dict[str, Any]:
+def _polygon(values: list[float], width: int, height: int) -> dict[str, object]:
     if len(values) < 6 or len(values) % 2:
         raise ValueError
     across, down = [x * width for x in values[::2]], [y * height for y in values[1::2]]

@@ -6,12 +6,16 @@ thicker than the finest linearly, where splines through few thick slices oversho
 linearly, and labels as the scores that are 1 for their class, so that the most likely class decides and no value is
 invented.
 
+Axes are separable, so that all of this is a matrix along each axis (`axis_matrix`), multiplied where the volume is.
+
 Source for the separate treatment of thick slices: Isensee et al., "nnU-Net", 2021.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -34,19 +38,77 @@ def size_at(size: Sequence[int], spacing: Sequence[float], target: Sequence[floa
     return tuple(max(1, round(side * own / new)) for side, own, new in zip(size, spacing, target, strict=True))
 
 
-def resample_image(voxels: NDArray[np.float32], size: Sequence[int], spacing: Sequence[float]) -> NDArray[np.float32]:
-    """One channel [D, H, W] on a grid of `size`; `spacing` is that of the voxels."""
+@lru_cache(maxsize=32)
+def axis_matrix(old: int, new: int, order: int) -> torch.Tensor:
+    """What splines of an order do along one axis, float32 [new, old]: scipy's result for the identity.
+
+    Resampling is linear and separable, so that of a volume it is three matrix products, on any device. Order 0 takes
+    the nearest voxel, as `map_coordinates` does.
+    """
     from scipy import ndimage
 
+    if order == 0:
+        places = (np.arange(new) + 0.5) * (old / new) - 0.5
+        nearest = ndimage.map_coordinates(np.arange(old), [places], order=0, mode="nearest")
+        return F.one_hot(torch.from_numpy(nearest).long(), old).float()
+    found = ndimage.zoom(np.eye(old), (new / old, 1.0), order=order, mode="nearest", grid_mode=True)
+    assert found.shape == (new, old)
+    return torch.from_numpy(found.astype(np.float32))
+
+
+def resampled_bands(
+    x: torch.Tensor | NDArray[Any], size: Sequence[int], orders: Sequence[int], clip: bool = False
+) -> Iterator[torch.Tensor]:
+    """`x` [C, D, H, W] on a grid of `size`, float32 on its device, in bands along the first axis.
+
+    Args:
+        x: an array may be a file that is mapped into memory: a band reads the slices that it needs.
+        orders: of the splines along each axis.
+        clip: to the range of each channel, and of each slice along an axis of order 0, as skimage does.
+    """
+    channels, _, *plane = x.shape
+    device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
+    rows, *others = (
+        None if old == new else axis_matrix(old, new, order).to(device)
+        for old, new, order in zip(x.shape[1:], size, orders, strict=True)
+    )
+    limits: list[torch.Tensor] = []
+    if clip:
+        whole, axes = torch.as_tensor(x), [axis for axis, order in enumerate(orders, 1) if order]
+        limits = [whole.amin(axes, keepdim=True).float(), whole.amax(axes, keepdim=True).float()]
+    each = max(1, BAND // (channels * max(math.prod(size[1:]), math.prod(plane))))
+    for top in range(0, size[0], each):
+        part, band_rows = slice(top, top + each), None
+        if rows is not None:
+            used = rows[part].any(0).nonzero()
+            source = slice(int(used[0]), int(used[-1]) + 1)
+            band_rows, part = rows[part, source], source
+        matrices = (band_rows, *others)
+        band = _along(torch.as_tensor(x[:, part]).float(), matrices)
+        if clip:
+            chosen = [None if order else matrix for order, matrix in zip(orders, matrices, strict=True)]
+            low, high = (_along(limit if orders[0] else limit[:, part], chosen) for limit in limits)
+            band = band.clamp(low, high)
+        yield band
+
+
+def _along(x: torch.Tensor, matrices: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """`x` [C, D, H, W] with each matrix [new, old] applied along its axis; None changes nothing."""
+    for axis, matrix in enumerate(matrices, 1):
+        if matrix is not None:
+            shape = list(x.shape)
+            shape[axis] = len(matrix)
+            flat = x.reshape(math.prod(shape[:axis]), x.shape[axis], -1)
+            x = (flat[..., 0] @ matrix.T if axis == x.ndim - 1 else matrix @ flat).reshape(shape)
+    return x
+
+
+def resample_image(voxels: NDArray[np.float32], size: Sequence[int], spacing: Sequence[float]) -> NDArray[np.float32]:
+    """One channel [D, H, W] on a grid of `size`; `spacing` is that of the voxels."""
     if voxels.shape == tuple(size):
         return voxels
-    thick = [step > ANISOTROPIC * min(spacing) for step in spacing]
-    for order, chosen in ((3, [not each for each in thick]), (1, thick)):
-        zoom = [new / old if use else 1.0 for new, old, use in zip(size, voxels.shape, chosen, strict=True)]
-        if any(each != 1 for each in zoom):
-            voxels = ndimage.zoom(voxels, zoom, order=order, mode="nearest", grid_mode=True)
-    assert voxels.shape == tuple(size)
-    return voxels.astype(np.float32, copy=False)
+    orders = [1 if step > ANISOTROPIC * min(spacing) else 3 for step in spacing]
+    return torch.cat(list(resampled_bands(voxels[None], size, orders)), 1)[0].numpy()
 
 
 def resample_labels(labels: Pixels, size: Sequence[int]) -> Pixels:
@@ -68,21 +130,5 @@ def most_likely(scores: NDArray[Any], size: Sequence[int]) -> Pixels:
 
     `scores` may be a file that is mapped into memory: a band of slices of it is read at a time.
     """
-    classes, depth = scores.shape[:2]
-    labels = np.empty(tuple(size), np.uint8)
-    each = max(1, BAND // (classes * int(np.prod(size[1:]))))
-    for top in range(0, size[0], each):
-        place = np.arange(top, min(top + each, size[0]))
-        source = np.clip((place + 0.5) * (depth / size[0]) - 0.5, 0, depth - 1)
-        below = np.floor(source).astype(int)
-        above = np.minimum(below + 1, depth - 1)
-        first, last = int(below[0]), int(above[-1])
-        read = torch.from_numpy(np.ascontiguousarray(scores[:, first : last + 1], np.float32))
-        share = torch.from_numpy((source - below).astype(np.float32))[:, None, None]
-        band = torch.lerp(read[:, below - first], read[:, above - first], share)
-        if band.shape[2:] != tuple(size[1:]):
-            band = F.interpolate(band.movedim(1, 0), tuple(size[1:]), mode="bilinear", align_corners=False).movedim(
-                0, 1
-            )
-        labels[top : top + len(place)] = band.argmax(0).numpy()
-    return labels
+    bands = resampled_bands(scores, size, (1, 1, 1))
+    return np.concatenate([band.argmax(0).to(torch.uint8).cpu().numpy() for band in bands])

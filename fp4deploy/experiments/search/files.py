@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import yaml
 
 from fp4deploy.bench import tables
+from fp4deploy.experiments.panels import BLUE, ORANGE, panels, png
 from fp4deploy.experiments.search.costs import PRECISIONS, LayerCost
 from fp4deploy.experiments.search.run import Found, Point, sqnr
 from fp4deploy.ptq.methods import find_method
@@ -139,22 +139,15 @@ def _document(found: Found) -> dict[str, object]:
 
 
 def _picture(found: Found) -> bytes:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.5, 3.8), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure, (weights, time) = panels((9.5, 3.8), 2, sharey=True)
     unit, factor = ("us", 1e3) if found.fp16.ms < 0.1 else ("ms", 1.0)
-    weights, time = figure.subplots(1, 2, sharey=True)
     _draw_panel(weights, found, lambda each: each.bytes / 1e6)
     weights.set_xlabel("weights, MB")
     _draw_panel(time, found, lambda each: factor * each.ms)
     time.set_xlabel(f"{unit} on {found.gpu}, {found.timed}")
     figure.axes[0].legend(frameon=False, fontsize=8)
     figure.axes[0].set_ylabel(f"{found.metric}, %")
-    target = io.BytesIO()
-    figure.savefig(target, format="png", metadata={"Software": None})
-    return target.getvalue()
+    return png(figure)
 
 
 def _draw_panel(panel: Any, found: Found, cost: Callable[[Point], float]) -> None:
@@ -162,17 +155,14 @@ def _draw_panel(panel: Any, found: Found, cost: Callable[[Point], float]) -> Non
     points = {found.fp16, found.chosen, *found.points}
     best = pareto_front(points, cost)
     for some, style, looks in (
-        (best, "o-", {"color": "#0072b2", "ms": 4, "drawstyle": "steps-post", "label": "Pareto front"}),
-        (points.difference(best), "o", {"color": "#0072b2", "ms": 4, "mfc": "white", "label": "dominated"}),
+        (best, "o-", {"color": BLUE, "ms": 4, "drawstyle": "steps-post", "label": "Pareto front"}),
+        (points.difference(best), "o", {"color": BLUE, "ms": 4, "mfc": "white", "label": "dominated"}),
         ([found.fp16], "s", {"color": "#666666", "ms": 9, "mfc": "none", "label": "FP16"}),
-        ([found.chosen], "*", {"color": "#d55e00", "ms": 14, "mfc": "none", "label": "chosen"}),
+        ([found.chosen], "*", {"color": ORANGE, "ms": 14, "mfc": "none", "label": "chosen"}),
     ):
         panel.plot([cost(each) for each in some], [100 * each.score for each in some], style, **looks)
     panel.locator_params(axis="x", nbins=6)
     panel.ticklabel_format(useOffset=False)
-    panel.grid(True, color="#eef0f2")
-    panel.set_axisbelow(True)
-    panel.spines[["top", "right"]].set_visible(False)
 
 
 def pareto_front(points: Iterable[Point], cost: Callable[[Point], float]) -> list[Point]:

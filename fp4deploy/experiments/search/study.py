@@ -10,12 +10,11 @@ import copy
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field, ValidationError
+from pydantic import Field
 from torch import Tensor, nn
 
 from fp4deploy.bench.records import Record as Line
@@ -28,7 +27,7 @@ from fp4deploy.qat.load import round_to_deployed
 from fp4deploy.qat.recipes import EIGHT_BITS
 from fp4deploy.rest import FP16, Rest
 from fp4deploy.system.files import append_line
-from fp4deploy.system.schema import MAX_BYTES, Name, whole_lines
+from fp4deploy.system.schema import MAX_BYTES, Name, records, whole_lines
 
 Labelled = Sequence[tuple[Tensor, Tensor]]  # batches of images [N, 3, H, W] and labels [N, H, W], of classifiers [N]
 
@@ -43,7 +42,7 @@ class Measured(Line):
 class Record:
     """Measured numbers by name, in a file that grows."""
 
-    def __init__(self, path: Path, identity: dict[str, Any]) -> None:
+    def __init__(self, path: Path, identity: dict[str, object]) -> None:
         self.path = path
         self.values: dict[str, float] = {}
         lines = list(whole_lines(path, MAX_BYTES))
@@ -55,10 +54,7 @@ class Record:
                 f"{path} belongs to a search of another checkpoint, method or choice of images. Give another folder: "
                 "--out DIR"
             )
-        for line in lines[1:]:
-            with suppress(ValidationError):
-                kept = Measured.model_validate(line)
-                self.values[kept.of] = kept.value
+        self.values |= {kept.of: kept.value for kept in records(Measured, lines[1:])}
 
     def measure(self, of: str, work: Callable[[], float]) -> float:
         """The kept value, or what `work()` gives, which is kept.

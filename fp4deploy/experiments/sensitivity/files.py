@@ -9,16 +9,17 @@ from dataclasses import asdict
 from pathlib import Path
 
 from fp4deploy.bench import tables
+from fp4deploy.experiments.panels import BLUE, GREEN, GREY, ORANGE, panels, png
 from fp4deploy.experiments.sensitivity.study import LayerDamage, Study
 from fp4deploy.system.files import write_whole
 
 MEASURES = ("changed", "logit_error", "parameters", "macs")
-COLOURS = {  # Okabe and Ito's, distinct to colour-blind readers
-    "GEMMs in FP4": "#0072b2",
+COLOURS = {
+    "GEMMs in FP4": BLUE,
     "first layer": "#e69f00",
-    "output layer": "#d55e00",
-    "normalisation": "#009e73",
-    "other": "#999999",
+    "output layer": ORANGE,
+    "normalisation": GREEN,
+    "other": GREY,
 }
 MAX_BARS = 30
 MARKERS = {"weight": "o", "bias": "v", "input": "s"}
@@ -114,15 +115,9 @@ def _json(study: Study) -> bytes:
 
 
 def _png(study: Study) -> bytes:
-    import io
-
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    figure = Figure(figsize=(12.5, 6.2), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
-    tails, damage = figure.subplots(1, 2, width_ratios=(1, 1.05))
+    figure, (tails, damage) = panels((12.5, 6.2), 2, width_ratios=(1, 1.05))
     for group, colour in COLOURS.items():
         for tensor, marker in MARKERS.items():
             rows = [
@@ -144,7 +139,7 @@ def _png(study: Study) -> bytes:
                     edgecolors="white",
                     linewidths=0.6,
                 )
-    tails.axvline(3, color="#999999", linewidth=0.8, linestyle="--")
+    tails.axvline(3, color=GREY, linewidth=0.8, linestyle="--")
     tails.annotate("normal", (3, 0.01), xycoords=("data", "axes fraction"), fontsize=7.5, color="#666666")
     tails.set(xscale="log", yscale="log", xlabel="kurtosis (Pearson)", ylabel="variance lost to NVFP4, %")
     tails.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -164,10 +159,4 @@ def _png(study: Study) -> bytes:
     damage.set(xlabel="error of the logits, % of their rms", xlim=(0, None))
     heading = f"One layer alone in NVFP4, the {len(bars)} largest of {len(study.damage)}"
     damage.set_title(heading, loc="left", fontsize=10)
-    for panel in (tails, damage):
-        panel.grid(True, color="#eef0f2")
-        panel.set_axisbelow(True)
-        panel.spines[["top", "right"]].set_visible(False)
-    target = io.BytesIO()
-    figure.savefig(target, format="png", metadata={"Software": None})
-    return target.getvalue()
+    return png(figure)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from fp4deploy.bench import tables
+from fp4deploy.experiments.panels import BLUE, GREEN, GREY, ORANGE, panels, png
 from fp4deploy.experiments.sensitivity.files import write_each
 from fp4deploy.experiments.sensitivity.layers import LayerError, LayerStudy
 
-COLOURS = {"input": "#0072b2", "weight": "#e69f00"}  # Okabe and Ito's, distinct to colour-blind readers
+COLOURS = {"input": BLUE, "weight": "#e69f00"}
 LONGEST = 60  # layers of a picture
 NAMED = 3  # channels in a table
 
@@ -68,41 +68,30 @@ def _share(value: float | None) -> str:
 
 
 def _png(study: LayerStudy) -> bytes:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     layers = study.layers
     if len(layers) > LONGEST:  # the worst ones, in the network's order
         worst = sorted(layers, key=lambda row: -row.at_end["both"])[:LONGEST]
         layers = [row for row in layers if row in worst]
-    figure = Figure(figsize=(13, 1.8 + 0.24 * len(layers)), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, 3, sharey=True, width_ratios=(1.2, 1, 0.8))
+    figure, (end, own, share) = panels((13, 1.8 + 0.24 * len(layers)), 3, sharey=True, width_ratios=(1.2, 1, 0.8))
     heading = f"Error of the output, this layer alone in {study.recipe}, % of rms"
-    _bars(panels[0], layers, [row.at_end for row in layers], heading)
-    _bars(panels[1], layers, [row.inside for row in layers], "Error of the layer's own output, % of rms")
-    panels[0].set_xscale("log")
-    panels[0].legend(fontsize=8)
+    _bars(end, layers, [row.at_end for row in layers], heading)
+    _bars(own, layers, [row.inside for row in layers], "Error of the layer's own output, % of rms")
+    end.set_xscale("log")
+    end.legend(fontsize=8)
     shares = {
         "half of the error by the input: % of its channels": [row.half for row in layers],
         "of the error: shift of channels, %": [row.shift for row in layers],
         "of the input's: rounded block scales, %": [row.scales["input"] for row in layers],
     }
     for (label, values), (colour, marker) in zip(
-        shares.items(), (("#009e73", "o"), ("#d55e00", "D"), ("#999999", "s")), strict=True
+        shares.items(), ((GREEN, "o"), (ORANGE, "D"), (GREY, "s")), strict=True
     ):
         found = [(100 * value, place) for place, value in enumerate(values) if value is not None]
-        panels[2].plot(*zip(*found, strict=True), marker, color=colour, label=label, markersize=5)
-    panels[2].set_title("Where it is from", loc="left", fontsize=10)
-    panels[2].set_xlim(-2, 102)
-    figure.legend(handles=panels[2].lines, fontsize=8, loc="outside lower right", ncols=3)
-    for panel in panels:
-        panel.grid(True, color="#eef0f2")
-        panel.set_axisbelow(True)
-        panel.spines[["top", "right"]].set_visible(False)
-    target = io.BytesIO()
-    figure.savefig(target, format="png", metadata={"Software": None})
-    return target.getvalue()
+        share.plot(*zip(*found, strict=True), marker, color=colour, label=label, markersize=5)
+    share.set_title("Where it is from", loc="left", fontsize=10)
+    share.set_xlim(-2, 102)
+    figure.legend(handles=share.lines, fontsize=8, loc="outside lower right", ncols=3)
+    return png(figure)
 
 
 def _bars(panel: Any, layers: list[LayerError], errors: list[dict[str, float]], heading: str) -> None:

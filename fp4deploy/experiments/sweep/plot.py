@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fp4deploy.system.files import atomic_write
-
-BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#7f7f7f"  # Okabe and Ito's palette, told apart by every eye
+from fp4deploy.experiments.panels import BLUE, GREY, ORANGE, panels, png
+from fp4deploy.system.files import write_whole
 
 
 def draw_sweep(results: dict[str, Any], out: Path) -> Path | None:
@@ -16,19 +15,14 @@ def draw_sweep(results: dict[str, Any], out: Path) -> Path | None:
     Raises:
         InputError: the file cannot be written.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
     from matplotlib.lines import Line2D
 
     key = results["score"]
     rows = [(name, row) for name, row in results["variants"].items() if row[key] is not None]
     if not rows:
         return None
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(10, 1.6 + 0.36 * len(rows)), sharey=True, layout="constrained", width_ratios=(1, 1.25)
-    )
+    figure, (left, right) = panels((10, 1.6 + 0.36 * len(rows)), 2, sharey=True, width_ratios=(1, 1.25))
+    figure.set_dpi(150)
     for place, (_, row) in enumerate(rows):
         colour = ORANGE if row["model"].startswith("nvfp4") else BLUE
         scores = [100 * run[key] for run in row["runs"].values() if run["status"] == "done"]
@@ -49,16 +43,10 @@ def draw_sweep(results: dict[str, Any], out: Path) -> Path | None:
     left.set_title("each seed (dots) and the mean (bar)", fontsize=10, loc="left")
     lines = any(row[f"gap_{key}"] and row[f"gap_{key}"]["low"] is not None for _, row in rows)
     right.set_title(f"{_others(rows)}, paired by seed{', 95 % interval' if lines else ''}", fontsize=10, loc="left")
-    for axis in (left, right):
-        axis.grid(axis="x", color="#e0e0e0")
-        axis.set_axisbelow(True)
-        axis.spines[["top", "right"]].set_visible(False)
     handles = [Line2D([], [], color=c, marker="o", ls="", label=n) for n, c in (("NVFP4", ORANGE), ("FP16", BLUE))]
     figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False)
     path = out / "sweep.png"
-    with atomic_write(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=150, bbox_inches="tight")
-    plt.close(figure)
+    write_whole(path, png(figure))
     return path
 
 

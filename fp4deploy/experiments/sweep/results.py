@@ -90,7 +90,7 @@ class _Epoch(Record):
     images_per_s: Float | None = None
 
 
-def _scores(metrics: Path, last_epoch: int, metric: str) -> dict[str, Any]:
+def _scores(metrics: Path, last_epoch: int, metric: str) -> dict[str, object]:
     every = [validated(_Epoch, line, f"{metrics}, line {number}") for number, line in read_lines(metrics)]
     lines = [line for line in every if line.epoch <= last_epoch]
     scores = [(line.epoch, getattr(line, key_of(metric))) for line in lines]
@@ -108,7 +108,7 @@ def _scores(metrics: Path, last_epoch: int, metric: str) -> dict[str, Any]:
     }
 
 
-def collect(sweep: Sweep, out: Path) -> dict[str, Any]:
+def collect(sweep: Sweep, out: Path) -> dict[str, object]:
     """Everything as JSON: of each variant its runs by seed, mean and standard deviation, and the paired difference.
 
     Scores are mIoU, AP or top-1 (`metric`) in [0, 1]; differences are in points, positive where the variant is better.
@@ -139,7 +139,7 @@ def _mean(values: list[float]) -> dict[str, Any] | None:
     return {"mean": statistics.fmean(values), "sd": statistics.stdev(values) if len(values) > 1 else None}
 
 
-def paired(runs: dict[str, Any], others: dict[str, Any], key: str) -> dict[str, Any] | None:
+def paired(runs: dict[str, Any], others: dict[str, Any], key: str) -> dict[str, object] | None:
     """Mean of the differences over the seeds that both have finished, in points, with its interval."""
     seeds = [
         seed for seed in runs if all(each[seed]["status"] == "done" and key in each[seed] for each in (runs, others))
@@ -168,7 +168,7 @@ def interval(values: list[float], level: float = LEVEL) -> tuple[float | None, f
     return mean - reach, mean + reach
 
 
-def write_results(results: dict[str, Any], out: Path) -> None:
+def write_results(results: dict[str, object], out: Path) -> None:
     """sweep.json and sweep.md, atomically.
 
     Raises:

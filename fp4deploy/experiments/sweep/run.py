@@ -84,7 +84,7 @@ def _run_held(
     started: Started | None,
     jobs: int | None,
     address: str | None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """`run_sweep` in a folder that no other process uses."""
     _check(out)
     if not (out / FILE).is_file():

@@ -162,7 +162,7 @@ def _read(file: Path) -> SweepSection:
         raise InputError(f"{file} is no sweep: {'; '.join(problems(error))}. Its keys are: {valid}.") from None
 
 
-def _settings(values: dict[str, Any]) -> tuple[str, ...]:
+def _settings(values: dict[str, object]) -> tuple[str, ...]:
     return tuple(f"{key}={json.dumps(value)}" for key, value in values.items())
 
 

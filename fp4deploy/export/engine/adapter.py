@@ -44,7 +44,7 @@ def set_flags(trt: Any, config: Any, options: tuple[str, ...], title: str) -> No
         config.set_flag(flag)
 
 
-def monitor(trt: Any, log: IO[str]) -> Any:
+def monitor(trt: object, log: IO[str]) -> object:
     """An IProgressMonitor that writes a JSON line for every phase and step; None where the library has none.
 
     Its methods are called from several threads, and a line is one write.
@@ -68,7 +68,7 @@ def monitor(trt: Any, log: IO[str]) -> Any:
             self._write({"phase": phase_name, "finished": True})
 
         @staticmethod
-        def _write(line: dict[str, Any]) -> None:
+        def _write(line: dict[str, object]) -> None:
             log.write(json.dumps(line) + "\n")
             log.flush()
 
@@ -86,7 +86,7 @@ def timing_cache(config: Any) -> bytes:
     return bytes(config.get_timing_cache().serialize())
 
 
-def runtime_cache(engine: Any, content: bytes) -> tuple[Any, Any]:
+def runtime_cache(engine: object, content: bytes) -> tuple[object, object]:
     """(runtime configuration, cache) of a TensorRT-RTX engine, with what an earlier process compiled.
 
     (None, None) where the library has no runtime cache.

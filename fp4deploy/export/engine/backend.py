@@ -52,7 +52,7 @@ class Backend:
         if importlib.util.find_spec(self.package) is None:
             raise UnavailableError(f"{self.title} is not installed. Install it with: {self.install}")
 
-    def add_plugins(self, trt: Any, arch: str, onnx: Path) -> None:
+    def add_plugins(self, trt: object, arch: str, onnx: Path) -> None:
         """Make the plugins of an ONNX file known to the library.
 
         Raises:

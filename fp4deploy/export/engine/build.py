@@ -228,7 +228,7 @@ def require_device(ledger: Ledger, capability: tuple[int, int] | None) -> None:
         )
 
 
-def _about(graph: onnx.ModelProto, card: dict[str, Any] | None) -> dict[str, Any]:
+def _about(graph: onnx.ModelProto, card: dict[str, object] | None) -> dict[str, object]:
     """Where an engine comes from: this version, and the checkpoint that its source names."""
     checkpoint = (metadata_object(graph, ABOUT_KEY) or {}).get("checkpoint_sha256")
     known = isinstance(checkpoint, str) and re.fullmatch("[0-9a-f]{64}", checkpoint)

@@ -100,6 +100,12 @@ class CompileAnswer:
     profile: dict[str, list[list[int]]] = field(default_factory=dict)
 
 
+# TensorRT-RTX 1.7 for sm120, 2026-11-29: networks of one attention with heads of 4 and 8 channels, and of 12 to 36.
+NARROW_HEADS = (
+    "it has no kernel for attention whose heads have 8 channels or fewer. Take wider heads, or a packed network."
+)
+
+
 def compile_plan(trt: Any, backend: Backend, job: CompileJob, log: IO[str]) -> CompileAnswer:
     """Build `job.onnx` into `job.plan` with the module `trt`; writes nothing but the plan and the log.
 
@@ -156,12 +162,12 @@ def _gpu_present() -> bool:
     return torch.cuda.is_available()
 
 
-def _logger(trt: Any, log: IO[str], messages: list[str]) -> Any:
+def _logger(trt: Any, log: IO[str], messages: list[str]) -> object:
     class Logger(trt.ILogger):
         def __init__(self) -> None:
             super().__init__()
 
-        def log(self, severity: Any, message: str) -> None:
+        def log(self, severity: object, message: str) -> None:
             text = f"{str(severity).rsplit('.', 1)[-1]} {message}"
             messages.append(text)
             log.write(text + "\n")
@@ -194,6 +200,8 @@ def _brief(errors: list[str]) -> str:
     """The library's own messages, on one line, cut to a readable length."""
     texts = [" ".join(text.split()) for text in errors if text.strip()]
     unique = list(dict.fromkeys(text.removeprefix("ERROR ") for text in texts))
+    if any("Attention operation was not supported" in text for text in unique):
+        unique.insert(0, NARROW_HEADS)
     return " | ".join(text[:300] for text in unique[:3]) or "no reason was given; see --log FILE"
 
 

@@ -20,7 +20,7 @@ def configure(trt: Any, config: Any, arch: str) -> None:
     config.set_compute_capability(getattr(trt.ComputeCapability, arch.upper()), 0)
 
 
-def engine_layers(trt: Any, plan: bytes, messages: list[str]) -> tuple[str, str]:
+def engine_layers(trt: object, plan: bytes, messages: list[str]) -> tuple[str, str]:
     """The list of engine layers out of the build log, where verbosity DETAILED puts it."""
     return "\n".join(text for text in messages if "LayerType: " in text), "build log"
 

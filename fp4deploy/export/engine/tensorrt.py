@@ -43,7 +43,7 @@ def default_arch() -> str:
     return arch
 
 
-def configure(trt: Any, config: Any, arch: str) -> None:
+def configure(trt: object, config: object, arch: str) -> None:
     """Check that the GPU present is the one asked for; TensorRT has no other target.
 
     Raises:

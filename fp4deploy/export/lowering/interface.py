@@ -69,7 +69,7 @@ class Interface:
         return asdict(self)
 
 
-def with_interface(model: onnx.ModelProto, wanted: Interface, card: dict[str, Any] | None) -> onnx.ModelProto:
+def with_interface(model: onnx.ModelProto, wanted: Interface, card: dict[str, object] | None) -> onnx.ModelProto:
     """A copy of a graph of one image input and one output, with another interface.
 
     card: the model card as JSON, for the normalisation of uint8 images.
@@ -94,7 +94,7 @@ def with_interface(model: onnx.ModelProto, wanted: Interface, card: dict[str, An
     return changed
 
 
-def _replace_input(graph: onnx.GraphProto, wanted: Interface, card: dict[str, Any] | None) -> None:
+def _replace_input(graph: onnx.GraphProto, wanted: Interface, card: dict[str, object] | None) -> None:
     given = graph.input[0]
     inner, name = f"{PREFIX}.{given.name}", given.name
     _rename(graph, name, inner)

@@ -16,7 +16,7 @@ operators to what reads them (`read_parts`), so that no spelling of a network is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -77,17 +77,22 @@ def read_parts(layer: Fp4Layer) -> tuple[tuple[int, int], ...]:
     if not shape or shape[-1] != layer.out_channels:
         return ()
     numbers = np.broadcast_to(np.arange(layer.out_channels), (1, *shape[1:]))
+    bounds = _bounds(layer, _followed(result, numbers)) or _bounds(layer, _followed(result, numbers, numbers.size))
+    parts = tuple(pairwise(bounds))
+    blocks = layer.scales.const_value.size // layer.out_channels if layer.scales.const_value is not None else 0
+    return parts if all((end - start) * blocks > 1 for start, end in parts) else ()
+
+
+def _bounds(layer: Fp4Layer, reads: Iterable[Features]) -> list[int]:
+    """Where parts begin and end; [] where there are more than MAX_PARTS."""
     edges = {0, layer.out_channels}
-    for read in _followed(result, numbers):
+    for read in reads:
         found = np.unique(_once(read))
         ends = np.flatnonzero(np.diff(found) > 1)
         edges |= {int(found[0]), int(found[-1]) + 1, *(found[ends] + 1).tolist(), *found[ends + 1].tolist()}
         if len(edges) > MAX_PARTS + 1:
-            return ()
-    bounds = sorted(edges)
-    parts = tuple(pairwise(bounds))
-    blocks = layer.scales.const_value.size // layer.out_channels if layer.scales.const_value is not None else 0
-    return parts if all((end - start) * blocks > 1 for start, end in parts) else ()
+            return []
+    return sorted(edges)
 
 
 def _once(read: Features) -> Features:
@@ -95,8 +100,15 @@ def _once(read: Features) -> Features:
     return read[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in read.strides)]
 
 
-def _followed(value: ir.Value, numbers: Features) -> Iterator[Features]:
-    """The features that each last reader of a value reads; `numbers` has the value's shape, for a batch of one."""
+def _followed(value: ir.Value, numbers: Features, whole: int = 0) -> Iterator[Features]:
+    """The features that each last reader of a value reads; `numbers` has the value's shape, for a batch of one.
+
+    whole: how many numbers there are, where a part counts as read that has fewer, such as queries whose halves a rotary
+        embedding reads.
+    """
+    if numbers.size < whole:
+        yield numbers
+        return
     if value.is_graph_output():
         yield numbers
     for node, _ in value.uses():
@@ -108,7 +120,7 @@ def _followed(value: ir.Value, numbers: Features) -> Iterator[Features]:
             yield numbers
         for output, changed in passed or ():
             if changed.size:
-                yield from _followed(output, changed)
+                yield from _followed(output, changed, whole)
 
 
 def _passed(node: ir.Node, value: ir.Value, numbers: Features) -> list[tuple[ir.Value, Features]] | None:

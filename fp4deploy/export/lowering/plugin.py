@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -149,7 +148,7 @@ def _add_plugin(
     role: str,
     plugin: Plugin,
     inputs: list[ir.Value],
-    shape: Sequence[Any],
+    shape: Sequence[object],
     attributes: dict[str, list[int]],
 ) -> Sequence[ir.Value]:
     """A plugin's node for an activation of this shape. `aot`: the engine stores the compiled kernel, no Python."""

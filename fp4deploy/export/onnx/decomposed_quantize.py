@@ -26,8 +26,6 @@ of a block with a NaN, ONNX Runtime's ReduceMax may overlook the NaN, and then o
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
@@ -217,7 +215,7 @@ def _attribute(node: ir.Node, name: str, default: int) -> int:
 
 
 def _split_shapes(
-    node: ir.Node, shape: tuple[Any, ...], axis: int, block: int
+    node: ir.Node, shape: tuple[object, ...], axis: int, block: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Reshape targets [..., C/16, 16, ...] and back: sizes before the axis are copied (0), after it known or one -1."""
     extent, inner = shape[axis], shape[axis + 1 :]

@@ -27,6 +27,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from fp4deploy.errors import InputError
+from fp4deploy.export.onnx.attention import four_axes, regular_attention
 from fp4deploy.export.onnx.canonical import OPSET
 from fp4deploy.export.onnx.floor import TRANSLATIONS
 from fp4deploy.export.onnx.mixed_types import MIXED_TYPES
@@ -55,7 +56,6 @@ from fp4deploy.tracing import make_no_folder
 
 ATTENTION_AXES = "only 4D query, key, and value are supported"  # says torch's exporter
 NO_VIEW = "Cannot view a tensor"
-ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # what may be given by position
 INPUT, OUTPUT, BATCH = "image", "logits", "N"
 NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 LITTLE = 1e-6
@@ -96,7 +96,7 @@ def trace(model: nn.Module, examples: Examples, open_axes: OpenAxes, dynamic_siz
             quiet(),
             short_export(rest),
             bound if dynamic_size else nullcontext(),
-            Rewriting(divided(), unpooling(), finite(), MIXED_TYPES, DIVISORS, {attention: _whole_masks}),
+            Rewriting(divided(), unpooling(), finite(), MIXED_TYPES, DIVISORS, {attention: regular_attention}),
         ):
             try:
                 program = export()
@@ -104,7 +104,7 @@ def trace(model: nn.Module, examples: Examples, open_axes: OpenAxes, dynamic_siz
                 causes = " ".join(map(str, _chain(error)))
                 if ATTENTION_AXES not in causes and NO_VIEW not in causes:
                     raise
-                again = Rewriting({attention: _four_axes}) if ATTENTION_AXES in causes else reshaped_views()
+                again = Rewriting({attention: four_axes}) if ATTENTION_AXES in causes else reshaped_views()
                 with again:
                     program = export()
             with _not_folded(program.model):
@@ -151,32 +151,6 @@ def _require_free(
             if isinstance(size, int) and axis in open_axes[str(value.name)]:
                 name = f"axis {axis} of {value.name}" if axis else BATCH
                 raise InputError(fixes_an_axis(kind, name, watched_again()))
-
-
-def _whole_masks(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Write a mask of one row for all queries, [..., 1, S], as [..., L, S]: ONNX Runtime's attention takes no other."""
-    given = {**dict(zip(ATTENTION, args, strict=False)), **kwargs}
-    mask, queries = given.get("attn_mask"), given["query"].shape[-2]
-    if mask is not None and mask.ndim > 1 and mask.shape[-2] == 1:
-        given["attn_mask"] = mask.expand(*mask.shape[:-2], queries, mask.shape[-1])
-    return call(given.pop("query"), given.pop("key"), given.pop("value"), **given)
-
-
-def _four_axes(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Give queries, keys and values [..., L, E] the four axes that torch's exporter asks for."""
-    given = {**dict(zip(ATTENTION, args, strict=False)), **kwargs}
-    query, key, value, mask = given.pop("query"), given.pop("key"), given.pop("value"), given.pop("attn_mask", None)
-    if query.ndim == 4:
-        return call(*args, **kwargs)
-    lead = query.shape[:-2]
-
-    def four(x: torch.Tensor) -> torch.Tensor:
-        return x.reshape(-1, 1, *x.shape[-2:])
-
-    if mask is not None and mask.ndim > 2:
-        mask = four(mask.expand(*lead, *mask.shape[-2:]))
-    result = call(four(query), four(key), four(value), mask, **given)
-    return result.reshape(*lead, *result.shape[-2:])
 
 
 def input_names(model: nn.Module, positional: tuple[torch.Tensor, ...], named: dict[str, torch.Tensor]) -> list[str]:
@@ -264,11 +238,11 @@ def _with_reshapes(decompose: Callable[[Any, Any], Any]) -> Callable[[Any, Any],
 
 
 @cache
-def _table(make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+def _table(make: Callable[..., object], *arguments: object, **options: object) -> Any:
     return make(*arguments, **options)
 
 
-def _copied(make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+def _copied(make: Callable[..., object], *arguments: object, **options: object) -> object:
     table = copy.copy(_table(make, *arguments, **options))
     table.functions = {name: list(functions) for name, functions in table.functions.items()}
     return table
@@ -284,7 +258,7 @@ def _promoted(insert: Callable[[fx.GraphModule], None], module: fx.GraphModule) 
 
 
 def _decompose_where_needed(rest: Rest, decompose: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    def short(program: torch.export.ExportedProgram, registry: Any) -> torch.export.ExportedProgram:
+    def short(program: torch.export.ExportedProgram, registry: object) -> torch.export.ExportedProgram:
         inline_regions(program)
         fold_parameters(program)
         program = in_known(program, registry)
@@ -294,7 +268,7 @@ def _decompose_where_needed(rest: Rest, decompose: Callable[[Any, Any], Any]) ->
     def in_known(program: torch.export.ExportedProgram, registry: Any) -> torch.export.ExportedProgram:
         known = frozenset(functions[0].fx_target for functions in registry.functions.values() if functions)
 
-        def stays(called: Any) -> bool:
+        def stays(called: object) -> bool:
             return called in ASSERTIONS or (called in known and not _is_rewritten(called))
 
         unknown = any(node.op == "call_function" and not stays(node.target) for node in program.graph.nodes)
@@ -317,7 +291,7 @@ def _decompositions(known: frozenset[Any]) -> dict[Any, Callable[..., Any]]:
     return found
 
 
-def _is_rewritten(function: Any) -> bool:
+def _is_rewritten(function: object) -> bool:
     """Whether tracing again makes another call of it: in-place operators, and views that others are short forms of."""
     if not isinstance(function, torch._ops.OpOverload):
         return False

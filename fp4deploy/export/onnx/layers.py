@@ -69,13 +69,13 @@ def inspect_onnx(path: Path) -> list[OnnxLayer]:
         return layers_of(read_onnx(path))
 
 
-def describe_onnx(path: Path) -> tuple[dict[str, Any], tuple[str, ...], list[tuple[Any, ...]], str]:
+def describe_onnx(path: Path) -> tuple[dict[str, object], tuple[str, ...], list[tuple[object, ...]], str]:
     """(facts, column names, rows, closing line) of an ONNX file, for printing."""
     with foreign_graph(path):
         return _described(path)
 
 
-def _described(path: Path) -> tuple[dict[str, Any], tuple[str, ...], list[tuple[Any, ...]], str]:
+def _described(path: Path) -> tuple[dict[str, object], tuple[str, ...], list[tuple[object, ...]], str]:
     model = read_onnx(path)
     layers = layers_of(model)
     opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)

@@ -13,7 +13,7 @@ from torch import nn
 from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.layer_constants import CONVOLUTIONS, EightBitConstants, LayerConstants
 from fp4deploy.export.onnx.qdq import ACTIVATION_MARKER, MARKER_DOMAIN, WEIGHT_MARKER
-from fp4deploy.graph.copies import copied
+from fp4deploy.graph.copies import for_capture
 from fp4deploy.qat.computed import rest_tensors, torch_class
 from fp4deploy.qat.experts import QuantExperts
 from fp4deploy.qat.layers import TRANSPOSED, QuantLinear
@@ -29,7 +29,7 @@ def traceable(
     """A copy in `rest` on the CPU whose quantised layers leave markers, or raise what is `refused`."""
     for name, tensor in rest_tensors(model, rest):
         rest.require(name, tensor)
-    traceable = copied(model).cpu().eval()
+    traceable = for_capture(model)
     numbers = {name: x.detach() for name, x in traceable.state_dict().items() if rest.is_wide_number(x)}
     held = traceable.to(rest.dtype).state_dict(keep_vars=True)
     for name, number in numbers.items():
@@ -99,7 +99,7 @@ def _marking_experts(
 ) -> Callable[..., torch.Tensor]:
     """The experts' forward on a marker for each of their weights."""
 
-    def forward(self: QuantExperts, *inputs: Any, **named: Any) -> Any:
+    def forward(self: QuantExperts, *inputs: object, **named: object) -> Any:
         shapes = {own: tuple(each.shape[axis] for axis in each.order) for own, each in weights.items()}  # type: ignore[union-attr]
         self.hold({own: _marker(WEIGHT_MARKER, [], f"{name}.{own}", shape, dtype) for own, shape in shapes.items()})
         return QuantExperts.forward(self, *inputs, **named)

@@ -42,10 +42,13 @@ def check_meaning(model: onnx.ModelProto) -> None:
         _check_sizes(value)
     try:
         plain = standardized(plain)
+        tensors = [value.type.tensor_type for value in plain.graph.output if value.type.HasField("tensor_type")]
+        unknown = [tensor for tensor in tensors if not tensor.HasField("shape")]
+        for tensor in unknown:  # the checker asks for some shape
+            tensor.shape.SetInParent()
         onnx.checker.check_model(plain, skip_opset_compatibility_check=True)  # of functions
-        for value in plain.graph.output:
-            if value.type.HasField("tensor_type"):
-                value.type.tensor_type.ClearField("shape")
+        for tensor in unknown:
+            tensor.ClearField("shape")
         onnx.shape_inference.infer_shapes(plain, check_type=True, strict_mode=True)
     except onnx.shape_inference.InferenceError as error:
         raise ValueError(re.sub(r"\[\w+\] |Inference error\(s\): ", "", str(error))) from error
@@ -72,9 +75,8 @@ def _plain(model: onnx.ModelProto) -> onnx.ModelProto:
     graph = plain.graph
     del graph.value_info[:]
     for value in graph.output:
-        if value.type.HasField("tensor_type"):  # ONNX asks for some shape
-            value.type.tensor_type.shape.Clear()
-            value.type.tensor_type.shape.SetInParent()
+        if value.type.HasField("tensor_type"):
+            value.type.tensor_type.ClearField("shape")
     producers = {name: number for number, node in enumerate(graph.node) for name in node.output if name}
     above = {
         number: {producers[name] for name in node.input if name in producers} for number, node in enumerate(graph.node)

@@ -153,7 +153,7 @@ def _weight(writer: NodeWriter, layer: EightBitConstants) -> ir.Value:
     return _narrow(writer, value)
 
 
-def _scale(writer: NodeWriter, scale: Any) -> Any:
+def _scale(writer: NodeWriter, scale: object) -> Any:
     """An FP16 scale; as FP32 where the rest is not FP16, in which BF16 would not hold it."""
     return scale if writer.dtype == ir.DataType.FLOAT16 else np.asarray(scale, np.float32)
 
@@ -183,7 +183,7 @@ def _lower_weight(writer: NodeWriter, layer: LayerConstants) -> ir.Value:
     return writer.add("Transpose", "transposed", value, shape=shape, perm=list(layer.order))
 
 
-def _reshape(writer: NodeWriter, x: ir.Value, role: str, shape: tuple[Any, ...]) -> ir.Value:
+def _reshape(writer: NodeWriter, x: ir.Value, role: str, shape: tuple[object, ...]) -> ir.Value:
     sizes = [size if isinstance(size, int) else 0 if index == 0 else -1 for index, size in enumerate(shape)]
     return writer.add("Reshape", role, x, writer.integers(f"{role}_shape", *sizes), shape=shape)
 
@@ -198,7 +198,7 @@ def _dequantize(writer: NodeWriter, codes: ir.Value, scales: ir.Value, scale: ir
     return _narrow(writer, value)
 
 
-def _at_most_three(shape: tuple[Any, ...], axis: int, name: str) -> tuple[tuple[Any, ...], int]:
+def _at_most_three(shape: tuple[object, ...], axis: int, name: str) -> tuple[tuple[object, ...], int]:
     """(shape, axis) as the quantiser takes it: 2-D or 3-D, the blocked axis last or second to last."""
     if len(shape) in (2, 3) and axis >= len(shape) - 2:
         return shape, axis
@@ -216,5 +216,5 @@ def _product(sizes: tuple[Any, ...]) -> int | None:
     return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else None
 
 
-def _replace(shape: tuple[Any, ...], axis: int, size: int) -> tuple[Any, ...]:
+def _replace(shape: tuple[object, ...], axis: int, size: int) -> tuple[Any, ...]:
     return (*shape[:axis], size, *shape[axis + 1 :])

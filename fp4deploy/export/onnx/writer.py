@@ -61,8 +61,8 @@ class NodeWriter:
         role: str,
         *inputs: ir.Value,
         dtype: ir.DataType | None = None,
-        shape: Iterable[Any] | None = None,
-        **attributes: Any,
+        shape: Iterable[object] | None = None,
+        **attributes: object,
     ) -> ir.Value:
         """Insert a node of one output; both are named `prefix.role`."""
         output = self.value(role, dtype or self.dtype, shape)

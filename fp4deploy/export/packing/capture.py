@@ -5,10 +5,12 @@ from __future__ import annotations
 from torch import nn
 
 from fp4deploy.export.packing import norms, operators
+from fp4deploy.export.packing.operators import as_written
 from fp4deploy.export.packing.writer import Tensors, Write, Writer
 from fp4deploy.graph import ir
 from fp4deploy.graph.capture import Dynamic
 from fp4deploy.graph.operators import UNARY
+from fp4deploy.packed import graph as packed
 from fp4deploy.packed.graph import Graph
 from fp4deploy.packed.operators import ATEN
 from fp4deploy.rest import FP16, Rest
@@ -54,30 +56,35 @@ WRITERS: dict[str, Write] = {
     "prelu": operators.write_prelu,
     **dict.fromkeys(("add", "sub", "mul", "div", "pow", "maximum", "minimum"), operators.write_arithmetic),
     **dict.fromkeys(operators.COMPARISONS, operators.write_compare),
-    "where": operators.write_where,
-    "var": operators.write_variance,
-    "cumsum": operators.write_cumulative_sum,
-    "argmax": operators.write_argmax,
-    "roll": operators.write_roll,
-    "flip": operators.write_flip,
-    "repeat": operators.write_repeat,
+    "where": as_written(packed.Where, roles=("condition", "input", "other")),
+    "var": as_written(packed.Variance, dims="dim", keep="keepdim", correction="correction"),
+    "cumsum": as_written(packed.CumulativeSum, dim="dim"),
+    "argmax": as_written(packed.ArgMax, dim="dim", keep="keepdim"),
+    "roll": as_written(packed.Roll, shifts="shifts", dims="dims"),
+    "flip": as_written(packed.Flip, dims="dims"),
+    "repeat": as_written(packed.Repeat, counts="repeats"),
     "take": operators.write_take,
     "cast": operators.write_cast,
-    "concat": operators.write_concat,
+    "concat": as_written(packed.Concat, dim="dim"),
     **dict.fromkeys(("max_pool", "avg_pool"), operators.write_pool),
-    **dict.fromkeys(("adaptive_avg_pool", "adaptive_max_pool"), operators.write_adaptive),
-    **dict.fromkeys(("mean", "sum", "amax", "amin", "norm"), operators.write_reduce),
-    "resize": operators.write_resize,
-    **dict.fromkeys(("pixel_shuffle", "pixel_unshuffle"), operators.write_shuffle),
-    "unfold": operators.write_unfold,
-    "fold": operators.write_fold,
-    **dict.fromkeys(("reshape", "expand"), operators.write_reshape),
-    "permute": operators.write_permute,
-    "slice": operators.write_slice,
-    "select": operators.write_select,
+    "adaptive_avg_pool": as_written(packed.AdaptivePool, always={"function": "avg"}, size="output_size"),
+    "adaptive_max_pool": as_written(packed.AdaptivePool, always={"function": "max"}, size="output_size"),
+    **dict.fromkeys(
+        ("mean", "sum", "amax", "amin", "norm"), as_written(packed.Reduce, "function", dims="dim", keep="keepdim")
+    ),
+    "resize": as_written(packed.Resize, mode="mode", size="size", scale="scale", align_corners="align_corners"),
+    **dict.fromkeys(("pixel_shuffle", "pixel_unshuffle"), as_written(packed.PixelShuffle, "op", factor="factor")),
+    "unfold": as_written(packed.Unfold, kernel="kernel_size", stride="stride", padding="padding", dilation="dilation"),
+    "fold": as_written(
+        packed.Fold, size="output_size", kernel="kernel_size", stride="stride", padding="padding", dilation="dilation"
+    ),
+    **dict.fromkeys(("reshape", "expand"), as_written(packed.Reshape, "op", shape="shape")),
+    "permute": as_written(packed.Permute, dims="dims"),
+    "slice": as_written(packed.Slice, dim="dim", start="start", end="end", step="step"),
+    "select": as_written(packed.Select, dim="dim", index="index"),
     "pad": operators.write_pad,
-    "matmul": operators.write_matmul,
-    **dict.fromkeys(("softmax", "log_softmax"), operators.write_softmax),
+    "matmul": as_written(packed.Matmul),
+    **dict.fromkeys(("softmax", "log_softmax"), as_written(packed.Softmax, "op", dim="dim")),
     "attention": operators.write_attention,
     "arange": operators.write_arange,
     **{f"aten.{name}": operators.write_aten for name in ATEN},

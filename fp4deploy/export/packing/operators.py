@@ -1,17 +1,46 @@
-"""One node of the captured graph -> one node of the packed network, for every operation but the norms."""
+"""One node of the captured graph -> one node of the packed network, for every operation but the norms.
+
+Most are written as they are (`as_written`), by the table in `capture`; those with more to decide have a function here.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 
-from fp4deploy.export.packing.writer import Writer, refuse, role_order, size_value, size_values
+from fp4deploy.export.packing.writer import Write, Writer, refuse, role_order, size_values
 from fp4deploy.graph import ir
 from fp4deploy.packed import graph as packed
 from fp4deploy.packed.graph import Form
 from fp4deploy.rest import FP16
+
+
+def as_written(
+    kind: type[packed.Step], named: str = "", roles: tuple[str, ...] = (), always: Mapping[str, str] = {}, **fields: str
+) -> Write:
+    """Writes nodes of one kind whose fields are attributes of the captured node, as they are.
+
+    Args:
+        named: the field that holds the name of the operation.
+        roles: the order of the inputs, where it is not that of `role_order`.
+        always: fields of one value.
+        fields: name of the node's field -> name of the attribute.
+    """
+
+    def write(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
+        values: dict[str, Any] = {field: _listed(node.attributes[name]) for field, name in fields.items()}
+        values |= {named: node.op} if named else {}
+        return cast(packed.Node, kind(inputs=writer.reads(node, roles), outputs=forms, **always, **values))
+
+    return write
+
+
+def _listed(value: Any) -> object:
+    """Tuples as the lists of the file; a size is one where it is an expression."""
+    return [_listed(each) for each in value] if isinstance(value, tuple | list) else value
 
 
 def write_conv(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
@@ -111,50 +140,6 @@ def write_compare(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.No
     )
 
 
-def write_where(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
-    """A choice by a condition."""
-    return packed.Where(inputs=writer.reads(node, ("condition", "input", "other")), outputs=forms)
-
-
-def write_variance(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
-    """A variance over axes."""
-    return packed.Variance(
-        dims=[int(dim) for dim in node.attributes["dim"]],
-        keep=node.attributes["keepdim"],
-        correction=node.attributes["correction"],
-        inputs=[writer.source(node)],
-        outputs=forms,
-    )
-
-
-def write_cumulative_sum(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
-    """Sums up to each element."""
-    return packed.CumulativeSum(dim=node.attributes["dim"], inputs=writer.reads(node), outputs=forms)
-
-
-def write_argmax(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
-    """The position of the largest element."""
-    axis, keep = node.attributes["dim"], node.attributes["keepdim"]
-    return packed.ArgMax(dim=axis, keep=keep, inputs=[writer.source(node)], outputs=forms)
-
-
-def write_roll(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
-    """Turned axes."""
-    shifts, dims = size_values(node.attributes["shifts"]), list(node.attributes["dims"])
-    return packed.Roll(shifts=shifts, dims=dims, inputs=writer.reads(node), outputs=forms)
-
-
-def write_flip(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
-    """Axes in reverse order."""
-    return packed.Flip(dims=list(node.attributes["dims"]), inputs=writer.reads(node), outputs=forms)
-
-
-def write_repeat(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
-    """Several copies."""
-    counts = size_values(node.attributes["repeats"])
-    return packed.Repeat(counts=counts, inputs=writer.reads(node), outputs=forms)
-
-
 def write_take(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
     """Positions of an axis, which the module's code fixes or other nodes compute."""
     axis = node.attributes["dim"]
@@ -193,11 +178,6 @@ def write_cast(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
     return packed.Arithmetic(op="mul", number=1.0, inputs=writer.reads(node), outputs=forms)
 
 
-def write_concat(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
-    """A concatenation."""
-    return packed.Concat(inputs=writer.reads(node), outputs=forms, dim=node.attributes["dim"])
-
-
 def write_pool(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
     """A pooling window."""
     attributes = node.attributes
@@ -216,88 +196,6 @@ def write_pool(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
     )
 
 
-def write_adaptive(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
-    """A pooling to a given size."""
-    function: Any = "avg" if node.op == "adaptive_avg_pool" else "max"
-    inputs = [writer.source(node)]
-    return packed.AdaptivePool(
-        function=function, inputs=inputs, outputs=forms, size=size_values(node.attributes["output_size"])
-    )
-
-
-def write_reduce(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
-    """A reduction over axes."""
-    inputs = [writer.source(node)]
-    dims = [int(dim) for dim in node.attributes["dim"]]
-    function = cast(Any, node.op)
-    return packed.Reduce(function=function, dims=dims, keep=node.attributes["keepdim"], inputs=inputs, outputs=forms)
-
-
-def write_resize(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
-    """A nearest or bilinear resize."""
-    size, scale = node.attributes["size"], node.attributes["scale"]
-    return packed.Resize(
-        mode=node.attributes["mode"],
-        inputs=[writer.source(node)],
-        outputs=forms,
-        size=None if size is None else size_values(size),
-        scale=None if scale is None else list(scale),
-        align_corners=node.attributes["align_corners"],
-    )
-
-
-def write_shuffle(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
-    """A pixel shuffle or unshuffle."""
-    inputs = [writer.source(node)]
-    return packed.PixelShuffle(op=cast(Any, node.op), factor=node.attributes["factor"], inputs=inputs, outputs=forms)
-
-
-def write_unfold(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
-    """Windows as columns."""
-    return packed.Unfold(**_window(node), inputs=[writer.source(node)], outputs=forms)
-
-
-def write_fold(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
-    """Columns added up where their windows lie."""
-    size = size_values(node.attributes["output_size"])
-    return packed.Fold(size=size, **_window(node), inputs=[writer.source(node)], outputs=forms)
-
-
-def _window(node: ir.Node) -> dict[str, Any]:
-    names = {"kernel": "kernel_size", "stride": "stride", "padding": "padding", "dilation": "dilation"}
-    return {name: list(node.attributes[attribute]) for name, attribute in names.items()}
-
-
-def write_reshape(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
-    """Another shape of the same values."""
-    shape = size_values(node.attributes["shape"])
-    return packed.Reshape(op=cast(Any, node.op), shape=shape, inputs=writer.reads(node), outputs=forms)
-
-
-def write_permute(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
-    """Another order of the axes."""
-    return packed.Permute(dims=list(node.attributes["dims"]), inputs=writer.reads(node), outputs=forms)
-
-
-def write_slice(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
-    """A range along one axis."""
-    end = node.attributes["end"]
-    return packed.Slice(
-        dim=node.attributes["dim"],
-        start=size_value(node.attributes["start"]),
-        end=None if end is None else size_value(end),
-        step=node.attributes["step"],
-        inputs=writer.reads(node),
-        outputs=forms,
-    )
-
-
-def write_select(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
-    """One index along an axis, which goes."""
-    index = size_value(node.attributes["index"])
-    return packed.Select(dim=node.attributes["dim"], index=index, inputs=writer.reads(node), outputs=forms)
-
-
 def write_pad(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
     """Padding; an infinite number, as before maximum pooling, is the largest one between layers."""
     attributes, value = node.attributes, node.attributes["value"]
@@ -308,16 +206,6 @@ def write_pad(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
         inputs=[writer.source(node)],
         outputs=forms,
     )
-
-
-def write_matmul(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
-    """A product of two activations."""
-    return packed.Matmul(inputs=writer.reads(node), outputs=forms)
-
-
-def write_softmax(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
-    """A softmax over one axis, or its logarithm."""
-    return packed.Softmax(op=cast(Any, node.op), dim=node.attributes["dim"], inputs=writer.reads(node), outputs=forms)
 
 
 def write_attention(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
@@ -385,7 +273,7 @@ def _schema_role(role: str, names: set[str]) -> str:
     return "self" if role == "input" and "input" not in names else role
 
 
-def _argument(node: ir.Node, value: Any) -> Any:
+def _argument(node: ir.Node, value: object) -> Any:
     if isinstance(value, tuple | list):
         return [list(each) if isinstance(each, tuple) else each for each in value]
     if value is None or isinstance(value, bool | int | float | str):

@@ -431,7 +431,7 @@ def role_order(role: str) -> tuple[int, int]:
     return (known.index(head) if head in known else len(known), int(number) if number.isdecimal() else 0)
 
 
-def size_value(size: Size) -> Any:
+def size_value(size: Size) -> object:
     """A size as the file has it: a number, or an expression of the input's sizes."""
     return size if isinstance(size, int) else list(size)
 

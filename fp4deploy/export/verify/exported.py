@@ -24,6 +24,7 @@ from fp4deploy.export.onnx.canonical import is_canonical, parse_onnx, rest_of_fi
 from fp4deploy.export.onnx.decomposed import to_portable
 from fp4deploy.export.verify.outputs import Agreement, verify_decomposed
 from fp4deploy.graph.capture import Inputs
+from fp4deploy.graph.nested import flat_inputs, taking_flat_inputs
 from fp4deploy.models.card import CARD_KEY, ModelCard
 from fp4deploy.models.heads import Head
 from fp4deploy.models.meaning import Outputs, known_outputs
@@ -69,6 +70,7 @@ def verify(
     True
     """
     proto = exported if isinstance(exported, onnx.ModelProto) else parse_onnx(Path(exported))
+    model = taking_flat_inputs(model, inputs[0] if isinstance(inputs, list | tuple) and inputs else inputs)
     batches, meanings = batches_of(inputs, len(proto.graph.input)), known_outputs(_card(proto, exported), head, outputs)
     return verify_decomposed(deployed(model, rest_of_file(proto)), _portable(proto), batches, meanings=meanings)
 
@@ -88,7 +90,7 @@ def batches_of(inputs: Inputs | Iterable[Inputs], count: int) -> list[Inputs]:
     if not single and count > 1 and isinstance(inputs, tuple) and all(isinstance(x, torch.Tensor) for x in inputs):
         single = len(inputs) == count
     batches: Any = [inputs] if single else inputs
-    return [_on_cpu(batch) for batch in batches]
+    return [_on_cpu(flat_inputs(batch)) for batch in batches]
 
 
 def _on_cpu(batch: Inputs) -> Inputs:

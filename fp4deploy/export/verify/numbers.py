@@ -126,5 +126,5 @@ def rest_numbers(model: nn.Module, rest: Rest) -> Iterator[None]:
             handle.remove()
 
 
-def _is_floating(value: Any) -> bool:
+def _is_floating(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()

@@ -157,7 +157,7 @@ def positional(inputs: Inputs, file: PackedFile) -> tuple[torch.Tensor, ...]:
     return tuple(inputs)
 
 
-def _by_name(model: nn.Module, names: Sequence[str], *inputs: torch.Tensor) -> Any:
+def _by_name(model: nn.Module, names: Sequence[str], *inputs: torch.Tensor) -> object:
     return model(**dict(zip(names, inputs, strict=True)))
 
 
@@ -185,7 +185,7 @@ def compare_nodes(model: nn.Module, network: PackedNetwork, *inputs: torch.Tenso
 
 
 def run_nodes(
-    model: nn.Module, network: PackedNetwork, *inputs: torch.Tensor, forward: Callable[..., Any] | None = None
+    model: nn.Module, network: PackedNetwork, *inputs: torch.Tensor, forward: Callable[..., object] | None = None
 ) -> tuple[dict[str, float], list[torch.Tensor]]:
     """`compare_nodes`, and the outputs as the last nodes give them with reference inputs; forward: calls the model."""
     graph = network.graph
@@ -250,7 +250,7 @@ def _expected(node: Node, x: torch.Tensor, layer: nn.Module, amaxes: Mapping[str
     return found
 
 
-def _outputs(model: nn.Module, forward: Callable[..., Any], *inputs: torch.Tensor) -> dict[str, list[torch.Tensor]]:
+def _outputs(model: nn.Module, forward: Callable[..., object], *inputs: torch.Tensor) -> dict[str, list[torch.Tensor]]:
     """The outputs of every layer with weights, one for each call, by every name that the layer has."""
 
     def keep(outputs: list[torch.Tensor]) -> Any:
@@ -285,7 +285,7 @@ def _moved(
         references = [next(left[layer], x).clone() for x in given[:1]]  # with noise, but of a quantised layer
         return *references, *given[1:]
 
-    def run(x: tuple[torch.Tensor, ...], hook: Callable[..., Any] = reference) -> list[torch.Tensor]:
+    def run(x: tuple[torch.Tensor, ...], hook: Callable[..., object] = reference) -> list[torch.Tensor]:
         left.update({layer: iter(each) for layer, each in kept.items()})
         handles = [layer.register_forward_pre_hook(hook) for layer in kept]
         try:

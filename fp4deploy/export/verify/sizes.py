@@ -178,7 +178,9 @@ def _open_axes(model: onnx.ModelProto) -> dict[str, dict[int, str]]:
     }
 
 
-def other_sizes(run: Callable[[Inputs], Any], example: Inputs, axes: Axes, samples: int = SAMPLES) -> list[OtherSize]:
+def other_sizes(
+    run: Callable[[Inputs], object], example: Inputs, axes: Axes, samples: int = SAMPLES
+) -> list[OtherSize]:
     """Two sizes at which torch runs, one of them odd if it takes odd ones; fewer where it takes no others.
 
     Args:

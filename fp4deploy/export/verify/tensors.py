@@ -32,7 +32,7 @@ def floats(x: torch.Tensor) -> torch.Tensor:
     return x.float() if x.is_floating_point() else x
 
 
-def leaves(outputs: Any) -> list[torch.Tensor]:
+def leaves(outputs: object) -> list[torch.Tensor]:
     """The tensors of a tensor, tuple or dict, in order."""
     return list(tree_leaves(outputs))
 

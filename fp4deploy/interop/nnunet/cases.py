@@ -126,5 +126,5 @@ def _preprocessed(folder: ResultsFolder, files: Case) -> np.ndarray:
     return np.ascontiguousarray(data, dtype=np.float32)
 
 
-def _spaced(values: list[Any], count: int) -> list[Any]:
+def _spaced(values: list[object], count: int) -> list[Any]:
     return [values[at] for at in evenly(len(values), count)]

@@ -1,30 +1,32 @@
 """nnU-Net's predictor with packed networks inside.
 
-nnU-Net preprocesses, cuts windows, flips them, weighs and adds logits, resamples and writes; only what it calls for
-the logits of a window is another module. It holds the packed network of each fold. For an ensemble nnU-Net loads the
-weights of one fold after the other into one network; here that chooses the fold's network.
+nnU-Net reads, normalises, cuts windows, weighs and adds logits, and writes; what it calls for the logits of a window is
+another module. It holds the packed network of each fold. For an ensemble nnU-Net loads the weights of one fold after
+the other into one network; here that chooses the fold's network. What is on the device in between is `segment`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from fp4deploy.errors import InputError
 from fp4deploy.interop.nnunet.cases import check_cases, find_cases
 from fp4deploy.interop.nnunet.folders import PACKED
 from fp4deploy.models.nnunet.folder import ResultsFolder, read_fold, read_folder
-from fp4deploy.packed import PackedFile, PackedNetwork, read_packed
-from fp4deploy.packed.capture import CapturedNetwork, graphs_enabled
-from fp4deploy.packed.program import compile_mode
+from fp4deploy.packed import PackedFile, PackedModule, read_packed
 from fp4deploy.requirements import NNUNET
+from fp4deploy.tracing import not_compiled
 
 if TYPE_CHECKING:
-    from nnunetv2.inference.predict_from_raw_data import nnUNetPredictor
+    from fp4deploy.interop.nnunet.segment import Case, PackedPredictor
 
 FOLD = "fold"
 
@@ -37,31 +39,25 @@ class PackedFolds(nn.Module):
 
     def __init__(self, files: Mapping[str, PackedFile], device: torch.device) -> None:
         super().__init__()
-        self.networks = {
-            name: CapturedNetwork(PackedNetwork(file, device), graphs_enabled(), compile_mode())
-            for name, file in files.items()
-        }
+        self.networks = {name: PackedModule(file, device, None) for name, file in files.items()}
         self.fold = next(iter(files))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Choose a fold; nnU-Net's predictor calls it before it predicts with each."""
         self.fold = state_dict[FOLD]
 
-    @torch.compiler.disable
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    @not_compiled
+    def forward(self, x: torch.Tensor) -> Any:
         """Logits of the chosen fold, in memory of their own: nnU-Net adds flipped ones to them in place."""
-        with torch.autocast(x.device.type, enabled=False):
-            logits = self.networks[self.fold](x.float())
-        assert isinstance(logits, torch.Tensor)
-        return logits
+        return self.networks[self.fold](x)
 
 
 def predictor(
     folder: ResultsFolder | Path | str,
     folds: tuple[str, ...] | None = None,
     device: str | None = None,
-    **options: Any,
-) -> nnUNetPredictor:
+    **options: object,
+) -> PackedPredictor:
     """nnU-Net's predictor of a results folder, whose networks are the packed ones of its folds.
 
     Args:
@@ -75,15 +71,16 @@ def predictor(
     """
     folder = folder if isinstance(folder, ResultsFolder) else read_folder(folder)
     NNUNET.require("Prediction as nnU-Net does it")
-    from nnunetv2.inference.predict_from_raw_data import nnUNetPredictor
     from nnunetv2.utilities.plans_handling.plans_handler import PlansManager
+
+    from fp4deploy.interop.nnunet.segment import PackedPredictor
 
     chosen = folder.chosen(folds)
     on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     network = PackedFolds({name: _packed(folder, name) for name in chosen}, on)
     first = read_fold(folder.path, chosen[0], folder.checkpoint)
     plans = PlansManager(folder.plans)
-    found = nnUNetPredictor(device=on, perform_everything_on_device=on.type == "cuda", **options)
+    found = PackedPredictor(device=on, perform_everything_on_device=on.type == "cuda", **options)
     found.manual_initialization(
         network,
         plans,
@@ -96,19 +93,27 @@ def predictor(
     return found
 
 
+@dataclass(frozen=True)
+class Segmented:
+    """A file that was written, and the seconds of each part: read, normalise, resample, network, classes, write."""
+
+    path: Path
+    seconds: dict[str, float]
+
+
 def predict_folder(
     folder: ResultsFolder,
     images: Path,
     out: Path,
     folds: tuple[str, ...] | None = None,
-    processes: int = 3,
+    ahead: int = 3,
     **options: Any,
-) -> list[Path]:
-    """Segment a folder of images as nnUNetv2_predict does, with packed networks; the files that were written.
+) -> list[Segmented]:
+    """Segment a folder of images as nnUNetv2_predict does, with packed networks.
 
     Args:
         images: NAME_0000.nii.gz, NAME_0001.nii.gz, ... (the ending is that of dataset.json).
-        processes: that preprocess, and that write, beside this one; 0: this one does it all.
+        ahead: cases that are read, and that are written, beside the one on the device; 0: one after the other.
         options: as of `predictor`.
 
     Raises:
@@ -119,16 +124,25 @@ def predict_folder(
     found = predictor(folder, folds, **options)
     check_cases(cases)
     Path(out).mkdir(parents=True, exist_ok=True)
-    given = [[str(file) for file in files] for files in cases.values()]
-    targets = [str(Path(out) / name) for name in cases]
-    if processes:
-        count = min(processes, len(cases))
-        found.predict_from_files(
-            given, targets, num_processes_preprocessing=count, num_processes_segmentation_export=count
-        )
-    else:
-        found.predict_from_files_sequential(given, targets)
-    return [Path(f"{target}{ending}") for target in targets]
+    written: list[Future[Segmented]] = []
+
+    def write(case: Case, labels: NDArray[Any], path: Path) -> Segmented:
+        found.write(case, labels, path)
+        return Segmented(path, case.seconds)
+
+    with ThreadPoolExecutor(max(1, ahead)) as readers, ThreadPoolExecutor(max(1, ahead)) as writers:
+        reading: dict[str, Future[Case]] = {}
+        names = list(cases)
+        for at, name in enumerate(names):
+            for other in names[at : at + 1 + ahead]:
+                if other not in reading:
+                    reading[other] = readers.submit(found.read, cases[other])
+            case = reading[name].result()
+            reading[name] = Future()  # of which no one asks: the volume is given up
+            labels = found.segment(case)
+            written.append(writers.submit(write, case, labels, Path(out) / f"{name}{ending}"))
+            written[max(0, at - ahead)].result()
+    return [each.result() for each in written]
 
 
 def _packed(folder: ResultsFolder, fold: str) -> PackedFile:

@@ -51,7 +51,7 @@ class Quantization:
         return {**plans, "configurations": {**plans["configurations"], configuration: values}}
 
 
-def quantization_of(values: Mapping[str, Any], where: object) -> Quantization | None:
+def quantization_of(values: Mapping[str, object], where: object) -> Quantization | None:
     """What the configuration of a plan says; None: its network is not quantised.
 
     Raises:

@@ -62,7 +62,7 @@ def quantize_folder(
     verify: bool = True,
     device: str = "cpu",
     say: Say = lambda text: None,
-    **options: Any,
+    **options: object,
 ) -> list[FoldResult]:
     """Quantise folds of a folder of nnU-Net to NVFP4 and write a folder of the same layout, with packed networks.
 
@@ -139,7 +139,7 @@ def _classes(network: nn.Module, batches: list[torch.Tensor], regions: bool) -> 
     return logits > 0 if regions else logits.argmax(1)
 
 
-def _checkpoint(fold: Fold, network: nn.Module, plans: dict[str, Any]) -> dict[str, Any]:
+def _checkpoint(fold: Fold, network: nn.Module, plans: dict[str, object]) -> dict[str, object]:
     """What nnU-Net's predictor reads, and its trainer's arguments; tensors, containers and plain values."""
     settings = {**fold.settings, "plans": plans}
     return {
@@ -150,5 +150,5 @@ def _checkpoint(fold: Fold, network: nn.Module, plans: dict[str, Any]) -> dict[s
     }
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def _write_json(path: Path, value: dict[str, object]) -> None:
     path.write_text(json.dumps(value, indent=4) + "\n", encoding="utf-8")

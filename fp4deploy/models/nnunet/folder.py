@@ -176,7 +176,7 @@ def _folds(path: Path) -> tuple[tuple[str, ...], str]:
     )
 
 
-def _configuration(path: Path, plans: dict[str, Any], name: str) -> Mapping[str, Any]:
+def _configuration(path: Path, plans: dict[str, object], name: str) -> Mapping[str, Any]:
     from nnunetv2.utilities.plans_handling.plans_handler import PlansManager
 
     known = plans.get("configurations")

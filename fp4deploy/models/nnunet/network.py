@@ -156,7 +156,7 @@ def _part(name: str, argument: str, where: object) -> Any:
     )
 
 
-def _check_counts(given: Mapping[str, Any], where: object) -> None:
+def _check_counts(given: Mapping[str, object], where: object) -> None:
     """Refuse numbers of stages, blocks or convolutions by which building a network would not end."""
     for name, value in given.items():
         for count in _numbers(value):
@@ -164,7 +164,7 @@ def _check_counts(given: Mapping[str, Any], where: object) -> None:
                 raise InputError(f"{where}: {name} = {str(value)[:60]}: input should be at most {MAX_PARTS}.")
 
 
-def _numbers(value: Any) -> list[float]:
+def _numbers(value: object) -> list[float]:
     if isinstance(value, list | tuple):
         return [number for each in value for number in _numbers(each)]
     return [value] if isinstance(value, int | float) else []

@@ -43,7 +43,7 @@ class BuildResult:
         """What is wrong with it, see `aot.diagnose`; empty where nothing is."""
         return diagnose.diagnostics(self.compiled) if self.compiled is not None else [self.failure]
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """All but the machine code, as JSON values."""
         about: dict[str, Any] = {"kernel": self.launch.kernel, "arch": self.arch}
         about |= {"constants": dict(self.launch.constants)}

@@ -131,7 +131,7 @@ def _backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ..
     return gradient, None, None, None, None
 
 
-def _no_backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, ...]:
+def _no_backward(ctx: object, gradient: torch.Tensor) -> tuple[None, ...]:
     raise RuntimeError("The loss by its kernels has no second derivatives. FP4DEPLOY_KERNELS=off computes it by torch.")
 
 

@@ -1,7 +1,7 @@
 """The memory layout of a tensor, seen along its contraction axis: (outer, K, inner).
 
     row-major [N, C, H, W], C        outer N       K = C   inner H W
-    channels_last, C                 outer N H W   K = C   inner 1
+    channels_last, C                 outer N H W   K = C   inner 1     volumes: outer N D H W
     row-major [O, I, KH, KW], O      outer 1       K = O   inner I KH KW
 
 The kernels process elements in memory order. Rows of a packed tensor, row-scaled amaxes and random numbers are in the
@@ -16,6 +16,13 @@ from math import prod
 import torch
 
 from fp4deploy.formats import NVFP4_BLOCK
+
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by number of axes
+
+
+def is_channels_last(x: torch.Tensor) -> bool:
+    """Whether images or volumes are dense in memory with their channels innermost."""
+    return x.ndim in CHANNELS_LAST and x.is_contiguous(memory_format=CHANNELS_LAST[x.ndim])
 
 
 @dataclass(frozen=True)
@@ -44,8 +51,8 @@ def view_along(x: torch.Tensor, axis: int) -> View | None:
     """The view of `x` along `axis`; None where it is not dense in memory, or its axes have another order."""
     if x.is_contiguous():
         order = list(range(x.ndim))
-    elif x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last):
-        order = [0, 2, 3, 1]
+    elif is_channels_last(x):
+        order = [0, *range(2, x.ndim), 1]
     else:
         return None
     place = order.index(axis)

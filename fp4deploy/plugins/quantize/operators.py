@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from fp4deploy.formats import MXFP4_BLOCK, NVFP4_BLOCK
-from fp4deploy.plugins.quantize.layout import View, dense, view_along
+from fp4deploy.plugins.quantize.layout import View, dense, is_channels_last, view_along
 from fp4deploy.plugins.runtime.launch import kernel, num_sms
 from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, SMALL, THREADS, like_first, operator, scalar
 
@@ -264,7 +264,7 @@ def _find_amax(x: torch.Tensor, amax: torch.Tensor, previous: torch.Tensor | Non
 
 
 def _is_dense(x: torch.Tensor) -> bool:
-    return x.is_contiguous() or (x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last))
+    return x.is_contiguous() or is_channels_last(x)
 
 
 @operator("hadamard_amax(Tensor x, int axis) -> Tensor", scalar)

@@ -13,6 +13,7 @@ from functools import cache, lru_cache
 import torch
 
 from fp4deploy.formats import NVFP4_BLOCK
+from fp4deploy.plugins.quantize.layout import is_channels_last
 from fp4deploy.plugins.runtime.launch import kernel
 from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, THREADS, operator
 
@@ -36,7 +37,7 @@ def fake_quantize_weights(
 
 def weight_fits(weight: torch.Tensor) -> bool:
     """Whether the kernel takes this weight: float32, dense in memory."""
-    dense = weight.is_contiguous() or (weight.ndim == 4 and weight.is_contiguous(memory_format=torch.channels_last))
+    dense = weight.is_contiguous() or is_channels_last(weight)
     return weight.dtype == torch.float32 and dense and weight.numel() > 0
 
 

@@ -130,7 +130,7 @@ def _release(driver: Any) -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
-def _keep(thing: Any) -> Any:
+def _keep(thing: object) -> Any:
     """Keep an object alive for the whole process, by a reference that is never released."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
     return thing

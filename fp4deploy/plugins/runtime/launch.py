@@ -55,7 +55,7 @@ _assumed_sms: ContextVar[int] = ContextVar("assumed_sms", default=1)
 
 
 @contextmanager
-def substituted(factory: Callable[..., Any], num_sms: int = 1) -> Iterator[None]:
+def substituted(factory: Callable[..., object], num_sms: int = 1) -> Iterator[None]:
     """Let `kernel` return what `factory(source, name, signature, macros)` returns: for launches without a GPU.
 
     Other threads launch as before.
@@ -142,7 +142,7 @@ class Kernel:
     def __repr__(self) -> str:
         return f"Kernel({self.label}, cuda:{self.device})"
 
-    def launch(self, grid: int | tuple[int, ...], block: int | tuple[int, ...], *args: Any, shared: int = 0) -> None:
+    def launch(self, grid: int | tuple[int, ...], block: int | tuple[int, ...], *args: object, shared: int = 0) -> None:
         """Put the kernel on torch's current stream of its device.
 
         Args:

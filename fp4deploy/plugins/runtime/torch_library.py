@@ -14,18 +14,18 @@ THREADS = 256
 SMALL = 2**31 - 2**10  # threads that 32-bit indices can count
 
 
-def like_first(x: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+def like_first(x: torch.Tensor, *rest: object, **options: object) -> torch.Tensor:
     """A result of the shape, type and layout of the first argument."""
     return torch.empty_like(x)
 
 
-def scalar(x: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+def scalar(x: torch.Tensor, *rest: object, **options: object) -> torch.Tensor:
     """A result float32 []."""
     return torch.empty((), dtype=torch.float32, device=x.device)
 
 
 def operator(
-    schema: str, fake: Callable[..., Any], dispatch: str = "CUDA", tag: torch.Tag | None = None
+    schema: str, fake: Callable[..., object], dispatch: str = "CUDA", tag: torch.Tag | None = None
 ) -> Callable[[Function], Function]:
     """Register a function as the operator `torch.ops.fp4deploy.NAME`, with what it gives of tensors without data.
 

@@ -54,7 +54,7 @@ class Plugin:
         plain = {"x": "FP16"} if self is QUANTIZE else {} if self.packed else {"out": "FP16"}
         return tuple(plain.get(name) or _type(name) for name in (*self.inputs, *self.outputs))
 
-    def output_shapes(self, inputs: Sequence[Any], attributes: Attributes) -> list[tuple[Any, ...]]:
+    def output_shapes(self, inputs: Sequence[Any], attributes: Attributes) -> list[tuple[object, ...]]:
         """Shapes of the outputs; dimensions of `inputs` are integers or TensorRT's symbolic expressions."""
         if self is QUANTIZE:
             n, c, h, w = inputs[0]
@@ -66,7 +66,7 @@ class Plugin:
         blocks = -(-count // NVFP4_BLOCK)
         return [(n, h, w, 8 * blocks), (n, h, w, blocks)] if self.packed else [(n, h, w, count)]
 
-    def pixels(self, x: Sequence[Any], attributes: Attributes) -> tuple[Any, Any, Any, int]:
+    def pixels(self, x: Sequence[object], attributes: Attributes) -> tuple[Any, Any, Any, int]:
         """(batch, height, width, output channels) that the kernel walks: the output's; if `transposed`, the input's."""
         n, h, w = x[0], x[1], x[2]
         (count,) = attributes["out_channels"]
@@ -77,7 +77,7 @@ class Plugin:
         return n, _output_size(h, taller, stride), _output_size(w, wider, stride), count
 
 
-def _output_size(size: Any, more: int, stride: int) -> Any:
+def _output_size(size: Any, more: int, stride: int) -> object:
     """(size + more) // stride + 1, without negative constants in symbolic expressions."""
     padded = size + more if more >= 0 else size - -more
     return padded // stride + 1

@@ -99,7 +99,7 @@ def source_bytes(attributes: Attributes) -> list[int]:
     return [8 * -(-channels // 16) for channels in attributes["channels"]]
 
 
-def integers(plugin: Plugin, inputs: Sequence[Any], attributes: Attributes) -> list[Any]:
+def integers(plugin: Plugin, inputs: Sequence[Any], attributes: Attributes) -> list[object]:
     """The kernel's integer arguments, between input and output pointers; symbolic where shapes are."""
     x = inputs[0]
     if plugin is QUANTIZE:

@@ -40,7 +40,7 @@ INTEGERS = npt.NDArray[np.int32]
 _TYPES = {"FP16": "HALF", "FP32": "FLOAT", "INT8": "INT8"}
 
 
-def register_plugins(trt: Any, trtp: Any, arch: str, compile_kernel: Compile = compile_plugin) -> None:
+def register_plugins(trt: object, trtp: object, arch: str, compile_kernel: Compile = compile_plugin) -> None:
     """Register every plugin, once a process.
 
     Args:
@@ -107,7 +107,7 @@ def _register(trt: Any, trtp: Any, plugin: Plugin, arch: str, compile_kernel: Co
     trtp.aot_impl(plugin.identifier)(_signed(implement, [*fields, outputs, ("tactic", int)], returned))
 
 
-def _signed(function: Callable[..., Any], fields: list[tuple[str, Any]], returned: Any) -> Callable[..., Any]:
+def _signed(function: Callable[..., object], fields: list[tuple[str, object]], returned: object) -> Callable[..., Any]:
     """The function with a signature of these parameters."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [inspect.Parameter(name, kind, annotation=annotation) for name, annotation in fields]

@@ -7,9 +7,9 @@ What the backward keeps of the activation:
     Linear, ConvTranspose2d, Conv of one tap, stride 1   X packed for the wgrad                   4.5 (4.25)
     any other convolution                                X as it came                             16 or 32
 
-The wgrad of a convolution with several taps cuts its blocks after a tap has shifted the activation, so that an
-element is in one block for each tap. Packed for nine taps it would take 40.5 bits, more than it has. There X is kept as
-it came, usually the tensor that the activation function before it keeps anyway. Gradients are packed when they arrive
+The wgrad of a convolution with several taps quantises the activation once for each column of the filter
+(`ConvGemms.widen`); of seven columns it would take 31.5 bits an element, more than it has. There X is kept as it came,
+usually the tensor that the activation function before it keeps anyway. Gradients are packed when they arrive
 and dropped after their GEMM.
 
 For the same seeds codes are those of the emulation. Random numbers are drawn in its order, except that an activation
@@ -27,7 +27,7 @@ from fp4deploy.qat.fp4_gemms import dispatch
 from fp4deploy.qat.fp4_gemms.operands import PackedOperand, pack_operand, required
 from fp4deploy.qat.fp4_gemms.outliers import SplitGemms
 from fp4deploy.qat.fp4_gemms.reference import Gemms
-from fp4deploy.qat.operators.gemms import ConvGemms, apply_to_batch, needed_gradients
+from fp4deploy.qat.operators.gemms import apply_to_batch, needed_gradients
 from fp4deploy.qat.operators.quantizers import quantize_operand, shared_rotation
 from fp4deploy.qat.outliers import OutlierChannels
 from fp4deploy.qat.recipes import Recipe
@@ -61,8 +61,18 @@ class _PackedGemms(torch.autograd.Function):
         (gradient,) = gradients
         in_range, *saved = ctx.saved_tensors
         weight, activation = saved[: ctx.counts], saved[ctx.counts :]
-        wgrad = partial(_wgrad, gradient, activation, ctx.dtypes[0], ctx)
-        return needed_gradients(ctx, gradient, partial(_dgrad, gradient, weight, ctx), wgrad, in_range)
+        gemms, recipe, (needs_dx, needs_dw, *_) = ctx.gemms, ctx.recipe, ctx.needs_input_grad
+        along, across = required(recipe.dgrad_gradient), required(recipe.wgrad_gradient)
+        turned, turned_too = (shared_rotation(spec, gradient.device) for spec in (along, across))
+        by_channels = by_width = None
+        if needs_dx:
+            by_channels = pack_operand(gradient, along, (gemms.input_axis,), None, (gemms.groups,), turned)
+        if needs_dw:
+            rows = gemms.wgrad_gradient(gradient, ctx.x_shape)
+            by_width = pack_operand(rows, across, (gemms.wgrad_axis,), rotation=turned_too)
+        dgrad = partial(_dgrad, by_channels, weight, turned, gradient.dtype, ctx)
+        wgrad = partial(_wgrad, by_width, gradient, activation, turned_too, ctx)
+        return needed_gradients(ctx, gradient, dgrad, wgrad, in_range)
 
 
 @not_compiled
@@ -115,7 +125,7 @@ def _keep(
         pass
     elif recipe.double_quantization:
         ctx.packed, kept = packed.described(), packed.tensors()
-    elif gemms.unfolds_input or required(recipe.wgrad_activation).rounding == "ms_eden":
+    elif gemms.widens_input or required(recipe.wgrad_activation).rounding == "ms_eden":
         kept = (x,)  # a rotation is shared with the gradient, which is not there yet
     else:
         rows = gemms.wgrad_input(x, ())
@@ -125,38 +135,31 @@ def _keep(
     ctx.save_for_backward(in_range, *source, *kept)
 
 
-def _dgrad(gradient: torch.Tensor, saved: list[torch.Tensor], ctx: Any) -> torch.Tensor:
+def _dgrad(
+    g: PackedOperand | None, saved: list[torch.Tensor], rotation: torch.Tensor | None, dtype: torch.dtype, ctx: Any
+) -> torch.Tensor:
     """dX; `saved`: the weight, or with double quantisation that of the forward, packed."""
     gemms, recipe, double = ctx.gemms, ctx.recipe, ctx.recipe.double_quantization
-    rotation = shared_rotation(recipe.dgrad_gradient, gradient.device)
-    g = pack_operand(gradient, required(recipe.dgrad_gradient), (gemms.input_axis,), None, (gemms.groups,), rotation)
     axes, groups = gemms.weight_axes[::-1], gemms.weight_groups[::-1]
     weight = ctx.filters.with_tensors(saved).dequantize(ctx.weight[1]) if double else saved[0]
     w = pack_operand(weight, required(recipe.dgrad_weight), axes, None, groups, rotation)
-    return dispatch.dgrad(g, w, gemms, ctx.x_shape, gradient.dtype)
+    assert g is not None
+    return dispatch.dgrad(g, w, gemms, ctx.x_shape, dtype)
 
 
-def _wgrad(gradient: torch.Tensor, saved: list[torch.Tensor], x_dtype: torch.dtype, ctx: Any) -> torch.Tensor:
+def _wgrad(
+    g: PackedOperand | None, gradient: torch.Tensor, saved: list[torch.Tensor], rotation: torch.Tensor | None, ctx: Any
+) -> torch.Tensor:
     """dW; `saved`: the activation as the module's table says."""
-    gemms, recipe, axes, shape = ctx.gemms, ctx.recipe, (ctx.gemms.wgrad_axis,), ctx.weight[0]
-    of_gradient, of_input = required(recipe.wgrad_gradient), required(recipe.wgrad_activation)
-    rotation = shared_rotation(of_gradient, gradient.device)
-    packed = ctx.packed is not None and not recipe.double_quantization
-    operand = ctx.packed.with_tensors(saved) if packed else None
-    transposed = isinstance(gemms, ConvGemms) and gemms.transposed
-    if operand is not None and transposed and dispatch.unfolds_on_gpu(gradient, gemms, of_gradient, of_input):
-        return dispatch.unfolded_wgrad(operand, gradient, ctx.x_shape[2:], of_gradient, gemms, shape)
-    x = None
-    if operand is None:
-        x = ctx.packed.with_tensors(saved).dequantize(x_dtype) if recipe.double_quantization else saved[0]
-        if gemms.unfolds_input and dispatch.unfolds_on_gpu(x, gemms, of_gradient, of_input):
-            rows = pack_operand(gradient.flatten(2), of_gradient, axes)
-            return dispatch.unfolded_wgrad(rows, x, gradient.shape[2:], of_input, gemms, shape)
-    g = pack_operand(gemms.wgrad_gradient(gradient, ctx.x_shape), of_gradient, axes, rotation=rotation)
-    if x is not None:
-        operand = pack_operand(gemms.wgrad_input(x, gradient.shape), of_input, axes, rotation=rotation)
-    assert operand is not None  # kept packed, or packed here
-    return dispatch.wgrad(g, operand, gemms, shape, gradient.dtype)
+    gemms, recipe = ctx.gemms, ctx.recipe
+    if ctx.packed is not None and not recipe.double_quantization:
+        operand = ctx.packed.with_tensors(saved)
+    else:
+        x = ctx.packed.with_tensors(saved).dequantize(ctx.dtypes[0]) if recipe.double_quantization else saved[0]
+        rows = gemms.wgrad_input(x, gradient.shape)
+        operand = pack_operand(rows, required(recipe.wgrad_activation), (gemms.wgrad_axis,), rotation=rotation)
+    assert g is not None
+    return dispatch.wgrad(g, operand, gemms, ctx.weight[0], gradient.dtype)
 
 
 def output_dtype(x: torch.Tensor) -> torch.dtype:

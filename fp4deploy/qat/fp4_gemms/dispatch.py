@@ -5,11 +5,11 @@
 | forward; dgrad of Linear and ConvTranspose2d | inference kernels (`plugins.gemm.dispatch`) | `gather_gemm` |
 | dgrad of a stride-1 convolution | the same: a convolution of G with the flipped filter | `gather_gemm` |
 | dgrad with a stride; a transposed forward other than 2 x 2, stride 2 | `gather_gemm` | `gather_gemm` |
-| wgrad | `rows_gemm`, split-K; the unfolded operand is packed a few images at a time | the same |
+| wgrad | `rows_gemm`, split-K, on codes that lie once for each row of the filter, a few images at a time | the same |
 
 MXFP4, FP32 outputs and steps that differ between the axes are in the last column. Over volumes the inference kernels
-take what the first two rows say, with steps of each axis, and ConvTranspose3d whose strides are its sizes, 1 or 2; the
-unfolded operand of a wgrad is written by torch before it is packed. Other GEMMs of volumes, groups, Conv1d and
+take what the first two rows say, with steps of each axis, and ConvTranspose3d whose strides are its sizes, 1 or 2.
+Other GEMMs of volumes, groups, Conv1d and
 row-scaled operands run by the reference, on a GPU too, and so does everything without Triton, which compiles these
 kernels when they are first used. The kernels' filters are [rows, KH, KW, K], their feature maps [N, H, W, K]: the
 layout that packing along the contraction axis leaves.
@@ -17,12 +17,14 @@ layout that packing along the contraction axis leaves.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.graph.sizes import output_size, transposed_size
@@ -30,13 +32,12 @@ from fp4deploy.plugins.aot.compile import triton_version
 from fp4deploy.plugins.gemm import dispatch as inference
 from fp4deploy.plugins.gemm.arguments import runs_kernels
 from fp4deploy.plugins.gemm.training import POINTWISE, TYPES, Packed, Window, gather_gemm, rows_gemm
-from fp4deploy.plugins.quantize.unfolded import pack_unfolded
 from fp4deploy.qat.fp4_gemms import reference
 from fp4deploy.qat.fp4_gemms.operands import PackedOperand
 from fp4deploy.qat.fp4_gemms.reference import Gemms
-from fp4deploy.qat.operators.gemms import ConvGemms, LinearGemms
-from fp4deploy.qat.operators.quantizers import unfolds_by_kernel
-from fp4deploy.qat.recipes import QuantSpec
+from fp4deploy.qat.operators.gemms import ConvGemms, LinearGemms, tap_window
+
+BYTES = 1 << 28  # of the codes of a wgrad's shifted operand that are written at a time
 
 
 def fprop(
@@ -76,8 +77,49 @@ def wgrad(
     """`reference.wgrad`; by a kernel float32."""
     if not _runs(gradient, x, gemms, dtype):
         return reference.wgrad(gradient, x, gemms, weight_shape, dtype)
-    first, second = (x, gradient) if isinstance(gemms, ConvGemms) and gemms.transposed else (gradient, x)
-    return rows_gemm(_rows(first.packed), _rows(second.packed)).view(weight_shape)
+    if isinstance(gemms, LinearGemms):
+        return rows_gemm(_reshaped(gradient.packed, (1, -1)), _reshaped(x.packed, (1, -1)))
+    narrow, wide = (part.packed for part in ((x, gradient) if gemms.transposed else (gradient, x)))
+    if gemms.pixelwise:
+        return rows_gemm(narrow, wide).view(weight_shape)
+    gemms = gemms.first(len(wide.shape) - 2)
+    taps, columns = math.prod(gemms.kernel[:-1]), gemms.kernel[-1]
+    images = max(1, BYTES * wide.shape[0] // (wide.codes.nbytes * taps))
+    total: torch.Tensor | None = None
+    for first in range(0, wide.shape[0], images):
+        part = slice(first, first + images)
+        rows = _images(narrow, part)
+        product = rows_gemm(_flat(rows, 2), _by_rows_of_taps(_images(wide, part), gemms, rows.shape[2:-1]))
+        total = product if total is None else total + product
+    assert total is not None
+    shape = (weight_shape[0], columns, weight_shape[1], taps)
+    return total.view(shape).movedim(1, -1).reshape(weight_shape)
+
+
+def _by_rows_of_taps(wide: Packed, gemms: ConvGemms, grid: Sequence[int]) -> Packed:
+    """[N, channels * taps, pixels] of what `ConvGemms.widen` gave, a tap for each row of the filter.
+
+    A row of the map is whole blocks, so that codes and scales are moved as they are.
+    """
+    edges = [edge for size in reversed(gemms.padding[:-1]) for edge in (size, size)]
+    steps = list(zip(gemms.stride, gemms.dilation, grid, strict=False))
+    taps = list(itertools.product(*map(range, gemms.kernel[:-1])))
+
+    def shifted(t: torch.Tensor) -> torch.Tensor:
+        padded = F.pad(t, (0, 0, *edges))
+        cuts: list[Any] = [
+            (..., *(tap_window(at, *step) for at, step in zip(tap, steps, strict=True)), slice(None)) for tap in taps
+        ]
+        return torch.stack([padded[cut] for cut in cuts], 2).flatten(1, 2)
+
+    changed = _parts(wide, shifted, wide.shape)
+    return _flat(replace(changed, shape=torch.Size((*changed.codes.shape[:-1], wide.shape[-1]))), 2)
+
+
+def _flat(x: Packed, first: int) -> Packed:
+    """The axes from `first` on, the last of them whole blocks, as one."""
+    count = x.codes[0, 0].numel() * 2
+    return _parts(x, lambda t: t.flatten(first), (*x.shape[:first], count))
 
 
 def segmented_wgrad(
@@ -86,39 +128,7 @@ def segmented_wgrad(
     """dW [E, O, C], float32, of each segment of a linear layer's tokens (`rows_gemm`); None where no kernel runs."""
     if not _runs(gradient, x, LinearGemms(), dtype):
         return None
-    return rows_gemm(_rows(gradient.packed), _rows(x.packed), segments)
-
-
-def unfolds_on_gpu(operand: torch.Tensor, gemms: Gemms, *specs: QuantSpec) -> bool:
-    """Whether `unfolded_wgrad` takes a wgrad whose unfolded operand is `operand`."""
-    fits = isinstance(gemms, ConvGemms) and len(gemms.kernel) == 2 and gemms.groups == 1
-    plain = len({spec.format for spec in specs}) == 1 and all(unfolds_by_kernel(operand, spec) for spec in specs)
-    return fits and plain and _has_kernels(operand)
-
-
-def unfolded_wgrad(
-    rows: PackedOperand,
-    operand: torch.Tensor,
-    grid: Sequence[int],
-    spec: QuantSpec,
-    gemms: ConvGemms,
-    weight_shape: torch.Size,
-) -> torch.Tensor:
-    """dW, float32, of a convolution whose operand with the larger height and width is not packed yet.
-
-    Args:
-        rows: the other operand, packed [N, rows, P].
-        operand: [N, channels, H, W]: X, or of a transposed convolution G.
-        grid: height and width of the other operand.
-        spec: how `operand` is quantised, once unfolded.
-    """
-    total: torch.Tensor | None = None
-    options = (spec.mx_rule, spec.rounding, spec.four_over_six, spec.hadamard)
-    for images, packed in pack_unfolded(operand, gemms.unfolding(grid), *options):
-        part = rows_gemm(_images(rows.packed, images), packed)
-        total = part if total is None else total + part
-    assert total is not None
-    return total.view(weight_shape)
+    return rows_gemm(_reshaped(gradient.packed, (1, -1)), _reshaped(x.packed, (1, -1)), segments)
 
 
 def _runs(a: PackedOperand, b: PackedOperand, gemms: Gemms, dtype: torch.dtype) -> bool:
@@ -203,11 +213,6 @@ def _filters(weight: PackedOperand) -> Packed:
     """[rows, KH, KW, K]; 2-D blocks lie as [KH, KW, rows, K]. Of volumes with KD."""
     rows = len(weight.packed.shape) - 2
     return _moved(weight.packed, (rows, *range(rows), rows + 1)) if len(weight.axes) == 2 else weight.packed
-
-
-def _rows(x: Packed) -> Packed:
-    """[N, rows, P] of a convolution; a linear layer's [rows, tokens] as one image."""
-    return _reshaped(x, (1, -1)) if len(x.shape) == 2 else x
 
 
 def _parts(x: Packed, change: Any, shape: Sequence[int]) -> Packed:

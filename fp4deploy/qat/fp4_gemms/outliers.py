@@ -89,9 +89,6 @@ def _wgrad(gradient: torch.Tensor, x: torch.Tensor, chosen: torch.Tensor, ctx: A
 def _packed_wgrad(gradient: torch.Tensor, x: torch.Tensor, shape: torch.Size, ctx: Any) -> torch.Tensor:
     gemms, axes = ctx.gemms, (ctx.gemms.wgrad_axis,)
     of_gradient, of_input = required(ctx.recipe.wgrad_gradient), required(ctx.recipe.wgrad_activation)
-    if gemms.unfolds_input and dispatch.unfolds_on_gpu(x, gemms, of_gradient, of_input):
-        rows = pack_operand(gradient.flatten(2), of_gradient, axes)
-        return dispatch.unfolded_wgrad(rows, x, gradient.shape[2:], of_input, gemms, shape)
     g = pack_operand(gemms.wgrad_gradient(gradient, ctx.x_shape), of_gradient, axes)
     operand = pack_operand(gemms.wgrad_input(x, gradient.shape), of_input, axes)
     return dispatch.wgrad(g, operand, gemms, shape, gradient.dtype)

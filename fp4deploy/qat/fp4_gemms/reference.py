@@ -2,7 +2,7 @@
 
     fprop   Y  = X W^T          both packed along the input channels
     dgrad   dX = G W            both packed along the output channels
-    wgrad   dW = G^T X          both packed along the tokens or pixels, of each tap where one is unfolded
+    wgrad   dW = G^T X          both packed along the tokens or pixels, one for each column of a filter
 
 Dequantised values are products of an E2M1 value, a block scale and a global scale: for the same codes they are the
 values that the emulation multiplies, bit for bit. What differs is the order of the sum. With u = 2^-24, K the length of

@@ -41,7 +41,7 @@ class KeepCodes(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         keep_codes(graph, self.share)
 
-    def uuid(self) -> Any:
+    def uuid(self) -> object:
         return get_hash_for_files((__file__, operators.__file__), str(self.share))
 
 
@@ -147,7 +147,7 @@ def _call(graph: fx.Graph, target: Any, arguments: tuple[Any, ...]) -> fx.Node:
     return node
 
 
-def _fake(node: fx.Node, arguments: tuple[Any, ...]) -> Any:
+def _fake(node: fx.Node, arguments: tuple[Any, ...]) -> object:
     """What a node computes, without data."""
     values = fx.node.map_arg(arguments, lambda each: each.meta["val"])
     with torch._guards.detect_fake_mode(list(values)):  # type: ignore[union-attr]

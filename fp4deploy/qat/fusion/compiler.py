@@ -30,7 +30,7 @@ def codes_kept(recompute: bool | None) -> float:
 
 
 def backend(
-    inner: Callable[[fx.GraphModule, Sequence[Any]], Compiled] | None = None, keep_codes: float = 0.0
+    inner: Callable[[fx.GraphModule, Sequence[object]], Compiled] | None = None, keep_codes: float = 0.0
 ) -> Compiled:
     """A backend that applies the passes and hands the graph to `inner`, by default inductor.
 
@@ -38,7 +38,7 @@ def backend(
     """
     from fp4deploy.qat.fusion.passes import apply_passes  # with torch._dynamo
 
-    def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
+    def compile_graph(module: fx.GraphModule, inputs: Sequence[object]) -> Compiled:
         compiler: Any = inner or partial(compile_expanded, keep_codes=keep_codes)
         apply_passes(module)
         try:

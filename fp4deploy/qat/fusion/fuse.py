@@ -12,8 +12,6 @@ On an H200 the generated quantisers gave the bits of the kernels, and small netw
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -24,7 +22,7 @@ from fp4deploy.qat.fusion.compiler import backend, codes_kept
 from fp4deploy.qat.prepare import quantized_layers
 
 
-def fuse(model: nn.Module, example_inputs: Any = None, recompute: bool | None = None) -> nn.Module:
+def fuse(model: nn.Module, example_inputs: object = None, recompute: bool | None = None) -> nn.Module:
     """Fuse quantisation with the layers around it, in place; without a GPU the model is returned as it is.
 
     Args:
@@ -57,7 +55,7 @@ def mark_fusible(model: nn.Module) -> None:
         layer.fusible = True
 
 
-def _warm_up(model: nn.Module, inputs: tuple[Any, ...]) -> None:
+def _warm_up(model: nn.Module, inputs: tuple[object, ...]) -> None:
     """Compile forward and backward, and leave no trace."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     given = [each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor) and each.is_leaf]

@@ -241,10 +241,10 @@ def _binade(magnitude: torch.Tensor) -> torch.Tensor:
     return magnitude.view(torch.int32).bitwise_and(BINADE).view(torch.float32)
 
 
-def _restrided(function: Callable[..., Any]) -> Callable[..., Any]:
+def _restrided(function: Callable[..., object]) -> Callable[..., object]:
     """The function, its first result with the strides of its argument."""
 
-    def run(x: torch.Tensor, *arguments: Any) -> Any:
+    def run(x: torch.Tensor, *arguments: object) -> Any:
         results = function(x, *arguments)
         first, *rest = results if isinstance(results, tuple) else (results,)
         like = torch.empty_like(x).copy_(first)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -60,11 +61,11 @@ def apply_passes(module: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
-def _calls(graph: fx.Graph, *targets: Any) -> list[Any]:
+def _calls(graph: fx.Graph, *targets: object) -> list[Any]:
     return [node for node in graph.nodes if node.op == "call_function" and node.target in targets]
 
 
-def _value(node: Any) -> torch.Tensor | None:
+def _value(node: object) -> torch.Tensor | None:
     """The example of what a node computes; None where there is none."""
     found = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     return found if isinstance(found, torch.Tensor) else None
@@ -103,11 +104,11 @@ def _share(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _movable(graph: fx.Graph, first: fx.Node, amaxes: list[Any], place: dict[fx.Node, int]) -> bool:
+def _movable(graph: fx.Graph, first: fx.Node, amaxes: Sequence[object], place: dict[fx.Node, int]) -> bool:
     """Move what computes the later amaxes in front of the first quantiser; False where that is not possible."""
     needed: list[fx.Node] = []
 
-    def collect(node: Any) -> bool:
+    def collect(node: object) -> bool:
         if not isinstance(node, fx.Node) or place[node] < place[first] or node in needed:
             return True
         if node.op != "call_function" or not all(collect(each) for each in node.all_input_nodes):
@@ -183,7 +184,7 @@ def _shorten_amax(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _known_amax(graph: fx.Graph, x: Any) -> fx.Node | None:
+def _known_amax(graph: fx.Graph, x: object) -> fx.Node | None:
     """A node that computes the amax of `x` without reading it; None where there is no such way."""
     if not isinstance(x, fx.Node):
         return None
@@ -341,7 +342,7 @@ def _push(graph: fx.Graph) -> None:
         waiting += quantized
 
 
-def _parts_in_blocks(x: fx.Node, options: list[Any]) -> list[fx.Node] | None:
+def _parts_in_blocks(x: fx.Node, options: list[object]) -> list[fx.Node] | None:
     """What a concatenation of channels joins, if no block of the quantiser with these options spans two."""
     if x.target is not torch.cat:
         return None

@@ -24,6 +24,7 @@ import torch
 
 from fp4deploy.formats import NVFP4_BLOCK, FourOverSix, fake_quantize_nvfp4
 from fp4deploy.plugins.quantize.dispatch import runs_on_gpu
+from fp4deploy.plugins.quantize.layout import CHANNELS_LAST
 from fp4deploy.qat.fusion.operators import join, pack, split
 from fp4deploy.qat.operators.ste import fake_quantize
 from fp4deploy.qat.recipes import QuantSpec
@@ -118,7 +119,7 @@ def supports(x: torch.Tensor, axis: int, groups: int, four_over_six: Choice) -> 
     """These operators quantise `x`: 4/6 is left to its kernel, which needs the channels of one group last in memory."""
     if not x.is_floating_point() or x.dtype == torch.float64:
         return False
-    last_in_memory = (x.ndim == 4 and axis == -3) or axis == -1
+    last_in_memory = (x.ndim in CHANNELS_LAST and axis == 1 - x.ndim) or axis == -1
     return four_over_six is None or (groups == 1 and last_in_memory)
 
 
@@ -204,7 +205,8 @@ def _quantized_by_kernel(
     if not runs_on_gpu(x):
         values, mask = fake_quantize_nvfp4(x, (axis,), global_amax, four_over_six=FourOverSix(*four_over_six))
         return values, split(mask, axis, 1) != 0
-    x = x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 and axis == -3 else x.contiguous()
+    layout = CHANNELS_LAST.get(x.ndim) if axis == 1 - x.ndim else None
+    x = x.contiguous(memory_format=layout or torch.contiguous_format)
     variant = [1, e4m3_max, int(metric == "mse"), int(fast), 0, 0]
     values, bits = ops.quantize_along(x.detach(), axis % x.ndim, global_amax, None, variant, True)
     rows = x.movedim(axis, -1).shape[:-1]

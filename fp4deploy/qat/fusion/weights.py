@@ -6,8 +6,6 @@ table of all of them, and writes the dtype that the convolutions read.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from fp4deploy.formats import NVFP4_BLOCK
@@ -43,10 +41,10 @@ def can_collect(
 class _QuantizeWeights(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, axes: tuple[int, ...], dtype: torch.dtype, *weights: torch.Tensor
+        ctx: object, axes: tuple[int, ...], dtype: torch.dtype, *weights: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         return fake_quantize_weights(weights, axes, dtype)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: object, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return None, None, *(gradient.float() for gradient in gradients)

@@ -17,9 +17,10 @@ import torch
 
 from fp4deploy.formats.mxfp8 import fake_quantize_mxfp8
 from fp4deploy.qat.operators.gemms import ConvGemms, LinearGemms, apply_to_batch, needed_gradients
-from fp4deploy.qat.operators.quantizers import quantize_operand, quantize_unfolded, shared_rotation, unfolds_by_kernel
-from fp4deploy.qat.outliers import OutlierChannels, quantize_split, rows_of, spread
-from fp4deploy.qat.recipes import QuantSpec, Recipe
+from fp4deploy.qat.operators.quantizers import quantize_operand, shared_rotation
+from fp4deploy.qat.operators.wgrad_operands import activation_operand, gradient_operands
+from fp4deploy.qat.outliers import OutlierChannels, part_of, quantize_split, spread
+from fp4deploy.qat.recipes import Recipe
 
 Gemms = LinearGemms | ConvGemms
 
@@ -42,24 +43,32 @@ class _QuantizedGemms(torch.autograd.Function):
             xq, in_range = quantize_split_input(x, gemms, recipe, outliers), None
         wq = quantize_forward_weight(weight, gemms, recipe, outliers)
         ctx.gemms, ctx.recipe, ctx.strides, ctx.outliers = gemms, recipe, xq.stride(), outliers
-        double = recipe.double_quantization
-        ctx.save_for_backward(
-            xq if double or recipe.wgrad_activation is None else x,
-            wq if double or recipe.dgrad_weight is None else weight,
-            in_range,
-        )
+        ctx.save_for_backward(xq if recipe.reuses_activation else x, wq if recipe.reuses_weight else weight, in_range)
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        if not torch.is_autocast_enabled(x.device.type):  # which would do that
+            wq, bias = wq.to(xq.dtype), None if bias is None else bias.to(xq.dtype)
         return gemms.forward(xq, wq, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
         x, weight, in_range = ctx.saved_tensors
-        dgrad = partial(_dgrad, gradient, weight, x, ctx.gemms, ctx.recipe)
-        wgrad = _wgrad if ctx.outliers is None else partial(_split_wgrad, outliers=ctx.outliers)
-        return needed_gradients(
-            ctx, gradient, dgrad, partial(wgrad, gradient, x, weight, ctx.gemms, ctx.recipe), in_range
-        )
+        gemms, recipe, (needs_dx, needs_dw, *_) = ctx.gemms, ctx.recipe, ctx.needs_input_grad
+        plain = not (recipe.wgrad_gradient or recipe.wgrad_activation)
+        together = needs_dw and not plain and ctx.outliers is None
+        rotations = [shared_rotation(spec, gradient.device) for spec in (recipe.dgrad_gradient, recipe.wgrad_gradient)]
+        by_channels, by_width = gradient_operands(gradient, x.shape, gemms, recipe, needs_dx, together, rotations)
+
+        def wgrad() -> torch.Tensor:
+            if plain:
+                return gemms.plain_wgrad(gradient, x, weight)
+            if ctx.outliers is not None:
+                return _split_wgrad(gradient, x, weight, gemms, recipe, ctx.outliers)
+            rows = activation_operand(x, gradient, gemms, recipe, rotations[1])
+            return gemms.wgrad(by_width, rows, weight)
+
+        dgrad = partial(_dgrad, by_channels, weight, x, gemms, recipe, rotations[0])
+        return needed_gradients(ctx, gradient, dgrad, wgrad, in_range)
 
 
 def quantized_gemms(
@@ -100,21 +109,17 @@ def quantize_forward_weight(
     return quantize_split(weight, axes[1], outliers, lambda part: quantize_operand(part, recipe.weight, axes)[0])
 
 
-def _dgrad(gradient: torch.Tensor, weight: torch.Tensor, x: torch.Tensor, gemms: Gemms, recipe: Recipe) -> torch.Tensor:
-    rotation = shared_rotation(recipe.dgrad_gradient, gradient.device)
-    g, _ = quantize_operand(gradient, recipe.dgrad_gradient, (gemms.input_axis,), None, (gemms.groups,), rotation)
+def _dgrad(
+    g: torch.Tensor,
+    weight: torch.Tensor,
+    x: torch.Tensor,
+    gemms: Gemms,
+    recipe: Recipe,
+    rotation: torch.Tensor | None,
+) -> torch.Tensor:
     axes, groups = gemms.weight_axes[::-1], gemms.weight_groups[::-1]
     w, _ = quantize_operand(weight, recipe.dgrad_weight, axes, None, groups, rotation)
     return gemms.dgrad(g, w.to(g.dtype), x)
-
-
-def _wgrad(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, gemms: Gemms, recipe: Recipe) -> torch.Tensor:
-    if not (recipe.wgrad_gradient or recipe.wgrad_activation):
-        return gemms.plain_wgrad(gradient, x, weight)
-    rotation = shared_rotation(recipe.wgrad_gradient, gradient.device)
-    g = _rows(gradient, x, recipe.wgrad_gradient, gemms, True, gradient.dtype, rotation)
-    rows = _rows(x, gradient, recipe.wgrad_activation, gemms, False, gradient.dtype, rotation)
-    return gemms.wgrad(g, rows, weight)
 
 
 def _split_wgrad(
@@ -129,24 +134,7 @@ def _split_wgrad(
     channels, axes = weight.shape[gemms.weight_axes[1]], (gemms.wgrad_axis,)
     rows, columns = gemms.wgrad_gradient(gradient, x.shape), gemms.wgrad_input(x, gradient.shape).to(gradient.dtype)
     g, _ = quantize_operand(rows, recipe.wgrad_gradient, axes)
-    fine, _ = quantize_operand(rows_of(columns, channels, outliers.others), recipe.wgrad_activation, axes)
+    fine, _ = quantize_operand(part_of(columns, channels, outliers.others), recipe.wgrad_activation, axes)
     dw = gemms.wgrad(g, spread(fine, channels, outliers.others), weight)
-    coarse = fake_quantize_mxfp8(rows_of(columns, channels, outliers.chosen), axes[0])
+    coarse = fake_quantize_mxfp8(part_of(columns, channels, outliers.chosen), axes[0])
     return dw + gemms.wgrad(fake_quantize_mxfp8(rows, axes[0]), spread(coarse, channels, outliers.chosen), weight)
-
-
-def _rows(
-    operand: torch.Tensor,
-    other: torch.Tensor,
-    spec: QuantSpec | None,
-    gemms: Gemms,
-    is_gradient: bool,
-    dtype: torch.dtype,
-    rotation: torch.Tensor | None,
-) -> torch.Tensor:
-    """G or X as rows over tokens or pixels, quantised, of `dtype`; on a GPU not unfolded in memory before it is."""
-    unfolds = gemms.unfolds_gradient if is_gradient else gemms.unfolds_input
-    if unfolds and isinstance(gemms, ConvGemms) and spec is not None and unfolds_by_kernel(operand, spec):
-        return quantize_unfolded(operand, spec, gemms.unfolding(other.shape[2:]), dtype)
-    rows = (gemms.wgrad_gradient if is_gradient else gemms.wgrad_input)(operand, other.shape)
-    return quantize_operand(rows, spec, (gemms.wgrad_axis,), rotation=rotation)[0].to(dtype)

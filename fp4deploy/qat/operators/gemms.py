@@ -10,33 +10,34 @@ three contracts another axis, so every operand is quantised once for each GEMM t
                       dW = G^T X                     tokens                G 0                  X 0
     Conv2d            Y  = X * W                     input channels        X 1 (NCHW)           W 1 (OIHW)
                       dX = G transposed-conv W       output channels       G 1                  W 0
-                      dW = G^T unfold(X)             output pixels         G -1                 unfold(X) -1
+                      dW = G^T widen(X)              output pixels         G -1                 widen(X) -1
     ConvTranspose2d   Y  = X transposed-conv W       input channels        X 1                  W 0 (IOHW)
                       dX = G * W                     output channels       G 1                  W 1
-                      dW = X^T unfold(G)             input pixels          unfold(G) -1         X -1
+                      dW = X^T widen(G)              input pixels          widen(G) -1          X -1
 
 Forward and dgrad of a convolution are implicit GEMMs: the contraction runs over channels and taps, and a block holds 16
-channels of one tap. The wgrad is a GEMM over pixels. One of its operands is the unfolded (im2col) activation, one row
-for each channel and tap; a block holds 16 pixels of that row, in row-major order within one image. Blocks are cut after
-unfolding: a tap shifts the activation, and blocks cut before the shift would straddle the blocks of the other operand,
-which no tensor core can multiply. The price is the memory of the unfolded activation, KH * KW times the original.
+channels of one tap. The wgrad is a GEMM over pixels, image by image and row by row; a block holds 16 pixels of one row
+of a map, the last of a row padded with zeros. A tap shifts one of the operands against the other. By rows it moves
+whole blocks. By columns it would make blocks straddle those of the other operand, which no tensor core can multiply:
+so that operand is quantised once for each column of the filter, shifted before its blocks are cut (`ConvGemms.widen`).
+The price is the memory of as many copies. A pointwise convolution has one tap, and its blocks run along all pixels of
+an image.
 
 Conv1d, Conv3d and ConvTranspose3d are the same with one and with three spatial axes: X [N, C, L] and [N, C, D, H, W],
-blocks along C.
+blocks of the wgrad along the last.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 
+from fp4deploy.graph.sizes import output_size
 from fp4deploy.plugins.quantize.dispatch import mask_gradient
-from fp4deploy.plugins.quantize.unfolded import Unfolding
 
 Pair = tuple[int, int]
 Sizes = tuple[int, ...]  # one a spatial axis
@@ -71,13 +72,13 @@ class LinearGemms:
         return gradient.flatten(0, -2).T @ x.flatten(0, -2).to(gradient.dtype)
 
     @property
-    def unfolds_input(self) -> bool:
-        """The wgrad reads X unfolded."""
+    def widens_input(self) -> bool:
+        """The wgrad reads X shifted."""
         return False
 
     @property
-    def unfolds_gradient(self) -> bool:
-        """The wgrad reads G unfolded."""
+    def widens_gradient(self) -> bool:
+        """The wgrad reads G shifted."""
         return False
 
     def wgrad_operands(self, gradient: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -167,76 +168,110 @@ class ConvGemms:
         )
 
     def wgrad_operands(self, gradient: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """G and X as [N, rows, pixels]; the one with the larger height and width unfolded."""
+        """G and X as feature maps with the same width, which is the axis of the blocks; see `widen`."""
         return self.wgrad_gradient(gradient, x.shape), self.wgrad_input(x, gradient.shape)
 
     @property
-    def unfolds_input(self) -> bool:
-        """The wgrad reads X unfolded: a row for each channel and tap, where a convolution has more than one tap."""
-        pixelwise = {*self.kernel, *self.stride} == {1} and not any(self.padding)
-        return not (self.transposed or pixelwise)
+    def pixelwise(self) -> bool:
+        """One tap at each pixel: pixels are rows of one matrix, in any order."""
+        return {*self.kernel, *self.stride} == {1} and not any(self.padding)
 
     @property
-    def unfolds_gradient(self) -> bool:
-        """The wgrad reads G unfolded: that of a transposed convolution."""
-        return self.transposed
+    def widens_input(self) -> bool:
+        """The wgrad reads X shifted by the taps of a filter: a convolution's, where there is more than one tap."""
+        return not (self.transposed or self.pixelwise)
 
-    def unfolding(self, grid: Sequence[int]) -> Unfolding:
-        """How the wgrad of a Conv2d or ConvTranspose2d reads its unfolded operand; `grid`: sizes of the other one."""
-        steps: Any = (self.kernel, self.stride, self.padding, self.dilation, tuple(grid))
-        return Unfolding(*steps)
+    @property
+    def widens_gradient(self) -> bool:
+        """The wgrad reads G shifted: that of a transposed convolution."""
+        return self.transposed and not self.pixelwise
 
     def wgrad_gradient(self, gradient: torch.Tensor, x_shape: Sequence[int]) -> torch.Tensor:
-        """G [N, rows, pixels]; of a transposed convolution unfolded."""
-        return self._unfold(gradient, tuple(x_shape[2:])) if self.unfolds_gradient else gradient.flatten(2)
+        """G [N, O, ..., W']; of a transposed convolution widened; [N, O, pixels] of a pointwise one.
+
+        Axes at the end on which neither map has a second position are left out: blocks run along the last other one.
+        """
+        gemms, gradient = self._without_ends(gradient, x_shape)
+        if gemms.pixelwise:
+            return gradient.flatten(2)
+        return gemms.widen(gradient, x_shape[gradient.ndim - 1]) if gemms.transposed else gradient
 
     def wgrad_input(self, x: torch.Tensor, gradient_shape: Sequence[int]) -> torch.Tensor:
-        """X [N, rows, pixels]; of a convolution unfolded."""
-        return self._unfold(x, tuple(gradient_shape[2:])) if self.unfolds_input else x.flatten(2)
+        """X [N, C, ..., W]; of a convolution widened; [N, C, pixels] of a pointwise one; axes as of G."""
+        gemms, x = self._without_ends(x, gradient_shape)
+        if gemms.pixelwise:
+            return x.flatten(2)
+        return x if gemms.transposed else gemms.widen(x, gradient_shape[x.ndim - 1])
+
+    def _without_ends(self, x: torch.Tensor, other: Sequence[int]) -> tuple[ConvGemms, torch.Tensor]:
+        gemms = self
+        while len(gemms.kernel) > 1 and x.shape[-1] == 1 and gemms.kernel[-1] == 1 and not gemms.padding[-1]:
+            if len(other) >= x.ndim and other[x.ndim - 1] != 1:
+                break
+            gemms, x = gemms.first(len(gemms.kernel) - 1), x[..., 0]
+        return gemms, x
+
+    def first(self, axes: int) -> ConvGemms:
+        """This convolution on its first spatial axes."""
+        kernel, stride, padding, dilation = (sizes[:axes] for sizes in self.steps)
+        return replace(self, kernel=kernel, stride=stride, padding=padding, dilation=dilation)
+
+    def widen(self, x: torch.Tensor, width: int) -> torch.Tensor:
+        """X once for each column of the filter, shifted to where that column reads it.
+
+        Args:
+            x: [N, C, ..., W], the operand with the larger height and width.
+            width: W' of the other operand.
+
+        Returns:
+            [N, columns * C, ..., W'], within each group the columns outermost. Element w' of column k is
+            x[..., w' * stride - padding + k * dilation], 0 outside.
+        """
+        (columns, stride, padding, dilation), groups = (at[-1] for at in self.steps), self.groups
+        last = (width - 1) * stride + (columns - 1) * dilation + 1 - padding  # that a column reads, and one
+        padded = F.pad(x, (padding, max(0, last - x.shape[-1]))).unflatten(1, (groups, x.shape[1] // groups))
+        windows = [padded[..., tap_window(at, stride, dilation, width)] for at in range(columns)]
+        return torch.stack(windows, 2).flatten(1, 3)
 
     def wgrad(self, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """dW like `weight`, from the (quantised) operands of `wgrad_operands`."""
-        rows, unfolded = (x, gradient) if self.transposed else (gradient, x)
-        rows = rows.unflatten(1, (self.groups, rows.shape[1] // self.groups))
-        unfolded = unfolded.unflatten(1, (self.groups, unfolded.shape[1] // self.groups))
-        return torch.einsum("ngrp,ngup->gru", rows, unfolded).reshape(weight.shape)
+        """dW like `weight`, from the (quantised) operands of `wgrad_operands`.
+
+        A filter of `columns` columns on C channels is one of a single column on the columns * C of `widen`.
+        """
+        narrow, wide = (x, gradient) if self.transposed else (gradient, x)
+        if self.pixelwise:
+            narrow, wide = (t.unflatten(1, (self.groups, t.shape[1] // self.groups)) for t in (narrow, wide))
+            return torch.einsum("ngrp,ngup->gru", narrow, wide).reshape(weight.shape)
+        if narrow.ndim - 2 < len(self.kernel):
+            first = self.first(narrow.ndim - 2)
+            return first.wgrad(gradient, x, weight.flatten(narrow.ndim - 1)).reshape(weight.shape)
+        columns, channels = self.kernel[-1], weight.shape[1]
+        stride, padding, dilation = ((*at[:-1], last) for at, last in zip(self.steps[1:], (1, 0, 1), strict=True))
+        steps = zip(wide.shape[2:], (*self.kernel[:-1], 1), stride, padding, dilation, strict=True)
+        # an output padding of a stride or more adds rows that no tap reads: there the other operand is 0
+        more = [output_size(*axis) - size for axis, size in zip(steps, narrow.shape[2:], strict=True)]
+        narrow = F.pad(narrow, [edge for extra in reversed(more) for edge in (0, extra)]) if any(more) else narrow
+        like = narrow.new_empty((weight.shape[0], columns * channels, *self.kernel[:-1], 1))
+        options = (stride, padding, dilation, False, [0] * len(self.kernel), self.groups, (False, True, False))
+        dw: torch.Tensor = torch.ops.aten.convolution_backward(narrow, wide, like, None, *options)[1]
+        return dw.unflatten(1, (columns, channels)).movedim(1, -1).reshape(weight.shape)
+
+    @property
+    def steps(self) -> tuple[Sizes, Sizes, Sizes, Sizes]:
+        """Kernel, stride, padding and dilation."""
+        return self.kernel, self.stride, self.padding, self.dilation
 
     def bias_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """db [O]."""
         return gradient.sum((0, *range(2, gradient.ndim)))
-
-    def _unfold(self, activation: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
-        """im2col: [N, channels * taps, pixels], cropped to `sizes`, the height and width of the other operand."""
-        kernel = self.kernel
-        if len(kernel) != 2:
-            return self._unfold_taps(activation, sizes)
-        unfolded = F.unfold(activation, kernel, self.dilation, self.padding, self.stride)
-        extents = (
-            size + 2 * padding - dilation * (taps - 1) - 1
-            for size, padding, dilation, taps in zip(
-                activation.shape[2:], self.padding, self.dilation, kernel, strict=True
-            )
-        )
-        grid = tuple(extent // stride + 1 for extent, stride in zip(extents, self.stride, strict=True))
-        height, width = sizes
-        return unfolded.unflatten(-1, grid)[..., :height, :width].flatten(-2)
-
-    def _unfold_taps(self, activation: torch.Tensor, grid: tuple[int, ...]) -> torch.Tensor:
-        """`_unfold` for any number of spatial axes: one strided slice a tap, taps innermost within a channel."""
-        padded = F.pad(activation, [edge for size in reversed(self.padding) for edge in (size, size)])
-        steps = list(zip(self.stride, self.dilation, grid, strict=True))
-        windows = []
-        for taps in itertools.product(*(range(size) for size in self.kernel)):
-            index: Any = (..., *(_window(tap, *step) for tap, step in zip(taps, steps, strict=True)))
-            windows.append(padded[index])
-        return torch.stack(windows, 2).flatten(3).flatten(1, 2)
 
 
 _CONVOLUTIONS: dict[int, Any] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _TRANSPOSED: dict[int, Any] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
-def _window(tap: int, stride: int, dilation: int, extent: int) -> slice:
+def tap_window(tap: int, stride: int, dilation: int, extent: int) -> slice:
+    """Where a tap reads a padded axis, for `extent` outputs."""
     start = tap * dilation
     return slice(start, start + (extent - 1) * stride + 1, stride)
 

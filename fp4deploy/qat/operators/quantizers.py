@@ -15,7 +15,6 @@ from fp4deploy import formats
 from fp4deploy.formats import MXFP4_BLOCK, NVFP4_BLOCK
 from fp4deploy.formats.ms_eden import ROTATION
 from fp4deploy.formats.philox import draw_seed
-from fp4deploy.plugins.quantize import unfolded
 from fp4deploy.plugins.quantize.dispatch import (
     fake_quantize_and_amax,
     fake_quantize_mxfp4,
@@ -58,21 +57,6 @@ def quantize_operand(
         return _IN_EIGHT_BITS[spec.format](x, axes[0] if spec.row_scaled else None, amax)
     values, in_range, _ = _quantize_groups(x, spec, axes, amax, groups, measure=False)
     return values, in_range
-
-
-def unfolds_by_kernel(x: torch.Tensor, spec: QuantSpec) -> bool:
-    """Whether a kernel quantises the feature map `x` [N, C, H, W] unfolded by `spec`, without unfolding it first."""
-    special = spec.in_eight_bits or spec.row_scaled or spec.rounding == "ms_eden"
-    return not special and unfolded.supports(x, spec.mx_rule)
-
-
-def quantize_unfolded(
-    x: torch.Tensor, spec: QuantSpec, unfolding: unfolded.Unfolding, dtype: torch.dtype
-) -> torch.Tensor:
-    """`quantize_operand` of `x` unfolded [N, C * taps, P], along the pixels, of `dtype` (`unfolds_by_kernel`)."""
-    return unfolded.fake_quantize_unfolded(
-        x, unfolding, dtype, spec.mx_rule, spec.rounding, spec.four_over_six, spec.hadamard
-    )
 
 
 def shared_rotation(spec: QuantSpec | None, device: torch.device) -> torch.Tensor | None:

@@ -213,7 +213,7 @@ def contracted_axis(layer: nn.Module) -> int:
     return 0 if isinstance(layer, TRANSPOSED) else 1
 
 
-def _without_autocast(device: str) -> AbstractContextManager[Any]:
+def _without_autocast(device: str) -> AbstractContextManager[object]:
     return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
@@ -232,10 +232,8 @@ def _wgrad_rows(layer: nn.Module, gradient: torch.Tensor, x: torch.Tensor) -> to
         return gradient.flatten(0, -2)
     if gradient.ndim == cast(torch.Tensor, layer.weight).ndim - 1:  # without a batch axis
         gradient, x = gradient[None], x[None]
-    if isinstance(layer, TRANSPOSED):
-        unfolded: torch.Tensor = cast(Any, layer).gemms().wgrad_operands(gradient, x.detach())[0]
-        return unfolded
-    return gradient.flatten(2)
+    rows: torch.Tensor = cast(Any, layer).gemms().wgrad_gradient(gradient, x.shape)
+    return rows
 
 
 def _evenly_spaced(shape: torch.Size, limit: int) -> slice:

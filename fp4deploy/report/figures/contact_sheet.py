@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw, ImageOps
 from fp4deploy.data import open_boxes, open_dataset
 from fp4deploy.data.palette import colours, tinted
 from fp4deploy.data.sample import IGNORE, Boxes, Sample, spread
-from fp4deploy.report.figures.overlays import grey_slice
+from fp4deploy.report.figures.task_pictures import grey_slice
 from fp4deploy.system.files import atomic_write
 
 COLUMNS, ROWS = 4, 3

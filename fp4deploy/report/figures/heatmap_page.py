@@ -68,7 +68,7 @@ def _protected(text: str) -> str:
     return f'{head}{found}<meta http-equiv="Content-Security-Policy" content="{policy}">{rest}'
 
 
-def _trace(heatmap: Heatmap) -> dict[str, Any]:
+def _trace(heatmap: Heatmap) -> dict[str, object]:
     low, high, log = heatmap.limits()
     bar: dict[str, Any] = {"title": {"text": _text(heatmap.unit), "side": "right"}, "thickness": 14}
     if log:

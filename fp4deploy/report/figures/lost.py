@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 from PIL import Image
 
 from fp4deploy.bench.evidence import PixelCounts, read_evidence
@@ -15,16 +14,11 @@ from fp4deploy.bench.records import Evidence
 from fp4deploy.bench.runtimes.like import Like
 from fp4deploy.bench.runtimes.open import open_for_images
 from fp4deploy.bench.runtimes.protocol import Runtime
-from fp4deploy.data import IGNORE, EvalTransform, NumberedEvalTransform, Sample
-from fp4deploy.data.palette import Palette, colours, tinted
-from fp4deploy.detection.draw import draw_boxes
+from fp4deploy.data import IGNORE, Sample
+from fp4deploy.data.sample import Pixels
 from fp4deploy.errors import Fp4DeployError
-from fp4deploy.instances import decode
-from fp4deploy.instances.draw import draw_instances
 from fp4deploy.models import ModelCard
-from fp4deploy.models.heads import InstanceHead
-from fp4deploy.report.figures.box_overlays import find_boxes, true_boxes
-from fp4deploy.report.figures.overlays import DIFFERENCE, Pixels, faded
+from fp4deploy.report.figures.task_pictures import DIFFERENCE, PICTURES, Seen, faded
 from fp4deploy.system.files import atomic_write
 from fp4deploy.tasks import task_of
 
@@ -70,7 +64,6 @@ def draw_lost(
     if card.volume is not None:
         return []  # a volume is no one picture; the slices of a report show where models differ
     dataset = task_of(card).for_card(card, data, split, labelled=True)
-    draw = DRAWN[card.task]
     wanted = dict.fromkeys(images)
     samples = (dataset.load(index) for index in range(len(dataset)))
     found = {sample.name: sample for sample in samples if sample.name in wanted}
@@ -79,60 +72,29 @@ def draw_lost(
     for name, stem in zip(drawn, _stems(drawn), strict=True):
         path = folder / FOLDER / f"{stem}.png"
         with atomic_write(path) as temporary:
-            Image.fromarray(draw(card, found[name], models)).save(temporary, format="PNG")
+            Image.fromarray(_panels(card, found[name], models)).save(temporary, format="PNG")
         written.append(path)
     return written
 
 
-def _semantic(card: ModelCard, sample: Sample, models: Sequence[Runtime]) -> Pixels:
-    """The columns of one image at the size of the model's input."""
-    tensor, mask = EvalTransform(card.height, card.width, card.mean, card.std)(sample)
-    mean, std = (np.array(values, np.float32)[:, None, None] for values in (card.mean, card.std))
-    image = ((tensor.numpy() * std + mean).clip(0, 1) * 255).round().astype(np.uint8).transpose(1, 2, 0)
-    outputs = [model.infer(tensor.numpy()[None])[0] for model in models]
-    predictions = [output.argmax(0).astype(np.uint8) for output in outputs]
-    palette = colours(card.class_names, card.background)
-    return _row(image, mask.numpy().astype(np.uint8), predictions, palette)
+def _panels(card: ModelCard, sample: Sample, models: Sequence[Runtime]) -> Pixels:
+    """Image, truth, and what each model predicts, side by side; of classes also the pixels that became wrong."""
+    kind = PICTURES[card.task]
+    seen = kind.see(card, sample, models)
+    drawn = [kind.draw(seen.image, labels, card) for labels in (seen.truth, *seen.predictions)]
+    wrong = [became_wrong(seen)] if kind.legend else []
+    return np.concatenate([seen.image, *drawn, *wrong], axis=1)
 
 
-def _instances(card: ModelCard, sample: Sample, models: Sequence[Runtime]) -> Pixels:
-    """The columns of one image at its own size: image, truth, and the objects that each model finds."""
-    assert isinstance(card.head, InstanceHead)
-    assert sample.instances is not None
-    tensor, _ = NumberedEvalTransform(card.height, card.width, card.mean, card.std)(sample)
-    size = (sample.mask.shape[0], sample.mask.shape[1])
-    outputs = [torch.from_numpy(model.infer(tensor.numpy()[None])[0]) for model in models]
-    drawn = [draw_instances(sample.image, decode(output, card.head, size).ids) for output in outputs]
-    truth = draw_instances(sample.image, sample.instances, sample.mask == IGNORE)
-    return np.concatenate([sample.image, truth, *drawn], axis=1)
-
-
-def _boxes(card: ModelCard, sample: Sample, models: Sequence[Runtime]) -> Pixels:
-    """The columns of one image at its own size: image, true boxes, and the boxes that each model finds."""
-    drawn = [draw_boxes(sample.image, find_boxes(model, sample)) for model in models]
-    return np.concatenate([sample.image, draw_boxes(sample.image, true_boxes(sample)), *drawn], axis=1)
-
-
-def _labels(card: ModelCard, sample: Sample, models: Sequence[Runtime]) -> Pixels:
-    """The columns of one image at its own size, in the colours of its class and of those that the models give it."""
-    transform = task_of(card).transform(card.size, card.mean, card.std)
-    image = transform(sample)[0].numpy()[None]
-    predictions = [np.full(sample.mask.shape, model.infer(image)[0].argmax(), np.uint8) for model in models]
-    palette = colours(card.class_names, card.background)
-    return _row(sample.image, sample.mask.astype(np.uint8), predictions, palette)
-
-
-DRAWN = {"semantic": _semantic, "instance": _instances, "detection": _boxes, "classification": _labels}
-
-
-def _row(image: Pixels, truth: Pixels, predictions: Sequence[Pixels], palette: Palette) -> Pixels:
-    """Panels side by side [H, columns * W, 3]; the last one marks pixels that are wrong, and were right before."""
-    wrong = (predictions[-1] != truth) & (truth != IGNORE)
-    if len(predictions) > 1:
-        wrong &= predictions[0] == truth
-    grey = faded(image)
+def became_wrong(seen: Seen) -> Pixels:
+    """The image in grey, its pixels marked that are wrong in the last prediction, and right in one before it."""
+    before, last = seen.predictions[:-1], seen.predictions[-1]
+    wrong = (last != seen.truth) & (seen.truth != IGNORE)
+    for each in before:
+        wrong &= each == seen.truth
+    grey = faded(seen.image)
     grey[wrong] = DIFFERENCE
-    return np.concatenate([image, *(tinted(image, mask, palette) for mask in (truth, *predictions)), grey], axis=1)
+    return grey
 
 
 def _stems(names: Sequence[str]) -> list[str]:

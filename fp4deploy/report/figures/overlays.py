@@ -1,8 +1,8 @@
-"""Sample overlays: image, truth, FP16, NVFP4, and the pixels where the two models differ.
+"""Sample overlays: image, truth, FP16, NVFP4, and where the two models differ.
 
-Of up to sixteen validation images, evenly spaced, the three with the most classes are shown and then the one on which
-the models differ most, so that the report never hides the worst. Of a volume the window of the network's size in its
-middle is predicted, and one axial slice of it shown.
+Of up to sixteen validation images, evenly spaced, the three with the most classes or objects are shown and then the one
+on which the models differ most, so that the report never hides the worst. Of a volume the window of the network's size
+in its middle is predicted, and one axial slice of it shown.
 """
 
 from __future__ import annotations
@@ -10,31 +10,24 @@ from __future__ import annotations
 import base64
 import io
 import struct
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
 from fp4deploy.bench.runtimes.pytorch import TorchRuntime
-from fp4deploy.data import IGNORE, validation_set
-from fp4deploy.data.palette import Palette, colours, tinted
-from fp4deploy.data.sample import spread
+from fp4deploy.data.palette import colours
+from fp4deploy.data.sample import Pixels, spread
+from fp4deploy.models import ModelCard
+from fp4deploy.report.figures.task_pictures import PICTURES, ClassPictures, Seen, most_telling
 from fp4deploy.tasks import task_of
 
 CANDIDATES = 16
 SHOWN = 4
-SLICE = 320  # pixels of the longer side of a slice of a volume, as an integer multiple of its voxels
 MAX_RUNS = 4  # of a comparison: columns of predictions and of heatmaps that stay legible
-DIFFERENCE = (214, 51, 108)
 PAIR = "FP16 | NVFP4"
 SVG = "http://www.w3.org/2000/svg"
-
-Pixels = NDArray[np.uint8]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -77,97 +70,23 @@ def draw_overlays(fp16: Path, nvfp4: Path, data: Path) -> list[Overlay]:
     """Overlays of two checkpoints of one run on the validation split of `data`."""
     models = TorchRuntime(fp16), TorchRuntime(nvfp4)
     card = models[0].card
-    dataset = validation_set(card, data)
-    transform = task_of(card).transform(card.size, card.mean, card.std)
-    palette = colours(card.class_names, card.background)
-    mean, std = (np.array(values, dtype=np.float32)[:, None, None] for values in (card.mean, card.std))
-    found: list[_Prediction] = []
-    for index in spread(len(dataset), CANDIDATES):
-        sample = dataset.load(index)
-        tensor, mask = transform(sample)
-        normalised = tensor.numpy()
-        first, second = (model.infer(normalised[None])[0].argmax(0).astype(np.uint8) for model in models)
-        truth = mask.numpy().astype(np.uint8)
-        if card.volume is not None:
-            found.append(_slice(sample.name, normalised[0], truth, first, second))
-            continue
-        image = ((normalised * std + mean).clip(0, 1) * 255).round().astype(np.uint8).transpose(1, 2, 0)
-        found.append(_Prediction(sample.name, image, truth, first, second))
-    *rich, worst = most_telling(found, lambda each: each.differing, lambda each: each.classes)
-    return [each.draw(palette, each is worst, card.class_names) for each in (*rich, worst)]
+    kind, dataset = PICTURES[card.task], task_of(card).for_card(card, data, labelled=True)
+    seen = [kind.see(card, dataset.load(index), models) for index in spread(len(dataset), CANDIDATES)]
+    *rich, worst = most_telling(kind, seen, SHOWN)
+    return [_overlay(kind, card, *pair, pair is worst) for pair in (*rich, worst)]
 
 
-def most_telling(
-    found: Sequence[T], differing: Callable[[T], float], richness: Callable[[T], float], shown: int = SHOWN
-) -> list[T]:
-    """The richest of some images, and last the one on which the models differ most."""
-    worst = max(found, key=differing)
-    return [*sorted((each for each in found if each is not worst), key=richness, reverse=True)[: shown - 1], worst]
-
-
-def faded(image: Pixels) -> Pixels:
-    """An image in light grey, on which colours are seen."""
-    return np.repeat(image.mean(axis=2, keepdims=True) * 0.5 + 110, 3, axis=2).astype(np.uint8)
-
-
-@dataclass(frozen=True, eq=False)
-class _Prediction:
-    """What both models predict for one image [H, W, 3]; masks [H, W] of class ids."""
-
-    name: str
-    image: Pixels
-    truth: Pixels
-    first: Pixels
-    second: Pixels
-
-    @property
-    def classes(self) -> int:
-        present = np.unique(self.truth)
-        return int((present != IGNORE).sum())
-
-    @property
-    def differing(self) -> float:
-        return float((self.first != self.second).mean())
-
-    def draw(self, palette: Palette, worst: bool, names: Sequence[str]) -> Overlay:
-        grey = faded(self.image)
-        grey[self.first != self.second] = DIFFERENCE
-        pictures = {
-            "image": self.image,
-            "truth": tinted(self.image, self.truth, palette),
-            "FP16": tinted(self.image, self.first, palette),
-            "NVFP4": tinted(self.image, self.second, palette),
-            "difference": grey,
-        }
-        uris = {title: png_uri(pixels) for title, pixels in pictures.items()}
-        present = set(np.unique(np.stack([self.truth, self.first, self.second])).tolist()) - {IGNORE}
-        legend = [
-            (name, colour)
-            for number, (name, colour) in enumerate(zip(names, palette, strict=True))
-            if colour and number in present
-        ]
-        return Overlay(self.name, uris, self.differing, worst, legend)
-
-
-def grey_slice(voxels: NDArray[np.floating], at: int) -> Pixels:
-    """An axial slice of [D, H, W] as uint8 [H, W, 3], between the 0.5 and 99.5 percentiles of all; anterior is up."""
-    low, high = np.percentile(voxels, (0.5, 99.5))
-    grey = ((voxels[at, ::-1] - low) / max(high - low, 1e-6) * 255).clip(0, 255).astype(np.uint8)
-    return np.repeat(grey[..., None], 3, -1)
-
-
-def _slice(name: str, voxels: NDArray[np.float32], truth: Pixels, first: Pixels, second: Pixels) -> _Prediction:
-    """The axial slice of a window [D, H, W] in which the models differ most, of several the one with most classes."""
-    differing = (first != second).sum((1, 2))
-    labelled = ((truth > 0) & (truth != IGNORE)).sum((1, 2))
-    at = int(np.lexsort((labelled, differing))[-1])
-    grey = grey_slice(voxels, at)[::-1, :, 0]
-    times = max(1, SLICE // max(grey.shape))
-    shown = [
-        np.kron(each[::-1], np.ones((times, times), np.uint8)) for each in (grey, truth[at], first[at], second[at])
-    ]
-    image, *masks = shown  # anterior is up
-    return _Prediction(f"{name}, slice {at}", np.repeat(image[..., None], 3, -1), *masks)
+def _overlay(kind: ClassPictures, card: ModelCard, seen: Seen, differing: float, worst: bool) -> Overlay:
+    first, second = seen.predictions
+    labels = {"truth": seen.truth, "FP16": first, "NVFP4": second}
+    drawn = {title: kind.named(seen.image, each, card) for title, each in labels.items()}
+    difference = kind.difference(seen.image, first, second, card)
+    pictures = {"image": kind.shown(seen.image), **drawn, "difference": difference}
+    present = set(np.unique(np.stack([*labels.values()])).tolist()) if kind.legend else set()
+    palette = enumerate(zip(card.class_names, colours(card.class_names, card.background), strict=True))
+    legend = [(name, colour) for number, (name, colour) in palette if colour and number in present]
+    uris = {title: png_uri(pixels) for title, pixels in pictures.items()}
+    return Overlay(seen.name, uris, differing, worst, legend, kind.unit)
 
 
 def png_uri(pixels: Pixels, largest: int | None = None) -> str:

@@ -6,29 +6,17 @@ one on which the models differ most.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from PIL import Image
 
 from fp4deploy.bench.runtimes.pytorch import TorchRuntime
-from fp4deploy.data import IGNORE
-from fp4deploy.data.palette import Palette, colours, tinted
+from fp4deploy.data.palette import colours
 from fp4deploy.data.sample import spread
-from fp4deploy.detection.draw import draw_boxes
 from fp4deploy.errors import Fp4DeployError, InputError
-from fp4deploy.instances import decode
-from fp4deploy.instances.draw import draw_instances
-from fp4deploy.models.heads import InstanceHead
 from fp4deploy.report.comparison import Member, comparable
-from fp4deploy.report.figures.box_overlays import find_boxes, true_boxes, unmatched_share
-from fp4deploy.report.figures.instance_overlays import different
-from fp4deploy.report.figures.overlays import MAX_RUNS, PictureRow, most_telling, png_uri
+from fp4deploy.report.figures.overlays import MAX_RUNS, PictureRow, png_uri
+from fp4deploy.report.figures.task_pictures import PICTURES, most_telling
 from fp4deploy.report.model import MODEL_TITLES
 from fp4deploy.report.run_folder import RunData, readable
 from fp4deploy.runs import Run
@@ -88,94 +76,15 @@ def _rows(
     card = models[0].card
     if card.volume is not None:
         return [], []  # the report of each run has slices
-    kind = KINDS[card.task]
-    dataset: Any = task_of(card).for_card(card, data, labelled=True)
+    kind, dataset = PICTURES[card.task], task_of(card).for_card(card, data, labelled=True)
     if not len(dataset):
         raise InputError(f"the validation split of {data} holds no images.")
-    palette = colours(card.class_names, card.background)
-    found = []
-    for index in spread(len(dataset), CANDIDATES):
-        sample = dataset.load(index)
-        predictions = [kind.predict(model, sample) for model in models]
-        differing = [kind.differing(predictions[0], each) for each in predictions[1:]]
-        found.append((sample, predictions, max(differing, default=0.0), kind.richness(sample)))
+    seen = [kind.see(card, dataset.load(index), models) for index in spread(len(dataset), CANDIDATES)]
     rows = []
-    for sample, predictions, most_differing, _ in most_telling(
-        found, lambda each: each[2], lambda each: each[3], SHOWN
-    ):
-        drawn = [kind.truth(sample, palette), *(kind.draw(sample.image, each, palette) for each in predictions)]
-        named = zip(("image", "truth", *titles), (sample.image, *drawn), strict=True)
-        unlike = f": up to {100 * most_differing:.2f} % of {kind.unit} differ from {titles[0]}"
-        difference = "" if len(models) < 2 else unlike
-        rows.append(
-            PictureRow(f"{sample.name}{difference}", [(title, png_uri(pixels, LARGEST)) for title, pixels in named])
-        )
-    legend = [(n, c) for n, c in zip(card.class_names, palette, strict=True) if c] if kind.legend else []
-    return rows, legend
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """How predictions of one task are made, compared and drawn; `richness` orders images, `unit` is what differs."""
-
-    predict: Callable[[TorchRuntime, Any], Any]
-    differing: Callable[[Any, Any], float]
-    richness: Callable[[Any], int]
-    truth: Callable[[Any, Palette], Any]
-    draw: Callable[[Any, Any, Palette], Any]
-    unit: str = "pixels"
-    legend: bool = False
-
-
-def _classes(model: TorchRuntime, sample: Any) -> NDArray[Any]:
-    """Class ids [H, W] at the image's own size."""
-    height, width = sample.mask.shape
-    mask = Image.fromarray(_output(model, sample).argmax(0).astype(np.uint8))
-    return np.asarray(mask.resize((width, height), Image.Resampling.NEAREST))
-
-
-def _class_of_image(model: TorchRuntime, sample: Any) -> NDArray[Any]:
-    """The class of the image at each of its pixels, [H, W]."""
-    return np.full(sample.mask.shape, _output(model, sample).argmax(), np.uint8)
-
-
-def _numbers(model: TorchRuntime, sample: Any) -> NDArray[Any]:
-    """Numbers of objects [H, W] at the image's own size."""
-    head = model.card.head
-    assert isinstance(head, InstanceHead)
-    height, width = sample.mask.shape
-    return np.asarray(decode(torch.from_numpy(_output(model, sample)), head, (height, width)).ids)
-
-
-def _output(model: TorchRuntime, sample: Any) -> NDArray[Any]:
-    card = model.card
-    image = task_of(card).transform(card.size, card.mean, card.std)(sample)[0].numpy()[None]
-    return model.infer(image)[0]
-
-
-KINDS = {
-    "semantic": _Kind(
-        predict=_classes,
-        differing=lambda first, second: float((first != second).mean()),
-        richness=lambda sample: len(np.unique(sample.mask)),
-        truth=lambda sample, palette: tinted(sample.image, sample.mask, palette),
-        draw=tinted,
-        legend=True,
-    ),
-    "instance": _Kind(
-        predict=_numbers,
-        differing=lambda first, second: float(different(first, second).mean()),
-        richness=lambda sample: int(sample.instances.max(initial=0)),
-        truth=lambda sample, _: draw_instances(sample.image, sample.instances, sample.mask == IGNORE),
-        draw=lambda image, found, _: draw_instances(image, found),
-    ),
-    "detection": _Kind(
-        predict=find_boxes,
-        differing=unmatched_share,
-        richness=lambda sample: len(sample.boxes),
-        truth=lambda sample, _: draw_boxes(sample.image, true_boxes(sample)),
-        draw=lambda image, found, _: draw_boxes(image, found),
-        unit="boxes",
-    ),
-}
-KINDS["classification"] = replace(KINDS["semantic"], predict=_class_of_image)
+    for each, differing in most_telling(kind, seen, SHOWN):
+        drawn = [kind.draw(each.image, labels, card) for labels in (each.truth, *each.predictions)]
+        named = zip(("image", "truth", *titles), (each.image, *drawn), strict=True)
+        unlike = f": up to {100 * differing:.2f} % of {kind.unit} differ from {titles[0]}" if len(models) > 1 else ""
+        rows.append(PictureRow(f"{each.name}{unlike}", [(title, png_uri(pixels, LARGEST)) for title, pixels in named]))
+    palette = zip(card.class_names, colours(card.class_names, card.background), strict=True)
+    return rows, [(name, colour) for name, colour in palette if colour] if kind.legend else []

@@ -56,7 +56,7 @@ def read_entries(path: Path) -> list[Entry]:
     return found
 
 
-def _parsed(line: Any) -> dict[str, Any] | None:
+def _parsed(line: object) -> dict[str, Any] | None:
     """The line if it is an entry, its numbers whole and its parts objects."""
     if not isinstance(line, dict) or line.get("kind") not in (SAMPLE, EPOCH):
         return None
@@ -81,7 +81,7 @@ def keep_epochs(path: Path, last: int) -> None:
     keep_lines(path, lambda line: _epoch(line) <= last)
 
 
-def keep_lines(path: Path, wanted: Callable[[Any], bool]) -> None:
+def keep_lines(path: Path, wanted: Callable[[object], bool]) -> None:
     """Keep the lines of a JSON Lines file whose values are `wanted`, each with its newline.
 
     Raises:
@@ -93,13 +93,13 @@ def keep_lines(path: Path, wanted: Callable[[Any], bool]) -> None:
         write_whole(path, kept)
 
 
-def _is_wanted(line: bytes, wanted: Callable[[Any], bool]) -> bool:
+def _is_wanted(line: bytes, wanted: Callable[[object], bool]) -> bool:
     try:
         return wanted(parse_json(line.decode("utf-8"), "the line", nan="none"))
     except (InputError, UnicodeDecodeError):
         return False
 
 
-def _epoch(line: Any) -> float:
+def _epoch(line: object) -> float:
     number = line.get("epoch") if isinstance(line, dict) else None
     return number if type(number) is int else math.inf

@@ -23,7 +23,7 @@ LOCAL = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_ALLOW_FILE_STORE": "true"} 
 class MlflowTracker:
     """Metrics, parameters and pictures of one model."""
 
-    def __init__(self, folder: Path, name: str, project: str, config: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, name: str, project: str, config: dict[str, object]) -> None:
         for variable, value in LOCAL.items():
             os.environ.setdefault(variable, value)
         required("mlflow")

@@ -57,7 +57,7 @@ class Telemetry:
         *,
         active: bool = True,
         compiled: bool = False,
-        config: dict[str, Any] | None = None,
+        config: dict[str, object] | None = None,
     ) -> None:
         """Watch `model`, not compiled nor wrapped, over `steps` steps; `active`: in one process of several."""
         self.every, self.steps, self.compiled = settings.every if active else 0, steps, compiled
@@ -97,7 +97,7 @@ class Telemetry:
             with self.watcher.watching(images, seed=step):
                 yield
 
-    def sample(self, step: int, epoch: int, norm: torch.Tensor, scaler: Any | None = None) -> None:
+    def sample(self, step: int, epoch: int, norm: torch.Tensor, scaler: object | None = None) -> None:
         """Between the backward and the optimiser, gradients unscaled and clipped; `norm` is theirs before clipping."""
         if not self.due(step):
             return

@@ -81,7 +81,7 @@ class TensorBoardTracker:
 class WandbTracker:
     """One W&B run a model, by accelerate's tracker; `name` and a fixed id make a resumed training the same run."""
 
-    def __init__(self, folder: Path, name: str, project: str, mode: str, config: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, name: str, project: str, mode: str, config: dict[str, object]) -> None:
         self.wandb, self.project = required("wandb"), project
         self.tracker: Any = None
         digest = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]  # the same run after a resume
@@ -128,7 +128,7 @@ class WandbTracker:
 
 
 def make_trackers(
-    names: Iterable[str], folder: Path, project: str, wandb_mode: str, config: dict[str, Any]
+    names: Iterable[str], folder: Path, project: str, wandb_mode: str, config: dict[str, object]
 ) -> list[Tracker]:
     """The trackers of one model, whose files lie in `folder`; nothing is opened yet.
 

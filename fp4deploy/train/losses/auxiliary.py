@@ -26,7 +26,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -80,7 +79,7 @@ class AuxiliaryLosses:
         logits: torch.Tensor,
         layers: Sequence[QuantizedLayer],
         done: float,
-        autocast: Callable[[], AbstractContextManager[Any]],
+        autocast: Callable[[], AbstractContextManager[object]],
     ) -> torch.Tensor:
         """The whole loss, a scalar; `done` is the share of the training's steps that are done."""
         if self.teacher is not None:

@@ -7,6 +7,9 @@ class (1 by default), over labelled pixels and over the classes c present in the
     cross-entropy = sum_i w[y_i] * -log p_i[y_i]  /  sum_i w[y_i]
     dice          = 1 - sum_c w_c (2 sum p_c y_c + s) / (sum p_c + sum y_c + s)  /  sum_c w_c,      s = 1
 
+The Tversky loss is Dice with weights a of false positives and b of false negatives, where a = b = 1/2 gives Dice:
+2 (a sum p_c + b sum y_c + (1 - a - b) sum p_c y_c) stands in place of sum p_c + sum y_c.
+
 With label smoothing e the -log p of the true class weighs 1 - e, and the mean over all classes e. With several
 processes the sums run over all of them (`distributed.summed`), so that the loss is that of the whole batch, however it
 is spread.
@@ -15,7 +18,8 @@ So the loss is 2 + 3 C sums over the pixels, and then arithmetic of C numbers. `
 a kernel that reads the logits once (`plugins.losses.segmentation`), elsewhere by torch.
 
 Absent classes are left out of Dice (their overlap would be s over their false positives, whatever the model does);
-cross-entropy still punishes those. Source: Milletari, Navab, Ahmadi, "V-Net", 2016, for the Dice loss.
+cross-entropy still punishes those. Source: Milletari, Navab, Ahmadi, "V-Net", 2016, for the Dice loss; Salehi,
+Erdogmus, Gholipour, "Tversky loss function for image segmentation using 3D fully convolutional deep networks", 2017.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from fp4deploy.train.distributed import summed
 from fp4deploy.train.losses.loss import Loss
 
 SMOOTH = 1.0
+DICE = (0.5, 0.5)  # weights of false positives and false negatives
 TINY = 1e-12
 
 
@@ -54,7 +59,10 @@ def cross_entropy(
 
 
 class SegmentationLoss(Loss):
-    """`cross_entropy` * CE + `dice` * Dice, a float32 scalar; `balance` weighs classes in the cross-entropy alone."""
+    """`cross_entropy` * CE + `dice` * Dice, a float32 scalar; `balance` weighs classes in the cross-entropy alone.
+
+    tversky: weights of false positives and false negatives in Dice.
+    """
 
     def __init__(
         self,
@@ -63,9 +71,10 @@ class SegmentationLoss(Loss):
         class_weights: torch.Tensor | None = None,
         label_smoothing: float = 0.0,
         balance: torch.Tensor | None = None,
+        tversky: tuple[float, float] = DICE,
     ) -> None:
         self.cross_entropy, self.dice, self.class_weights = cross_entropy, dice, class_weights
-        self.label_smoothing, self.balance = label_smoothing, balance
+        self.label_smoothing, self.balance, self.tversky = label_smoothing, balance, tversky
         self._placed: dict[torch.device, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
 
     def of(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -73,7 +82,7 @@ class SegmentationLoss(Loss):
         weights, balance = self._weights_on(logits.device)
         for_entropy = balance if weights is None else weights if balance is None else weights * balance
         sums = summed(class_sums(logits, target, for_entropy, self.label_smoothing))
-        return self.cross_entropy * _cross_entropy(sums) + self.dice * _dice(sums, weights)
+        return self.cross_entropy * _cross_entropy(sums) + self.dice * _dice(sums, weights, self.tversky)
 
     def _weights_on(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Class weights and `balance` on a device, copied once: a copy from the host cannot be in a CUDA graph."""
@@ -120,9 +129,11 @@ def _cross_entropy(sums: torch.Tensor) -> torch.Tensor:
     return sums[0] / sums[1].clamp(min=TINY)
 
 
-def _dice(sums: torch.Tensor, class_weights: torch.Tensor | None) -> torch.Tensor:
+def _dice(sums: torch.Tensor, class_weights: torch.Tensor | None, tversky: tuple[float, float] = DICE) -> torch.Tensor:
     overlap, mass, size = sums[2:].view(3, -1)
-    dice = (2 * overlap + SMOOTH) / (mass + size + SMOOTH)
+    positives, negatives = tversky
+    whole = 2 * (positives * mass + negatives * size + (1 - positives - negatives) * overlap)
+    dice = (2 * overlap + SMOOTH) / (whole + SMOOTH)
     weight = (size > 0).to(dice.dtype)
     if class_weights is not None:
         weight = weight * class_weights.to(dice.dtype)

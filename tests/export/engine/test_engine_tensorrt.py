@@ -21,6 +21,8 @@ from fp4deploy.plugins.runtime.nvcc import KernelError
 from fp4deploy.plugins.tensorrt import kernels
 from tests.export.lowering.test_lowering_gemm import one_layer
 
+TACTIC = "no tactic for this layer"
+HEADS = "Myelin (is_decomposable()) failed. Attention operation was not supported by a dedicated kernel."
 LINE = "Name: conv, LayerType: gemm, Inputs: [], Constants: [], Outputs: [], Metadata: [ONNX Layer: conv]"
 
 
@@ -31,7 +33,7 @@ class Recorder:
 
     __name__ = "tensorrt_recorded"
 
-    def __init__(self, strongly_typed_is_an_option: bool, plan: bytes | None = b"plan") -> None:
+    def __init__(self, strongly_typed_is_an_option: bool, plan: bytes | None = b"plan", error: str = TACTIC) -> None:
         self.calls: list[Any] = []
         note = self.calls.append
         flags = {"STRONGLY_TYPED": 1} if strongly_typed_is_an_option else {}
@@ -59,7 +61,7 @@ class Recorder:
             def build(network: Any, config: Any) -> bytes | None:
                 note(("build", config.profiling_verbosity))
                 if plan is None:
-                    logger.log("Severity.ERROR", "no tactic for this layer")
+                    logger.log("Severity.ERROR", error)
                 return plan
 
             return SimpleNamespace(
@@ -140,12 +142,15 @@ def test_only_the_gpu_present_is_a_target(
     assert not job.plan.exists()
 
 
-def test_refused_graph_carries_the_librarys_words(job: CompileJob, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("error", "words"), [(TACTIC, TACTIC), (HEADS, "it has no kernel for attention.* Myelin")])
+def test_refused_graph_carries_the_librarys_words(
+    job: CompileJob, monkeypatch: pytest.MonkeyPatch, error: str, words: str
+) -> None:
     monkeypatch.setattr(tensorrt, "present_arch", lambda: "sm100")
     log = io.StringIO()
-    with pytest.raises(InputError, match="cannot build this model for sm100: no tactic for this layer"):
-        compile_plan(Recorder(False, plan=None), tensorrt.BACKEND, job, log)
-    assert log.getvalue() == "ERROR no tactic for this layer\n"
+    with pytest.raises(InputError, match=f"cannot build this model for sm100: {words}"):
+        compile_plan(Recorder(False, plan=None, error=error), tensorrt.BACKEND, job, log)
+    assert log.getvalue() == f"ERROR {error}\n"
     assert not job.plan.exists()
 
 

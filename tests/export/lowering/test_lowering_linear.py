@@ -74,6 +74,13 @@ def stacked(y: Result) -> Result:
     return attention(q, k, v)
 
 
+def rotary(y: Result) -> Result:
+    """Halves of each of eight heads: more parts than anyone wants."""
+    q, k, v = y.reshape(y.shape[0], -1, 3, 8, 4).permute(2, 0, 3, 1, 4)
+    q, k = (x + torch.cat([-x[..., 2:], x[..., :2]], -1) for x in (q, k))
+    return attention(q, k, v)
+
+
 def by_head(y: Result) -> Result:
     q, k, v = y.reshape(y.shape[0], -1, 2, 3, 16).permute(3, 0, 2, 1, 4)
     return attention(q, k, v)
@@ -104,6 +111,7 @@ def by_tokens(y: Result) -> Result:
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {  # network, parts of its projection
+    "rotary": (lambda: Projected(96, rotary), 3),
     "queries, keys, values": (lambda: Projected(96, stacked), 3),
     "by head": (lambda: Projected(96, by_head), 6),
     "chunks": (lambda: Projected(96, chunks), 3),
@@ -165,3 +173,19 @@ def test_an_engine_keeps_them_in_fp4(name: str, tmp_path: Path) -> None:
 def test_parts_are_found_in_a_graph_of_an_open_size() -> None:
     found = lower(canonical_of("queries, keys, values", open_size=True), "auto", usual=SHAPE[1:])
     assert len(next(layer for layer in found.layers if layer.name == "project").compute_nodes) == 3
+
+
+class Shown(Projected):
+    """An output that a quantised layer reads, as a decoder reads its encoder's; its file declares a shape."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        tokens = self.norm(self.embed(x).flatten(2).transpose(1, 2))
+        return {"projected": self.out(self.read(self.project(tokens))), "tokens": tokens}
+
+
+def test_an_output_is_also_the_input_of_a_layer() -> None:
+    torch.manual_seed(0)
+    canonical = export_graph(prepared(Shown(64, gated), "nvfp4_qat", SHAPE), SHAPE, dynamic_size=False)
+    quantised = {node.input[0] for node in canonical.graph.node if node.op_type == "TRT_FP4DynamicQuantize"}
+    assert "tokens" in quantised
+    assert "project" in {layer.name for layer in lower(canonical, "auto", "tensorrt").layers if layer.compute == "FP4"}

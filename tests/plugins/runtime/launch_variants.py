@@ -25,11 +25,11 @@ from fp4deploy.plugins.quantize import (
     channels_last,
     layer_norm,
     learned,
+    maps,
     norm_pack,
     operators,
     pointwise_pack,
     statistics,
-    unfolded,
     weights,
     window,
 )
@@ -207,9 +207,10 @@ def _windows() -> None:
     window.resize_kernel(packed, None, [2.0, 2.0], False)
 
 
-def _unfolded(dtype: torch.dtype, *form: Any, **options: Any) -> Callable[[], object]:
-    taps = unfolded.Unfolding((3, 3), (1, 1), (1, 1), (1, 1), (6, 6))
-    return lambda: list(unfolded.pack_unfolded(torch.zeros(2, 4, 6, 6, dtype=dtype), taps, *form, **options))
+def _map(dtype: torch.dtype, *blocks: Any, columns: int = 1) -> Callable[[], object]:
+    x = torch.zeros(2, 64, 6, 38, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    places = maps.Columns(columns, 1, columns // 2, 1, 38)
+    return lambda: maps.fake_quantize_map(x, *blocks, places, dtype)
 
 
 def _gemv(rows: int, outputs: int, dtype: torch.dtype, *gpu: int) -> Callable[[], object]:
@@ -354,9 +355,9 @@ EXERCISES: list[Callable[[], object]] = [
     _row_norms,
     _elementwise_layers,
     _windows,
-    _unfolded(HALF, None, "stochastic", hadamard=True),
-    _unfolded(BFLOAT, "ceil", "stochastic"),
-    _unfolded(FLOAT),
+    _map(HALF, maps.Blocks(rounding="stochastic"), maps.Blocks(None, "stochastic", hadamard=True)),
+    _map(BFLOAT, None, maps.Blocks("ceil", "stochastic"), columns=3),
+    _map(FLOAT, maps.Blocks(), None),
     _direct((16,), 16),
     _direct((32, 32), 32),
     _direct((32,), 16, packed=True, transposed=True),

@@ -310,6 +310,7 @@ def test_every_source_is_launched() -> None:
     assert {variant.source for variant in VARIANTS} == sources
 
 
+@pytest.mark.nightly
 def test_blackwell_converts_in_hardware(tmp_path: Path) -> None:
     """The instruction is in the code for 10.0 on, and the software in the code for others."""
     source = tmp_path / "codes.cu"

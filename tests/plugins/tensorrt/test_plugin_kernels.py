@@ -65,7 +65,7 @@ def compile_pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
 
         def compile_all(pairs: list[Pair]) -> None:
             requested = dict.fromkeys((first_launch(node, arch), arch) for node, arch in pairs)
-            for _, result in aot_build.build(requested, jobs=2):
+            for _, result in aot_build.build(requested, jobs=1):  # one import of Triton
                 assert result.compiled is not None, result.failure
 
         yield compile_all

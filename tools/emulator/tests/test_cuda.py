@@ -12,7 +12,7 @@ from tools.emulator.tests import planted
 
 pytestmark = pytest.mark.skipif(find_nvcc() is None, reason="there is no nvcc")
 
-FIRST = ("pack rows", "amax", "GroupNorm and pack", "packing unfolded, stochastic, RHT")  # in every run of the tests
+FIRST = ("pack rows", "amax", "GroupNorm and pack", "quantising a map both ways")  # in every run of the tests
 FIRST += ("FP16 convolution, 3x2, stride 1x2", "images, planes and classes")
 
 
@@ -99,27 +99,24 @@ FAULTS = {
         "stores are shifted": planted.replaced(r"(st\.global\.u16\s+\[%rd\d+)\]", r"\1+2]", None),
         "a misaligned load": planted.replaced(r"(ld\.f32\s+%f\d+, \[%rd\d+)\]", r"\1+2]", 0),
     },
-    "packing unfolded": {
-        "pixels left of and above the feature map are read": planted.replaced(
-            r"(setp\.gt\.s32\s+%p\d+, %r\d+, )-1;", r"\g<1>-2;", None
+    "quantising a map for three columns": {
+        "pixels right of a row are read": planted.replaced(
+            r"setp\.lt\.u32(\s+%p\d+, %r\d+, %r\d+;)", r"setp.le.u32\1", None
         ),
-        "pixels right of and below it are read": planted.replaced(
-            r"setp\.lt\.s32(\s+%p\d+, %r\d+, %r\d+;)", r"setp.le.s32\1", None
-        ),
-        "rows end one element later": planted.replaced(r"setp\.lt\.u32", "setp.le.u32", None),
-        "images end one element later": planted.replaced(
-            r"(setp\.gt\.s32\s+%p\d+, )(%r\d+)(, (?:[2-9]|1\d);)", r"\g<1>16\g<3>", None
-        ),
-        "the tap is the channel": planted.replaced(r"div\.u32(\s+%r\d+, %r\d+, %r\d+;)", r"rem.u32\1", -1),
-        "stores are shifted": planted.replaced(r"(st\.global\.u8\s+\[%rd\d+)\]", r"\1+1]", None),
-        "stores are misaligned": planted.replaced(r"(st\.global\.(?:v2\.u32|u64)\s+\[%rd\d+)\]", r"\1+4]", None),
+        "stores are shifted": planted.replaced(r"(st\.global\.v2\.u32\s+\[%rd\d+)\]", r"\1+8]", 0),
+        "stores are misaligned": planted.replaced(r"(st\.global\.v2\.u32\s+\[%rd\d+)\]", r"\1+4]", None),
+        "a load is another position's": planted.replaced(r"(ld\.global\.v4\.u16\s+[^\[]*\[%rd\d+)\]", r"\1+8]", 3),
+        "a barrier is missing": planted.without_barrier(0),
+        "the row is the image": planted.replaced(r"div\.u32(\s+%r\d+, %r\d+, %r\d+;)", r"rem.u32\1", -1),
     },
-    "packing unfolded, stochastic, RHT": {
+    "quantising a map both ways": {
+        "shuffles read another lane": planted.replaced(r"(shfl\.sync\.bfly\.b32\s+\S+\s+\S+\s+)2,", r"\g<1>1,", 0),
+        "a scale is another position's": planted.replaced(r"(shfl\.sync\.idx\.b32\s+\S+\s+\S+\s+)2,", r"\g<1>1,", 0),
+    },
+    "quantising a map both ways, stochastic, RHT along the width": {
         "a wrong atomic": planted.replaced(r"atom\.global\.max\.s32", "atom.global.min.s32", 0),
-    },
-    "quantising unfolded": {
-        "an image has another number of rows": planted.replaced(r"mul\.lo\.s64", "add.s64", -1),
-        "stores are shifted": planted.replaced(r"(st\.global\.v4\.u32\s+\[%rd\d+)\]", r"\1+16]", 0),
+        "nothing is cut off": planted.replaced(r"fma\.rz\.f32", "fma.rn.f32", None),
+        "words are another thread's": planted.replaced(r"(shfl\.sync\.bfly\.b32\s+\S+\s+\S+\s+)1,", r"\g<1>2,", 8),
     },
     "depthwise, 7x7": {
         "a barrier is missing": planted.without_barrier(0),

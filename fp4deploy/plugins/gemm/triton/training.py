@@ -14,8 +14,8 @@ Blocks of both operands run along c: input channels for a forward, output channe
 
     out[split, m, n] = sum over images and pixels of a[image, m, p] * b[image, n, p]
 
-Rows are channels of G and channels and taps of the unfolded X (or the reverse), blocks run along the pixels of an
-image, the last one padded with zeros. The contraction is N * H * W long and the output small, so that K is cut into
+Rows are channels of G and channels and taps of the shifted X (or the reverse), blocks run along the pixels of a row,
+the last one padded with zeros. The contraction is N * H * W long and the output small, so that K is cut into
 splits, each computed by programs of its own; the caller adds them, always in the same order. With `segments` nothing is
 cut or added: each segment of the only image's pixels, the rows of one expert, has a sum of its own, out[segment].
 

@@ -1,4 +1,4 @@
-"""Cases of the GEMMs of a training step: dgrad by `gather_gemm`, wgrad by `rows_gemm`, and what packs its operand;
+"""Cases of the GEMMs of a training step: dgrad by `gather_gemm`, wgrad by `rows_gemm`, the quantiser of maps for both;
 grouped GEMMs of experts.
 
 Sums are exact, as in `gemms`, so that there is one right answer.
@@ -6,24 +6,27 @@ Sums are exact, as in `gemms`, so that there is one right answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from fp4deploy import formats
-from fp4deploy.formats import FourOverSix, Nvfp4Tensor
+from fp4deploy.graph.sizes import output_size
 from fp4deploy.plugins.gemm.grouped import SEGMENT, grouped_call, spans, stacked
 from fp4deploy.plugins.gemm.reference import matmul_reference
 from fp4deploy.plugins.gemm.training import Packed, Window, gather_call, rows_call
-from fp4deploy.plugins.quantize.unfolded import Unfolding, fake_quantize_unfolded, pack_unfolded
+from fp4deploy.plugins.quantize.maps import Blocks, Columns, fake_quantize_map
+from fp4deploy.qat.operators.gemms import ConvGemms
 from fp4deploy_emulator.cases.case import Case, Outcome, Setting, multiples, normal, packed, packed_mx
 from fp4deploy_emulator.cases.cuda import emulated
 from fp4deploy_emulator.launch import emulate_triton
 
 Pack = Callable[..., Packed]
+POINTWISE_FILTER = ConvGemms((1, 1), (1, 1), (0, 0), (1, 1), 1)
+SAME_FILTER = ConvGemms((3, 3), (1, 1), (1, 1), (1, 1), 1)
 STRIDE_2 = Window((3, 3), (2, 2), (1, 1), (1, 1))
 
 
@@ -126,62 +129,41 @@ class GroupedWeightGradient:
 
 
 @dataclass(frozen=True)
-class PackUnfolded:
-    """Codes and scales of an unfolded feature map, one image at a time."""
+class QuantizeMap:
+    """A map [N, channels, H, W] quantised along its channels, its width, or both."""
 
-    unfolding: Unfolding
-    rule: str | None = None
-    rounding: str = "nearest"
-    four_over_six: FourOverSix | None = None
-    hadamard: bool = False
-    dtype: torch.dtype = torch.float16
-
-    def __call__(self, setting: Setting, outcome: Outcome) -> None:
-        """Launch, execute, compare."""
-        x = normal(setting, 2, 3, 9, 8, seed=5).to(self.dtype)
-        of = self.unfolding
-        rows = F.unfold(x.float(), of.kernel, of.dilation, of.padding, of.stride)
-        rows = formats.random_hadamard(rows) if self.hadamard else rows
-        torch.manual_seed(setting.seed)
-        expected: Any = (
-            formats.quantize_mxfp4(rows, self.rule, self.rounding)
-            if self.rule
-            else formats.quantize_nvfp4(rows, four_over_six=self.four_over_six, rounding=self.rounding)
-        )
-        torch.manual_seed(setting.seed)
-        with emulated(setting, outcome):
-            options: dict[str, Any] = {"scale_rule": self.rule, "rounding": self.rounding}
-            options |= {"four_over_six": self.four_over_six, "hadamard": self.hadamard, "most_bytes": 1}
-            for images, found in pack_unfolded(x, of, **options):
-                outcome.compare(found.codes, expected.codes[images])
-                outcome.compare(found.scales.view(torch.uint8), expected.scales[images].view(torch.uint8))
-                if isinstance(found, Nvfp4Tensor):
-                    outcome.compare(found.amax, expected.amax)
-
-
-@dataclass(frozen=True)
-class QuantizeUnfolded:
-    """The values of an unfolded feature map, of `dtype`."""
-
-    unfolding: Unfolding
-    options: Mapping[str, Any] = field(default_factory=dict)
-    dtype: torch.dtype = torch.float16
+    by_channels: Blocks | None = None
+    by_width: Blocks | None = None
+    filter: ConvGemms = POINTWISE_FILTER
+    shape: tuple[int, int, int, int] = (2, 32, 3, 21)
+    dtypes: tuple[torch.dtype, torch.dtype] = (torch.float16, torch.float16)
 
     def __call__(self, setting: Setting, outcome: Outcome) -> None:
         """Launch, execute, compare."""
-        x, of = normal(setting, 2, 3, 9, 8, seed=5).half(), self.unfolding
-        rows = F.unfold(x, of.kernel, of.dilation, of.padding, of.stride)
+        gemms, (dtype, result) = self.filter, self.dtypes
+        x = normal(setting, *self.shape, seed=5).to(dtype, memory_format=torch.channels_last)
+        steps = (gemms.kernel, gemms.stride, gemms.padding, gemms.dilation)
+        columns, stride, padding, dilation = (sizes[-1] for sizes in steps)
+        width = output_size(self.shape[3], columns, stride, padding, dilation)
         torch.manual_seed(setting.seed)
-        options: dict[str, Any] = dict(self.options)
-        rows = formats.random_hadamard(rows) if options.pop("hadamard", False) else rows.float()
-        if "scale_rule" in options:
-            expected = formats.fake_quantize_mxfp4(rows, -1, **options)
-        else:
-            expected = formats.fake_quantize_nvfp4(rows, (-1,), **options)[0]
+        expected = [
+            _quantized(source, axis, blocks).to(result)
+            for source, axis, blocks in ((x, 1, self.by_channels), (gemms.widen(x, width), 3, self.by_width))
+            if blocks is not None
+        ]
         torch.manual_seed(setting.seed)
         with emulated(setting, outcome):
-            found = fake_quantize_unfolded(x, of, self.dtype, **self.options)
-        outcome.compare(found.contiguous(), expected.to(self.dtype))
+            places = Columns(columns, stride, padding, dilation, width, gemms.groups)
+            found = fake_quantize_map(x, self.by_channels, self.by_width, places, result)
+        for one, other in zip([part for part in found if part is not None], expected, strict=True):
+            outcome.compare(one.contiguous(), other.contiguous())
+
+
+def _quantized(x: torch.Tensor, axis: int, blocks: Blocks) -> torch.Tensor:
+    source = formats.random_hadamard(x.float(), axis) if blocks.hadamard else x.float()
+    if blocks.scale_rule:
+        return formats.fake_quantize_mxfp4(source, axis, blocks.scale_rule, blocks.rounding)
+    return formats.fake_quantize_nvfp4(source, (axis,), rounding=blocks.rounding)[0]
 
 
 def _emulate(setting: Setting, outcome: Outcome, call: Any, out: torch.Tensor, written: bool = True) -> None:
@@ -189,10 +171,6 @@ def _emulate(setting: Setting, outcome: Outcome, call: Any, out: torch.Tensor, w
     outputs = [out] if written else []
     outcome.add(emulate_triton(call, setting.arch, outputs, setting.model, setting.edit, setting.grid, setting.gpu))
 
-
-THREE = Unfolding((3, 3), (1, 1), (1, 1), (1, 1), (9, 8))
-WHOLE = Unfolding((2, 3), (1, 1), (1, 1), (1, 1), (10, 8))  # rows of 80 pixels, whole groups
-STRIDED = Unfolding((2, 3), (2, 1), (1, 2), (1, 2), (5, 8))
 
 INPUT, WEIGHT, OPERANDS, GROUPED = "dgrad", "wgrad", "training operands", "grouped"
 SHIFTED = Window((2, 3), (1, 2), (0, 2), (2, 1))
@@ -212,16 +190,37 @@ GEMMS = (
     Case("grouped wgrad", GROUPED, GroupedWeightGradient()),
     Case("grouped wgrad, MXFP4", GROUPED, GroupedWeightGradient(pack=packed_mx)),
 )
+BOTH = (Blocks(), Blocks())
+TURNED = Blocks(rounding="stochastic", hadamard=True)
+MX, MX_RANDOM = Blocks("floor"), Blocks("ceil", "stochastic")
+STRIDED = ConvGemms((2, 3), (2, 2), (1, 1), (1, 2), 2)  # two groups; no column reads the last position
 PACKING = (
-    Case("packing unfolded", OPERANDS, PackUnfolded(THREE)),
-    Case("packing unfolded, stochastic, RHT", OPERANDS, PackUnfolded(STRIDED, None, "stochastic", None, True)),
-    Case("packing unfolded, MXFP4, stochastic", OPERANDS, PackUnfolded(STRIDED, "ceil", "stochastic")),
-    Case("packing unfolded, 4/6", OPERANDS, PackUnfolded(THREE, four_over_six=FourOverSix("mse"))),
-    Case("quantising unfolded", OPERANDS, QuantizeUnfolded(WHOLE)),
+    Case("quantising a map both ways", OPERANDS, QuantizeMap(*BOTH)),
     Case(
-        "quantising unfolded, stochastic, RHT",
+        "quantising a map both ways, stochastic, RHT along the width",
         OPERANDS,
-        QuantizeUnfolded(STRIDED, {"rounding": "stochastic", "hadamard": True}),
+        QuantizeMap(Blocks(None, "stochastic"), TURNED),
     ),
-    Case("quantising unfolded, MXFP4, FP32", OPERANDS, QuantizeUnfolded(THREE, {"scale_rule": "ceil"}, torch.float32)),
+    Case(
+        "quantising a map both ways, stochastic, RHT, FP32",
+        OPERANDS,
+        QuantizeMap(TURNED, TURNED, dtypes=(torch.float32, torch.float16)),
+    ),
+    Case("quantising a map for three columns", OPERANDS, QuantizeMap(None, Blocks(), SAME_FILTER)),
+    Case(
+        "quantising a map for three columns, stride, groups, stochastic",
+        OPERANDS,
+        QuantizeMap(None, TURNED, STRIDED, (2, 32, 3, 38)),
+    ),
+    Case("quantising a map both ways, MXFP4, stochastic", OPERANDS, QuantizeMap(MX_RANDOM, MX_RANDOM)),
+    Case(
+        "quantising a map for three columns, MXFP4, FP32",
+        OPERANDS,
+        QuantizeMap(None, MX, SAME_FILTER, (1, 64, 2, 33), (torch.float32, torch.float32)),
+    ),
+    Case(
+        "quantising a map along its channels, BF16",
+        OPERANDS,
+        QuantizeMap(Blocks(), None, dtypes=(torch.bfloat16, torch.bfloat16)),
+    ),
 )
