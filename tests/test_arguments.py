@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = {"fp4deploy": ROOT / "fp4deploy", "fp4deploy.cli": ROOT / "cli"}
-MEANT = ("fp4deploy.report.figures.box_overlays: unmatched(one=other, other=one)",)  # of both sides
+MEANT = ("fp4deploy.report.figures.task_pictures: unmatched(one=other, other=one)",)  # of both sides
 Known = dict[str, list[str]]  # function or class -> its parameters, those by keyword alone with a star
 
 

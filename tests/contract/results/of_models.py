@@ -17,7 +17,7 @@ from fp4deploy.models import meaning
 from fp4deploy.models.unet import channel_widths
 from fp4deploy.native import arena
 from fp4deploy.ptq import gptq, grid, reconstruct
-from fp4deploy.qat import outliers, selection
+from fp4deploy.qat import selection
 from fp4deploy.qat.operators.learned import fake_quantize_learned
 from fp4deploy.qat.recipes import RECIPES, QuantSpec
 from fp4deploy.qat.telemetry import statistics
@@ -92,7 +92,6 @@ RESULTS: dict[str, Answer] = {
     "amax held": lambda: grid.hold_amax(grid.encode(0.9 * real(4, 32), torch.tensor(0.5)), real(4, 32), real(4, 32).abs().amax()),
     "gptq": each(lambda damping: gptq.gptq(0.3 * real(6, 32), (0.3 * real(6, 32)).abs().amax(), HESSIAN, damping), (0.01, 0.5)),
     "neighbours": lambda: reconstruct.neighbours(torch.tensor([-7, -6, -5.2, -0.3, 0, 0.25, 0.3, 2.4, 2.5, 5, 6, 6.1])),
-    "outlier rows": lambda: [outliers.rows_of(real(5, 12), 4, torch.tensor([1, 3])), outliers.spread(real(5, 6), 4, torch.tensor([1, 3]))],
     "learned amax": each(lambda spec, axis, groups, scale: fake_quantize_learned(real(4, 32, 3), spec, axis, torch.tensor(scale), groups),
                          SPECS, (1,), (1, 2), (0.5, 3.0, 20.0)),
     "statistics": lambda: [statistics.raw_row(real(4, 32)).finish(statistics.raw_row(real(4, 32)).sums.tolist()),

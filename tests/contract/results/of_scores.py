@@ -24,7 +24,7 @@ from fp4deploy.instances import draw, matches, panoptic
 from fp4deploy.instances.decode import decode as decode_objects
 from fp4deploy.models import boxes as head_boxes
 from fp4deploy.models.heads import InstanceHead
-from fp4deploy.report.figures import box_overlays, instance_overlays
+from fp4deploy.report.figures import task_pictures
 from tests.contract.results.arguments import (
     _random,
     classes,
@@ -133,9 +133,9 @@ RESULTS: dict[str, Answer] = {
                                  _random(n).random((10, 9)) > 0.4, _random(n + 5).random((10, 9)) > 0.8) for n in (0, 1)),
         ).__getattribute__(name)(*more) for name, more in (
             ("per_class", (np.array([1.0, 2, 1]),)), ("ap", (np.array([1.0, 0, 1]),)), ("found", ()))],
-    "unmatched boxes": lambda: [box_overlays.unmatched_share(one, other) for one, other in itertools.permutations(
+    "unmatched boxes": lambda: [task_pictures.unmatched(one, other) for one, other in itertools.permutations(
         [box_decode.decode_boxes(box_outputs(head), head, (24, 40), (31, 90)) for head in HEADS], 2)],
-    "different objects": lambda: instance_overlays.different(objects(), np.roll(objects(), 2, 1)),
+    "different objects": lambda: task_pictures.different(objects(), np.roll(objects(), 2, 1)),
     "least cost": each(choose.least_cost, (OPTIONS,), (SAVED,), (0.0, 0.2, 0.45, 9.0)),
     "least error": each(choose.least_error, (OPTIONS,), (SAVED,), (0.0, 3.0, 7.5, 12.0, 13.0)),
     "sqnr": each(search.sqnr, (0.0, 1e-6, 0.5, 4.0)),

@@ -69,11 +69,11 @@ def each(function: Callable[..., Any], *arguments: Iterable[Any], **options: Ite
 
 
 def close(before: Any, now: Any) -> bool:
-    """Whether two answers are the same, numbers to four digits and sums to a thousandth of their terms."""
+    """Whether two answers are the same, numbers to four digits and sums to a thousandth; keys may be added."""
     if isinstance(before, float | int) and isinstance(now, float | int) and not isinstance(before, bool):
         return math.isclose(before, now, rel_tol=2e-4, abs_tol=2e-5)
     if isinstance(before, dict) and isinstance(now, dict):
-        return before.keys() == now.keys() and all(close(before[key], now[key]) for key in before)
+        return before.keys() <= now.keys() and all(close(before[key], now[key]) for key in before)
     if isinstance(before, list) and isinstance(now, list):
         if before and isinstance(before[0], list) and len(before) == len(now) == 5 and before[0] == now[0]:
             terms = 1e-3 * abs(before[2]) + 2e-5 if isinstance(before[2], float) else 0
