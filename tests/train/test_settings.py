@@ -38,7 +38,7 @@ VALUES: dict[str, Any] = {
     "recipe": "nvfp4_4o6_qat", "train.warmup": 0.6, "train.clip": 0.01, "train.zoom": [0.3, 0.4], "train.precision": "bf16",
     "train.class_weights": {"circle": 9}, "train.class_balance": "median_frequency", "quant.fp8": ["*"], "quant.int8": ["*"],
     "quant.percentile": 60.0, "augment.aspect": 4.0, "instance.stuff": ["circle"], "instance.nms": 9, "train.evaluate_every": 2,
-    "detection.nms": 0.01, "detection.threshold": 0.0, "instance.threshold": 0.0, "detection.max_detections": 1, "train.ema": 0.9,
+    "detection.nms": 0.01, "detection.threshold": 0.0, "instance.threshold": 0.0, "detection.max_detections": 1, "train.ema": 0.9, "train.tversky": [0.2, 0.8],
     "instance.method": "set", "telemetry.trackers": [], "data.workers": 1, "train.recompute": False, "telemetry.project": "x",
     "augment.flip": 1.0, "detection.width": 24, "detection.depth": 1, "telemetry.every": 1,
 }  # fmt: skip
@@ -62,6 +62,7 @@ DETECTOR = {
     "detection.width": 16,
 }
 CALIBRATED = ("train.calibration", "quant.percentile", "quant.equalize")  # of what no training moves afterwards
+OF_THE_MACHINE = ("seconds", "images_per_s", "peak_memory_bytes", "kernels")
 TUNED = ("recipe", "train.finetune_epochs", "train.finetune_lr", "train.calibration")
 
 
@@ -96,14 +97,7 @@ def trained(settings: dict[str, Any], model: str, out: Path, data: Path) -> Any:
     every = {"data.root": str(data), "model.spec": NORMED, **BASE, **settings}
     train_models(load_config(None, [f"{key}={json.dumps(value)}" for key, value in every.items()]), run, (model,))
     lines = (run.model_dir(model) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    kept = [
-        {
-            key: value
-            for key, value in json.loads(line).items()
-            if key in ("loss", "lr", "miou", "ap", "step", "per_class")
-        }
-        for line in lines
-    ]
+    kept = [{key: value for key, value in json.loads(line).items() if key not in OF_THE_MACHINE} for line in lines]
     weights = load_file(run.checkpoint(model))
     return (
         kept,
