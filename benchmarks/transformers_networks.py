@@ -196,6 +196,13 @@ NETWORKS: dict[str, Network] = {
          "joint_attention_dim": 32, "caption_projection_dim": 64, "pooled_projection_dim": 16, "pos_embed_max_size": 16,
          "out_channels": 4}, prompted,
     ),
+    "dit": Network(
+        "diffusers", "DiTTransformer2DModel", "",
+        {"sample_size": 8, "in_channels": 4, "num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 4,
+         "patch_size": 2, "num_embeds_ada_norm": 10, "norm_num_groups": 8},
+        lambda: {"hidden_states": torch.randn(2, 4, 8, 8), "timestep": torch.tensor([3, 7]),
+                 "class_labels": torch.tensor([1, 2])},
+    ),
     "vae": Network(
         "diffusers", "AutoencoderKL", "",
         {"block_out_channels": (32, 64), "layers_per_block": 1, "latent_channels": 4, "norm_num_groups": 8,

@@ -18,6 +18,7 @@ from fp4deploy.bench.runtimes.packed import PackedRuntime
 from fp4deploy.bench.runtimes.protocol import Array, Runtime
 from fp4deploy.errors import UnavailableError
 from fp4deploy.export.to_packed import pack
+from fp4deploy.plugins.quantize.layout import CHANNELS_LAST
 from fp4deploy.plugins.runtime.cache import keep_compiled_private
 from fp4deploy.qat import load_model
 from fp4deploy.selftest.context import Context
@@ -34,7 +35,8 @@ class CompiledRuntime:
     def __init__(self, path: Path, device: torch.device) -> None:
         model, self.card = load_model(path)
         self._device = device
-        model = model.half().to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self._layout = CHANNELS_LAST[len(self.card.size) + 2]
+        model = model.half().to(device).to(memory_format=self._layout)  # type: ignore[call-overload]
         keep_compiled_private()
         self._model = torch.compile(model, dynamic=False)
         self.name = f"torch {torch.__version__.partition('+')[0]}, compiled, CUDA graph"
@@ -54,7 +56,7 @@ class CompiledRuntime:
 
     def _captured(self, images: Array) -> tuple[torch.Tensor, Callable[[], None]]:
         held = torch.from_numpy(np.ascontiguousarray(images)).to(self._device, torch.float16)
-        held = held.contiguous(memory_format=torch.channels_last)
+        held = held.contiguous(memory_format=self._layout)
         stream, graph = torch.cuda.Stream(self._device), torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.inference_mode(), torch.backends.cudnn.flags(enabled=True, benchmark=True):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from cli.commands.stages.predict import _print
 from tests.cli.command_line import Invoke
 from tests.volumes import write_set
 
@@ -28,3 +31,11 @@ def test_check_and_options(invoke: Invoke, tmp_path: Path) -> None:
     found = invoke("train", "--data", str(data), "--size", "1x2x3x4")
     assert found.exit_code == 2
     assert "of volumes DEPTHxHEIGHTxWIDTH" in found.stderr
+
+
+def test_a_table_of_volumes_counts_voxels(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    classes = [{"id": 0, "name": "background", "share": 1.0}]
+    _print({"images": [{"files": ["a.nii"], "spacing_mm": [1, 1, 1], "classes": classes}]}, tmp_path)
+    assert capsys.readouterr().out.split()[:6] == ["class", "volumes", "voxels", "background", "1", "100.0"]
+    _print({"images": [{"files": ["a.nii"], "error": "a.nii is truncated"}]}, tmp_path)
+    assert capsys.readouterr().out.startswith("0 of 1 predicted"), "and no empty table"

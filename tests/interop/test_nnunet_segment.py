@@ -105,6 +105,26 @@ def test_thick_slices_are_nnunets_nearest_ones(thick: int) -> None:
     assert torch.allclose(ours, torch.from_numpy(theirs).float(), atol=2e-6)
 
 
+def test_a_volume_that_does_not_fit_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fp4deploy.interop.nnunet.segment import Case
+
+    found, tried = predictor_of({"spacing": [1.0, 1.0, 1.25]}), []
+    inner = found._at_target
+
+    def fails_first(case: Case, device: torch.device) -> torch.Tensor:
+        tried.append(device)
+        if len(tried) == 1:
+            raise torch.OutOfMemoryError
+        return inner(case, device)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(found, "_at_target", fails_first)
+    x, properties = np.random.default_rng(0).random((1, 8, 16, 16), np.float32), {"spacing": [1.0, 1.0, 1.25]}
+    case = found._normalised(x, properties)
+    assert found.segment(case).shape == (8, 16, 16)
+    assert tried == [found.device, torch.device("cpu")]
+    assert not case.data.size, "the volume is given up"
+
+
 def test_mirror_images_are_batches() -> None:
     found, seen = predictor_of({}), []
     found.network.register_forward_hook(lambda _, given, __: seen.append(len(given[0])))

@@ -296,8 +296,9 @@ def _print(document: dict[str, Any], out: Path) -> None:
     entries = document["images"]
     boxes = sorted(objects_of_classes(entries), key=lambda row: -row[2])
     labels = likeliest_classes(entries)
-    figure = "objects" if boxes else "score" if labels else "pixels"
-    table = Table("class", "images", figure, box=None, pad_edge=False)
+    volumes = any("spacing_mm" in entry for entry in entries)
+    figure = "objects" if boxes else "score" if labels else "voxels" if volumes else "pixels"
+    table = Table("class", "volumes" if volumes else "images", figure, box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
     for name, count, objects in boxes:
@@ -305,7 +306,8 @@ def _print(document: dict[str, Any], out: Path) -> None:
     for name, count, share in (*mean_shares(entries), *labels):
         table.add_row(name, str(count), f"{100 * share:.1f} %")
     console = results()
-    console.print(table)
+    if table.rows:
+        console.print(table)
     counted = [entry["objects"] for entry in entries if "objects" in entry]
     if counted:
         console.print(f"{sum(counted)} objects in {len(counted)} images.", markup=False)

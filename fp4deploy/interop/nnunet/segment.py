@@ -114,11 +114,12 @@ class PackedPredictor(nnUNetPredictor):
         """The label of each voxel of the case's file, in the order of its reader's axes; `case.data` is given up."""
         configuration, properties = self.configuration_manager, case.properties
         with case.timed("resample"):
-            data = torch.from_numpy(case.data).to(self.device)
+            try:
+                data = self._at_target(case, self.device)
+            except torch.OutOfMemoryError:  # nnU-Net's windows have a way of their own of not fitting
+                torch.cuda.empty_cache()
+                data = self._at_target(case, torch.device("cpu"))
             case.data = np.empty(0, np.float32)
-            size = compute_new_shape(data.shape[1:], case.spacing, case.target)
-            bands = self._resampled(data, size, configuration.resampling_fn_data, case.spacing, case.target)
-            data = torch.cat(list(bands), 1)
         with case.timed("network"):
             logits = self._logits(data)
             del data
@@ -139,6 +140,13 @@ class PackedPredictor(nnUNetPredictor):
                 inside[top : top + len(classes)] = classes.to(torch.int16).cpu().numpy()
                 top += len(classes)
             return found.transpose(self.plans_manager.transpose_backward)
+
+    def _at_target(self, case: Case, device: torch.device) -> torch.Tensor:
+        """The volume on a device, at the network's spacing."""
+        data = torch.from_numpy(case.data).to(device)
+        size = compute_new_shape(data.shape[1:], case.spacing, case.target)
+        how = self.configuration_manager.resampling_fn_data
+        return torch.cat(list(self._resampled(data, size, how, case.spacing, case.target)), 1)
 
     def write(self, case: Case, labels: NDArray[Any], path: Path | str) -> None:
         """By nnU-Net's writer; by any thread."""
