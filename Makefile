@@ -63,10 +63,7 @@ fuzz: install-dev
 mutants: install-dev
 	$(INSTALL) --editable '.[mutation]'
 	$(BIN)/python -m tests.mutation.seeded --jobs 2
-	-$(BIN)/python -m tests.mutation.unseen --set FIRST --jobs 2
-	-$(BIN)/python -m tests.mutation.unseen --set SECOND --jobs 2
-	-$(BIN)/python -m tests.mutation.unseen --set THIRD --jobs 2
-	-$(BIN)/python -m tests.mutation.unseen --set FOURTH --jobs 2
+	-for set in FIRST SECOND THIRD FOURTH FIFTH SIXTH; do $(BIN)/python -m tests.mutation.unseen --set $$set --jobs 2; done
 	$(BIN)/python -m tests.mutation.sampled --jobs 2
 
 release rehearsal: install-dev

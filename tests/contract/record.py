@@ -1,6 +1,7 @@
 """Write `recorded/` and `files/` anew from the present state of the package. By hand, never by a test:
 
     python -m tests.contract.record names commands operators plugins bytes schemas     recorded/NAME.json
+    python -m tests.contract.record edits results                                      what readers and functions answer
     python -m tests.contract.record golden                                             files/: old files, kept readable
     python -m tests.contract.machine_code --record                                     recorded/machine_code.json
 
@@ -21,7 +22,7 @@ from pathlib import Path
 from safetensors import safe_open
 
 from fp4deploy.plugins import fp4_cached_linear, fp4_quantize
-from tests.contract import fixed_models, frozen, internals, schemas, written
+from tests.contract import fixed_models, frozen, internals, results, schemas, written
 from tests.contract.invoke import must
 
 FILES = Path(__file__).parent / "files"
@@ -43,6 +44,14 @@ def json_schemas() -> frozen.Facts:
     """Schemas of what a small run leaves."""
     with tempfile.TemporaryDirectory() as folder:
         return schemas.of_run(schemas.small_run(Path(folder)))
+
+
+def edits() -> frozen.Facts:
+    """What readers make of files with one edit each."""
+    from tests.fuzz.edits import every_reader
+
+    with tempfile.TemporaryDirectory() as folder:
+        return every_reader(Path(folder))
 
 
 def golden() -> None:
@@ -90,6 +99,8 @@ RECORDERS: dict[str, Callable[[], frozen.Facts]] = {
     "plugins": frozen.tensorrt_plugins,
     "bytes": file_bytes,
     "schemas": json_schemas,
+    "edits": edits,
+    "results": results.results,
 }
 
 

@@ -12,6 +12,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.models import name_model, parse_spec, read_card
 from fp4deploy.models.build import build_model
 from fp4deploy.models.state_dict import checkpoint_of, is_state_dict
+from fp4deploy.qat import load_model
 from tests.models.libraries import need_library_of
 
 SPECS = (
@@ -48,6 +49,12 @@ def test_the_weights_say_how_many_classes_there_are(tmp_path: Path, spec: str) -
     card = read_card(out)
     assert (card.class_names, card.channels, card.precision) == (("a", "b", "c"), 3, "fp16"), said
     assert card.spec.same_network(parse_spec(spec))
+    expected = {name: value.half().float() for name, value in source.state_dict().items() if value.ndim > 1}
+    loaded = load_model(out, model=spec)[0].state_dict()
+    assert all(
+        torch.equal(loaded[f"network.{name}" if f"network.{name}" in loaded else name], value)
+        for name, value in expected.items()
+    )
     assert (is_state_dict(tmp_path / "w.pth"), is_state_dict(out)) == (True, False)
 
 

@@ -13,18 +13,24 @@ import sys
 from dataclasses import dataclass
 
 from tests.mutation.copies import ROOT, Trial, run_trials
+from tests.mutation.nearest import nearest
 
 SECONDS = 300  # for the tests of one fault
+LASTING = "not (emulate or variants or nightly or gpu)"  # as `make test`, without a GPU
 
 
 @dataclass(frozen=True)
 class Seeded:
-    """A fault: `old` occurs once in `file`; `tests` are pytest arguments, separated by spaces."""
+    """A fault: `old` occurs once in `file`; `tests` are pytest arguments, separated by spaces.
+
+    nearby: the test files that are `nearest` run as well; so they do where no test is named.
+    """
 
     file: str
     old: str
     new: str
-    tests: str
+    tests: str = ""
+    nearby: bool = False
 
     @property
     def has_place(self) -> bool:
@@ -36,7 +42,8 @@ class Seeded:
         """Its tests with the fault in place."""
         text = (ROOT / self.file).read_text(encoding="utf-8")
         assert text.count(self.old) == 1, f"{self.file} has {text.count(self.old)} times: {self.old}"
-        return Trial(tuple(self.tests.split()), self.file, text.replace(self.old, self.new))
+        near = (*nearest(self.file), "-m", LASTING) if self.nearby or not self.tests else ()
+        return Trial((*self.tests.split(), *near), self.file, text.replace(self.old, self.new))
 
 
 QDQ, LAYERS = "fp4deploy/export/onnx/qdq.py", "fp4deploy/export/onnx/layer_constants.py"
@@ -259,7 +266,9 @@ def run(names: list[str], jobs: int, faults: dict[str, Seeded] = FAULTS) -> list
         name, fault = planted[number]
         killed = outcome.failed and outcome.status is not None  # what is only slow has noticed nothing
         if killed:
-            noticed[name] = re.findall(r"^(?:FAILED|ERROR) (\S+)", outcome.output, re.MULTILINE) or fault.tests.split()
+            noticed[name] = re.findall(r"^(?:FAILED|ERROR) (\S+)", outcome.output, re.MULTILINE) or list(
+                fault.trial().tests
+            )
         else:
             survivors.append(name)
         verdict = f"killed by {noticed[name][0]}" if killed else "SURVIVED"

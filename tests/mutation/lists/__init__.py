@@ -1,0 +1,15 @@
+"""Lists of faults of hands that had not read the tests, each written from the code alone; none of them grows."""
+
+from __future__ import annotations
+
+from tests.mutation.lists import fifth, first, fourth, second, sixth, third
+from tests.mutation.seeded import Seeded
+
+SETS: dict[str, dict[str, Seeded]] = {
+    "FIRST": first.FAULTS,
+    "SECOND": second.FAULTS,
+    "THIRD": third.FAULTS,
+    "FOURTH": fourth.FAULTS,
+    "FIFTH": fifth.FAULTS,
+    "SIXTH": sixth.FAULTS,
+}

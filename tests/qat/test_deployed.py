@@ -1,0 +1,28 @@
+"""What is deployed is what a file gives back, and rounding it again changes nothing."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from fp4deploy.formats.scales import deployed_amax
+from fp4deploy.qat import calibrate, prepare, quantized_layers
+from fp4deploy.qat.load import deployed
+from fp4deploy.rest import RESTS
+
+
+def test_an_amax_is_that_of_its_scale_and_stays() -> None:
+    torch.manual_seed(0)
+    model = prepare(nn.Sequential(*(nn.Conv2d(16, 16, 1) for _ in range(40))), include="*").eval()
+    calibrate(model, torch.randn(2, 16, 3, 3))
+    own = torch.stack([layer.input_amax for layer in quantized_layers(model).values()])  # type: ignore[misc]
+    assert (deployed_amax(own) != own).any()
+    for rest in RESTS.values():
+        once = deployed(model, rest)
+        found = torch.stack([layer.input_amax for layer in quantized_layers(once).values()])  # type: ignore[misc]
+        assert torch.equal(found, deployed_amax(own))
+        twice = deployed(once, rest)
+        assert all(
+            torch.equal(one, other)
+            for one, other in zip(once.state_dict().values(), twice.state_dict().values(), strict=True)
+        )
