@@ -29,6 +29,8 @@ WHOLE_PICTURE = (  # data and network, result, control, calibrated only, QAT
     ("Hippocampus, volumes; UNet 0.25, 50 epochs", "hippocampus_h200", "control", "ptq", "qat"),
     ("COCO samples, persons, re-encoded; EfficientNet-Lite0 UNet", "engine_coco_samples_h200", "control", "ptq", "qat"),
     ("COCO samples, persons, re-encoded, again; EfficientNet-Lite0 UNet", "parity_coco_h200", "control", "ptq", "qat"),
+    ("DSB2018, boxes of nuclei, re-encoded, again; UNet 0.5", "parity_nuclei_h200", "control", "ptq", "qat"),
+    ("CamVid, re-encoded; MONAI BasicUNet", "parity_basicunet_h200", "control", "ptq", "qat"),
     ("CamVid; UNet 1.0", "camvid_sweep_h200", "control", "ptq", "qat"),
     ("CamVid; UNet 1.0, every layer", "camvid_sweep_h200", "control", "ptq_all", "qat_all"),
     (

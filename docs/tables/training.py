@@ -177,7 +177,7 @@ def fp4_training() -> str:
         cells = [f"{row['ms']:.1f}", graph, f"{over_best(row):.2f}", f"{row['peak_gb']:.2f}"]
         rows.append([name, f"{row['scale']}", *cells, *(f"{loss:.4f}" for loss in losses)])
     count = len(report["rows"][0]["losses"])
-    head = ["", "scale", "ms a step", "in a CUDA graph, ms", "over FP16", "peak GB", "first loss"]
+    head = ["", "scale", "ms a step", "in a CUDA graph, ms", "over the best FP16", "peak GB", "first loss"]
     return markdown([*head, f"mean of steps {count - 9} to {count}"], rows)
 
 

@@ -45,7 +45,7 @@ class _QuantizedGemms(torch.autograd.Function):
         ctx.gemms, ctx.recipe, ctx.strides, ctx.outliers = gemms, recipe, xq.stride(), outliers
         ctx.save_for_backward(xq if recipe.reuses_activation else x, wq if recipe.reuses_weight else weight, in_range)
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        if not torch.is_autocast_enabled(x.device.type):  # which would do that
+        if wq.dtype != xq.dtype:  # a forward with FP16 activations that runs without autocast
             wq, bias = wq.to(xq.dtype), None if bias is None else bias.to(xq.dtype)
         return gemms.forward(xq, wq, bias)
 

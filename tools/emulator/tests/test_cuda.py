@@ -101,13 +101,13 @@ FAULTS = {
     },
     "quantising a map for three columns": {
         "pixels right of a row are read": planted.replaced(
-            r"setp\.lt\.u32(\s+%p\d+, %r\d+, %r\d+;)", r"setp.le.u32\1", None
+            r"setp\.ge\.u32(\s+%p\d+, %r\d+, %r\d+;)", r"setp.gt.u32\1", None
         ),
         "stores are shifted": planted.replaced(r"(st\.global\.v2\.u32\s+\[%rd\d+)\]", r"\1+8]", 0),
         "stores are misaligned": planted.replaced(r"(st\.global\.v2\.u32\s+\[%rd\d+)\]", r"\1+4]", None),
-        "a load is another position's": planted.replaced(r"(ld\.global\.v4\.u16\s+[^\[]*\[%rd\d+)\]", r"\1+8]", 3),
+        "a load is another position's": planted.replaced(r"(ld\.global\.v2\.u32\s+[^\[]*\[%rd\d+)\]", r"\1+8]", 20),
         "a barrier is missing": planted.without_barrier(0),
-        "the row is the image": planted.replaced(r"div\.u32(\s+%r\d+, %r\d+, %r\d+;)", r"rem.u32\1", -1),
+        "the row is the image": planted.replaced(r"div\.u32(\s+%r\d+, %r\d+, %r\d+;)", r"rem.u32\1", 1),
     },
     "quantising a map both ways": {
         "shuffles read another lane": planted.replaced(r"(shfl\.sync\.bfly\.b32\s+\S+\s+\S+\s+)2,", r"\g<1>1,", 0),
@@ -115,7 +115,9 @@ FAULTS = {
     },
     "quantising a map both ways, stochastic, RHT along the width": {
         "a wrong atomic": planted.replaced(r"atom\.global\.max\.s32", "atom.global.min.s32", 0),
-        "nothing is cut off": planted.replaced(r"fma\.rz\.f32", "fma.rn.f32", None),
+        "a byte is another element's": planted.replaced(
+            r"prmt\.b32(\s+%r\d+, %r\d+, %r\d+, )%r\d+;", r"prmt.b32\g<1>30288;", 5
+        ),
         "words are another thread's": planted.replaced(r"(shfl\.sync\.bfly\.b32\s+\S+\s+\S+\s+)1,", r"\g<1>2,", 8),
     },
     "depthwise, 7x7": {
