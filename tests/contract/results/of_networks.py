@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-import fp4deploy as fd
 from fp4deploy import peaks
 from fp4deploy.data.loader import EpochSampler
 from fp4deploy.experiments.search import costs
 from fp4deploy.experiments.sensitivity import study
 from fp4deploy.graph.costs import work_of_layers
-from fp4deploy.packed import PackedNetwork, describe, memory, read_packed
+from fp4deploy.packed import describe, memory
 from fp4deploy.packed.shapes import shapes_of
 from fp4deploy.predict.predictor import Predictor
 from fp4deploy.ptq import quantize
@@ -195,24 +192,6 @@ def of_packed(recipe: str | None) -> Any:
     )  # fmt: skip
 
 
-def packed_twice(rest: str) -> Any:
-    """The whole file of a network of unusual layers, what it answers, and what it says of itself."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "n.fp4"
-        fd.pack(calibrated(), path, example_inputs=BATCHES[0], verify=False, rest=rest)
-        network = PackedNetwork(read_packed(path))
-        graph = network.graph
-        precisions = [(step.op, network.precision_of(step)) for step in graph.nodes]
-        return (
-            graph,
-            network(BATCHES[0]),
-            network.weights_bytes,
-            precisions,
-            network.file.weight_bytes,
-            len(network.file.tensors),
-        )
-
-
 RESULTS: dict[str, Answer] = {
     **{f"recipe {name}": each(trained, (name,)) for name in RECIPES},
     **{f"method {name}": each(by_method, (name,)) for name in METHODS},
@@ -231,6 +210,5 @@ RESULTS: dict[str, Answer] = {
     "order": lambda: [list(EpochSampler(7, seed)) for seed in (0, 1)],
     "predicted": each(predicted, tile=(False, True), overlap=(None, 3), min_score=(0.0, 0.9), batch=(1, 4)),
     "predicted objects": gathered(OBJECT_HEADS[:1] + OBJECT_HEADS[2:3], found_objects),
-    "packed whole": each(packed_twice, ("bf16",)),
     "packed": each(of_packed, (None, "nvfp4_qat", "nvfp4_4o6_qat")),
 }
