@@ -7,8 +7,8 @@
 //   by_width      [rows, OW (padded to 16 with W_HADAMARD), groups * columns * C / groups]
 //                 element ow of column k is x[ow * stride - padding + k * dilation], 0 outside
 //
-// A thread has BLOCK positions of a row times LANES channels, 16 bytes each, in registers: a block along the width for
-// each channel. The channels of a block lie in BLOCK / LANES adjacent threads. The numbers, and the counters of Philox,
+// A thread has BLOCK positions of a row times LANES channels, in registers: a block along the width for each
+// channel. The channels of a block lie in BLOCK / LANES adjacent threads. The numbers, and the counters of Philox,
 // are those of quantising [N, C, H, W] along axis 1 and the shifted maps [N, columns * C, H, OW] along axis 3.
 //
 // Macros: DTYPE, OUT (DTYPE, or anything where DTYPE is float); MX (1: MXFP4, blocks of 32) and UP, the rule of its
@@ -78,6 +78,19 @@ template <typename To> __device__ __forceinline__ To narrow(float2 x, __nv_bfloa
 __device__ __forceinline__ Pair larger(const Pair& a, const Pair& b, float*) {
     return {fp4::nan_max(fabsf(float(a.low)), fabsf(float(b.low))), fp4::nan_max(fabsf(float(a.high)), fabsf(float(b.high)))};
 }
+#if __CUDA_ARCH__ < 860
+__device__ __forceinline__ Pair larger(const Pair& a, const Pair& b, __half*) {
+    const __half2 m = __hmax2_nan(
+        __habs2(*reinterpret_cast<const __half2*>(&a)), __habs2(*reinterpret_cast<const __half2*>(&b)));
+    return *reinterpret_cast<const Pair*>(&m);
+}
+__device__ __forceinline__ Pair larger(const Pair& a, const Pair& b, __nv_bfloat16*) {
+    using Two = __nv_bfloat162;
+    const Two m =
+        __hmax2_nan(__habs2(*reinterpret_cast<const Two*>(&a)), __habs2(*reinterpret_cast<const Two*>(&b)));
+    return *reinterpret_cast<const Pair*>(&m);
+}
+#else
 __device__ __forceinline__ Pair larger(const Pair& a, const Pair& b, __half*) {
     uint32_t x = *reinterpret_cast<const uint32_t*>(&a);
     asm("max.NaN.xorsign.abs.f16x2 %0, %0, %1;" : "+r"(x) : "r"(*reinterpret_cast<const uint32_t*>(&b)));
@@ -88,6 +101,7 @@ __device__ __forceinline__ Pair larger(const Pair& a, const Pair& b, __nv_bfloat
     asm("max.NaN.xorsign.abs.bf16x2 %0, %0, %1;" : "+r"(x) : "r"(*reinterpret_cast<const uint32_t*>(&b)));
     return *reinterpret_cast<const Pair*>(&x);
 }
+#endif
 __device__ __forceinline__ Pair larger(const Pair& a, const Pair& b) {
     return larger(a, b, static_cast<DTYPE*>(nullptr));
 }
