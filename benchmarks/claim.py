@@ -253,13 +253,23 @@ def gaps(rows: Iterable[Row], score: str = "best") -> list[dict[str, Any]]:
     return found
 
 
+def size_of(network: str) -> float:
+    """What a network's name ends in: 4 million of "cnn_4m", 0.25 of "unet_025"."""
+    text = network.rpartition("_")[2]
+    number, factor = text.rstrip("km"), {"k": 1e3, "m": 1e6}.get(text[-1:], 1.0)
+    if not number.isdigit():
+        return 0.0
+    return float(f"0.{number[1:]}" if number[0] == "0" else number) * factor
+
+
 def growth(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """For each data set, recipe and larger network its gap minus that of the first of its kind, paired by seed."""
+    """For each data set, recipe and larger network its gap minus that of the smallest of its kind, paired by seed."""
     known = {(gap["data"], gap["recipe"], gap["network"]): gap for gap in gaps(rows)}
     found = []
     for (data, recipe, network), gap in known.items():
         kind = network.rpartition("_")[0]
-        first = next(key for key in known if key[:2] == (data, recipe) and key[2].rpartition("_")[0] == kind)
+        same = [key for key in known if key[:2] == (data, recipe) and key[2].rpartition("_")[0] == kind]
+        first = min(same, key=lambda key: size_of(key[2]))
         if not kind or first[2] == network:
             continue
         runs = [

@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import io
+import json
 import math
 import multiprocessing
 import subprocess
@@ -264,6 +265,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     usual = vars(Settings())
     changed = [f"--{name.replace('_', '-')} {value}" for name, value in vars(settings).items() if value != usual[name]]
     command = " ".join(["python -m benchmarks.language_model --text gcide.dict.dz", *changed])
+    for path in (options.json, *options.merge):
+        known = json.loads(path.read_text(encoding="utf-8")).get("settings") if path.is_file() else None
+        if known not in (None, vars(settings)):
+            raise SystemExit(f"{path} is of other settings, {known}. Give them again, or write another file.")
     rows = merged([options.json, *options.merge])
 
     def keep() -> None:

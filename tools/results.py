@@ -45,7 +45,6 @@ MEASURED = {  # by script, or command of fp4deploy: folders of fp4deploy
     "cpu_latency": ("bench/runtimes", "packed", "export/onnx"),
     "data_loading": ("data",),
     "depthwise_conv": ("plugins/gemm",),
-    "digit_recipes": ("formats", "qat"),
     "denoiser": ("qat", "ptq", "models", *_PACKED),
     "direct_conv": ("plugins/gemm",),
     "emulated": ("plugins",),

@@ -181,9 +181,10 @@ def fp4_training() -> str:
     return markdown([*head, f"mean of steps {count - 9} to {count}"], rows)
 
 
-def fp4_over_best(which: str, form: str = ".1f") -> str:
+def fp4_over_best(which: str, form: str = ".1f", scale: float | None = None) -> str:
     """Emulated steps over their run's FP16 step, from and to: of recipes that quantise "both" ways, or "forward"."""
     rows = [row for row in result("fp4_training_h200")["rows"] if row["products"] == "emulated" and "ms" in row]
+    rows = [row for row in rows if scale in (None, row["scale"])]
     forward = {name for name, recipe in RECIPES.items() if not recipe.dgrad_gradient}
     return span((over_best(row) for row in rows if (row["recipe"] in forward) == (which == "forward")), form)
 

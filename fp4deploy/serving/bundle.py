@@ -62,8 +62,8 @@ def write_bundle(path: Path, out: Path) -> Path:
 
 README = """# {name}
 
-A network packed by fp4deploy, which multiplies in FP4 on Blackwell GPUs and runs decoded on others and on CPUs. With
-fp4deploy, monai, pytorch-ignite, fire and nibabel installed, in the folder above this bundle:
+A network packed by fp4deploy. Its layers in NVFP4 are multiplied in FP4 on Blackwell GPUs, and decoded on others and on
+CPUs. With fp4deploy, monai, pytorch-ignite, fire and nibabel installed, in the folder above this bundle:
 
     python -m monai.bundle run --config_file BUNDLE/configs/inference.json --bundle_root BUNDLE --dataset_dir IMAGES
 

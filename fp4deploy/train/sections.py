@@ -135,7 +135,7 @@ class TrainSection(Section):
     auprc: bool = Field(
         False,
         description="validations also measure the mean area under the precision-recall curves of the classes but the "
-        "background, over all pixels: 4 bytes of memory for each pixel and class",
+        "background, over all pixels: at least 12 bytes of memory for each pixel and class",
     )
     save_minutes: float = Field(
         10.0, gt=0, description="longest time between two resume states; matters where an epoch takes longer"

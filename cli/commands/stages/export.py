@@ -102,6 +102,10 @@ def export(
         _pipeline(source, out, form, max_batch)
         return
     if form == "monai-bundle":
+        if data is not None:
+            raise InputError(
+                "--data is not an option of --format monai-bundle, which packs a file that was verified."
+            )
         _bundle(source, out)
         return
     from fp4deploy.system.files import require_writable
@@ -189,12 +193,12 @@ def _exported(source: Path | None, suffix: str = ".onnx") -> list[Path]:
     if source is not None and source.is_file():
         return [source]
     if source is not None and not source.exists():
-        raise InputError(f"There is no file or folder {source}. Give a run folder, a file of {suffix} or a .plan.")
+        raise InputError(f"There is no file or folder {source}. Give a run folder or a {suffix} file.")
     run = open_run(source) if source is not None else latest_run()
     found = [path for path in sorted(run.export_dir.glob(f"*{suffix}")) if ".portable" not in path.name]
     if not found:
         form = next(form for form, ending in SUFFIXES.items() if ending == suffix)
-        raise InputError(f"{run.path} has no file of {suffix} yet. Write it with: fp4deploy export --format {form}")
+        raise InputError(f"{run.path} has no {suffix} file yet. Write it with: fp4deploy export --format {form}")
     return found
 
 

@@ -102,8 +102,9 @@ def export(
     from fp4deploy import provenance
     from fp4deploy.interop.nnunet import export_folder, pack_folder
 
-    if form == "triton":
-        raise InputError("--format triton takes files: export the folder with --format onnx first, then its .onnx.")
+    if form not in ("onnx", "packed"):
+        first = "packed" if form == "monai-bundle" else "onnx"
+        raise InputError(f"--format {form} takes files: export the folder with --format {first} first, then its file.")
     folder, folds = open_folder(named, fold)
     if verify and data is None:
         note("Comparing with torch on patches of noise; --data RAW compares on patches of images.")

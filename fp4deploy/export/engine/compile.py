@@ -102,7 +102,8 @@ class CompileAnswer:
 
 # TensorRT-RTX 1.7 for sm120, 2026-11-29: networks of one attention with heads of 4 and 8 channels, and of 12 to 36.
 NARROW_HEADS = (
-    "it has no kernel for attention whose heads have 8 channels or fewer. Take wider heads, or a packed network."
+    "it has no kernel for attention whose heads have 8 channels or fewer, as files of other exporters may have: "
+    "export the network again, which pads its heads"
 )
 
 

@@ -70,6 +70,8 @@ def verify(
     True
     """
     proto = exported if isinstance(exported, onnx.ModelProto) else parse_onnx(Path(exported))
+    if not isinstance(inputs, torch.Tensor | Mapping | tuple):
+        inputs = list(inputs)
     model = taking_flat_inputs(model, inputs[0] if isinstance(inputs, list | tuple) and inputs else inputs)
     batches, meanings = batches_of(inputs, len(proto.graph.input)), known_outputs(_card(proto, exported), head, outputs)
     return verify_decomposed(deployed(model, rest_of_file(proto)), _portable(proto), batches, meanings=meanings)

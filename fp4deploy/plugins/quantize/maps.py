@@ -129,6 +129,8 @@ def _launch(
     lanes = 2 if how[0] else 4
     threads = count * height * -(-wide // block) * (channels // lanes)
     sizes = (count * height, height, width, channels, columns, stride, padding, dilation, wide, channels // groups)
+    if x.data_ptr() % (lanes * x.element_size()):  # a view that begins within a vector of its storage
+        x = x.clone()
     launch = kernel("quantize_map.cu", "quantize_map", SIGNATURE, macros, x.device).launch
     launch(-(-threads // THREADS), THREADS, x, *pointers, *sizes)
 

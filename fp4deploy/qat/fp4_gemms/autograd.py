@@ -8,8 +8,8 @@ What the backward keeps of the activation:
     any other convolution                                X as it came                             16 or 32
 
 The wgrad of a convolution with several taps quantises the activation once for each column of the filter
-(`ConvGemms.widen`); of seven columns it would take 31.5 bits an element, more than it has. There X is kept as it came,
-usually the tensor that the activation function before it keeps anyway. Gradients are packed when they arrive
+(`ConvGemms.widen`), 13.5 bits an element for three. There X is kept as it came, usually the tensor that the activation
+function before it keeps anyway. Gradients are packed when they arrive
 and dropped after their GEMM.
 
 For the same seeds codes are those of the emulation. Random numbers are drawn in its order, except that an activation

@@ -20,7 +20,7 @@ CUDA_ENTRY = re.compile(r"__global__ void\s+(?:__\w+__\((?:[^()]|\([^()]*\))*\)\
 TRITON_ENTRY = re.compile(r"^def (\w+_(?:kernel|entry))\(", re.MULTILINE)
 
 
-NOT_RUN = {"contraction_kernel"}  # on the GPU, yet; executed in the emulator for SM100 and SM120
+NOT_RUN = {"quantize_map"}  # beside the emulator on a GPU, yet; its GPU tests compare it with the reference
 
 
 def entries() -> set[str]:
