@@ -59,6 +59,7 @@ UPWARDS = ConvGemms((2, 2), (2, 2), (0, 0), (1, 1), 1, transposed=True)
 Source = tuple[torch.Tensor, torch.Tensor]
 # observe(layer, shape [N, C, H, W] of its input, function: slice of the batch -> that input before quantisation)
 Observe = Callable[[nn.Module, torch.Size, Callable[[slice], torch.Tensor]], None]
+ObserveOutput = Callable[[nn.Module, torch.Tensor, torch.Tensor], None]  # (layer, its input, its output)
 
 
 def fuse_unet(model: nn.Module, recompute: bool = False) -> nn.Module:
@@ -100,18 +101,20 @@ class FusedUNet(UNet):
         return _compute_dtype(x) is not None and self._fusable()
 
     @contextmanager
-    def observe_inputs(self, observe: Observe) -> Iterator[None]:
+    def observe_inputs(self, observe: Observe, outputs: ObserveOutput | None = None) -> Iterator[None]:
         """Call `observe` with the input of every layer, which the fused kernels quantise before it reaches memory.
 
         Called after the layer's amax was tracked. The input is recomputed from what the kernel read, for the images of
         the batch that `observe` asks for; GroupNorm's moments are per image, so the values are the same, rounded to
         FP16.
+
+        outputs: called with input and output of the layers that quantise their gradients.
         """
-        self.__dict__["_observe"] = observe
+        self.__dict__.update(_observe=observe, _observe_output=outputs)
         try:
             yield
         finally:
-            del self.__dict__["_observe"]
+            del self.__dict__["_observe"], self.__dict__["_observe_output"]
 
     def _observe_input(
         self, layer: nn.Module | None, shape: tuple[int, ...], read: Callable[[slice], torch.Tensor]
@@ -144,7 +147,7 @@ class FusedUNet(UNet):
         if _here(encoder[0].conv1):  # by default it stays as it is
             x = encoder[0].conv1.quantized_input(x)
         for level, block in enumerate(encoder):
-            x = _convolve(x, block.conv1, weights, None, SAME)  # its input is not held while the block goes on
+            x = self._convolve(x, block.conv1, weights, None, SAME)  # its input is not held while the block goes on
             x, bias = self._block(block, x, weights)
             if level < deepest:
                 again = deepest - level > KEPT_CONCATENATIONS
@@ -153,7 +156,7 @@ class FusedUNet(UNet):
         for up, block in zip(ups, decoder, strict=True):
             x = self._convolved(x, bias, before.norm2, up, weights, None, UPWARDS)
             x = self._joined(x, up.bias, *skips.pop(), block.conv1)
-            x = _convolve(x, block.conv1, weights, None, SAME)
+            x = self._convolve(x, block.conv1, weights, None, SAME)
             x, bias = self._block(block, x, weights)
             before = block
         return self._convolved(x, bias, before.norm2, self.head, weights, _cast(self.head.bias, x), POINTWISE)
@@ -178,8 +181,24 @@ class FusedUNet(UNet):
             y = _norm_convolution(x, bias, norm, layer, weights[layer], layer_bias, gemms)
         if y is None:
             read, _, _ = _norm(x, bias, norm, _here(layer))
-            y = _convolve(read, layer, weights, layer_bias, gemms)
+            y = self._convolve(read, layer, weights, layer_bias, gemms)
         self._observe_input(layer, x.shape, lambda images: _normalized(x[images], bias, norm))
+        return y
+
+    def _convolve(
+        self,
+        x: torch.Tensor,
+        layer: nn.Module,
+        weights: dict[nn.Module, torch.Tensor],
+        bias: torch.Tensor | None,
+        gemms: ConvGemms,
+    ) -> torch.Tensor:
+        if not _both_ways(layer):
+            return convolve(x, weights[layer], bias, gemms)
+        y = cast(QuantizedLayer, layer).multiply_both_ways(x, gemms, bias)
+        observe: ObserveOutput | None = self.__dict__.get("_observe_output")
+        if observe is not None:
+            observe(layer, x.detach(), y)
         return y
 
     def _downwards(
@@ -468,18 +487,6 @@ def _both_ways(layer: nn.Module) -> bool:
 def _here(layer: nn.Module) -> QuantizedLayer | None:
     """A layer whose input is quantised here."""
     return layer if isinstance(layer, QuantizedLayer) and not _both_ways(layer) else None
-
-
-def _convolve(
-    x: torch.Tensor,
-    layer: nn.Module,
-    weights: dict[nn.Module, torch.Tensor],
-    bias: torch.Tensor | None,
-    gemms: ConvGemms,
-) -> torch.Tensor:
-    if _both_ways(layer):
-        return cast(QuantizedLayer, layer).multiply_both_ways(x, gemms, bias)
-    return convolve(x, weights[layer], bias, gemms)
 
 
 def _of_norm(norm: nn.GroupNorm) -> tuple[torch.Tensor, torch.Tensor, int, float]:

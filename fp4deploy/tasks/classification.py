@@ -23,7 +23,7 @@ class ClassificationTask(ImageTask):
     at_input_size, whole_images, apart = False, True, "The classes of tiles are not that of an image."
     evaluated, augmented = LabelEvalTransform, LabelTrainTransform
     unused: Mapping[str, str] = dict.fromkeys(
-        ("augment.mosaic", "train.class_balance", "train.class_weights", "train.auprc"), PIXELS
+        ("augment.mosaic", "train.class_balance", "train.class_weights", "train.auprc", "train.tversky"), PIXELS
     )
 
     def open(

@@ -31,7 +31,9 @@ class DetectionTask(ImageTask):
     evaluated, augmented, apart = LetterboxTransform, BoxTrainTransform, "Boxes are not joined across tiles."
     unused: Mapping[str, str] = {
         "augment.rotate": "the box around a rotated box is larger than its object; leave it 0 for task=detection",
-        **dict.fromkeys(("train.class_weights", "train.class_balance", "train.label_smoothing"), OVER_PIXELS),
+        **dict.fromkeys(
+            ("train.class_weights", "train.class_balance", "train.label_smoothing", "train.tversky"), OVER_PIXELS
+        ),
         "train.auprc": AS_OBJECTS,
     }
 

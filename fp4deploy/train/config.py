@@ -75,9 +75,12 @@ class Config(Section):
     def _serves_the_task(self) -> Config:
         for key, why in TASKS[self.task].unused.items():
             section, _, name = key.partition(".")
-            value = getattr(getattr(self, section), name)
-            if value:
+            settings = getattr(self, section)
+            value = getattr(settings, name)
+            if value and value != type(settings).model_fields[name].default:
                 raise ValueError(f"{key} = {briefly(value)}: {why}")
+        if not any(self.train.tversky):
+            raise ValueError("train.tversky = [0, 0] leaves no Dice loss; switch that off with train.dice=0")
         return self
 
     @model_validator(mode="after")

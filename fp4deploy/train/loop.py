@@ -32,7 +32,7 @@ from fp4deploy.data import EpochLoader, end_workers, expand
 from fp4deploy.errors import GateError, InputError
 from fp4deploy.models import ModelCard, save_checkpoint
 from fp4deploy.plugins import available
-from fp4deploy.plugins.quantize.layout import CHANNELS_LAST
+from fp4deploy.plugins.quantize.layout import CHANNELS_LAST, place
 from fp4deploy.plugins.runtime.cache import keep_compiled_private
 from fp4deploy.qat import quantized_layers
 from fp4deploy.qat.fused_unet import FusedUNet, fuse_unet, has_kernels
@@ -141,7 +141,7 @@ class Trainer:
         channels_last = settings.channels_last or isinstance(model, FusedUNet) or self.fuses
         axes = 4 if card.volume is None else 5
         self.layout = CHANNELS_LAST[axes] if channels_last else torch.contiguous_format
-        self.bare = model.to(self.device, memory_format=self.layout)  # type: ignore[call-overload]
+        self.bare = place(model, self.device, self.layout)
         self.optimizer = make_optimizer(model, job.lr, settings.weight_decay, *clip_rates, settings.optimizer)
         self.learned = [layer.input_amax for layer in self.layers if isinstance(layer.input_amax, nn.Parameter)]
         self.average = WeightAverage(model, settings.ema) if settings.ema else None

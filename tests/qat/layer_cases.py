@@ -32,6 +32,14 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "conv channels_last": (lambda: nn.Conv2d(32, 16, 3).to(memory_format=torch.channels_last), (2, 32, 6, 5)),
     "transposed": (lambda: nn.ConvTranspose2d(32, 12, 2, stride=2), (2, 32, 4, 3)),
     "transposed output padding": (lambda: nn.ConvTranspose2d(24, 16, 3, 2, 1, output_padding=1), (2, 24, 3, 4)),
+    "transposed pointwise, output padding": (
+        lambda: nn.ConvTranspose2d(16, 16, 1, dilation=2, output_padding=1),
+        (2, 16, 5, 5),
+    ),
+    "transposed, one column": (
+        lambda: nn.ConvTranspose2d(16, 16, (3, 1), (1, 2), (1, 0), (0, 1)),
+        (2, 16, 5, 1),
+    ),
     "transposed groups, dilation": (
         lambda: nn.ConvTranspose2d(48, 20, 3, (2, 1), 1, (1, 0), groups=2, dilation=(2, 1)),
         (2, 48, 3, 4),

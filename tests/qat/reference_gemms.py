@@ -127,7 +127,7 @@ def convolution(
     def channels(t: torch.Tensor) -> torch.Tensor:  # [N, g, H, W, C / g]
         return t.unflatten(1, (groups, -1)).movedim(2, -1)
 
-    pointwise = {*kernel, *stride} == {1} and layer.padding in ("same", "valid", (0, 0))
+    pointwise = {*kernel, *stride} == {1} and layer.padding in ("same", "valid", (0, 0)) and size == grid
 
     def over_pixels(t: torch.Tensor, spec: QuantSpec | None) -> torch.Tensor:
         """[..., H', W'] -> [..., pixels], quantised along rows; of a pointwise convolution along all pixels."""

@@ -346,6 +346,19 @@ def test_observed_inputs_are_those_of_the_plain_forward() -> None:
         torch.testing.assert_close(read, expected[layer])
 
 
+def test_outputs_of_layers_that_quantise_gradients_are_observed() -> None:
+    torch.manual_seed(0)
+    fused: Any = fuse_unet(prepare(build_unet(3, 0.25), "nvfp4_train").train().double())
+    found: dict[torch.nn.Module, torch.Size] = {}
+    x = torch.randn(2, 3, 32, 32).double()
+    with fused.observe_inputs(
+        lambda *_: None,
+        lambda layer, read, y: y.register_hook(lambda gradient: found.update({layer: gradient.shape})),
+    ):
+        fused._fused(fused.read_image(x)).square().mean().backward()
+    assert found.keys() == set(quantized_layers(fused).values())
+
+
 def test_a_second_backward_is_refused() -> None:
     """The first one overwrites what the forward kept."""
     model: Any = fuse_unet(build_unet(3, 0.25).train())

@@ -173,6 +173,19 @@ def test_random_numbers_are_left_alone() -> None:
     assert torch.equal(*states)
 
 
+def test_activations_of_volumes_with_groups_are_coded_along_their_channels() -> None:
+    model = quantized(nn.Conv3d(64, 64, 3, padding=1, groups=4), "nvfp4_train")
+    x, watcher = torch.randn(1, 64, 5, 6, 6), Watcher(model)
+    with watcher.watching(x):
+        model(x)
+    coded = watcher.snapshot().read()
+    other = quantized(nn.Conv2d(64, 64, 3, padding=1, groups=4), "nvfp4_train")
+    flat, of_images = x.flatten(2, 3), Watcher(other)
+    with of_images.watching(flat):
+        other(flat)
+    assert coded.codes["0", ACTIVATION] == of_images.snapshot().read().codes["0", ACTIVATION]
+
+
 @pytest.mark.parametrize("case", LAYERS)
 @pytest.mark.parametrize(
     "recipe", ["nvfp4_qat", "nvfp4_train", "mx_baseline", Recipe("wgrad", wgrad_gradient=QuantSpec("mxfp4"))]

@@ -103,9 +103,7 @@ def export(
         return
     if form == "monai-bundle":
         if data is not None:
-            raise InputError(
-                "--data is not an option of --format monai-bundle, which packs a file that was verified."
-            )
+            raise InputError("--data is not an option of --format monai-bundle, which packs a file that was verified.")
         _bundle(source, out)
         return
     from fp4deploy.system.files import require_writable

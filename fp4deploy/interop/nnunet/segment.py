@@ -43,13 +43,15 @@ MIRRORED = 4  # mirror images of a window that the network is given at once
 class Case:
     """A volume [C, *extents], normalised; nnU-Net's properties of it; the seconds of each part so far.
 
-    spacing: of the voxels of `data`, and `target` that of the network's, in the order of its axes.
+    spacing: of the file's voxels, and `target` that of the network's, in the order of its axes.
+    resampled: `data` has the network's spacing already.
     """
 
     data: NDArray[np.float32]
     properties: dict[str, Any]
     spacing: list[float]
     target: list[float]
+    resampled: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
@@ -92,7 +94,7 @@ class PackedPredictor(nnUNetPredictor):
             data, _, properties = preprocessor.run_case_npy(
                 data, None, properties, plans, configuration, self.dataset_json
             )
-            return Case(data, properties, target, target)
+            return Case(data, properties, spacing, target, resampled=True)
         data = data.astype(np.float32).transpose([0, *(axis + 1 for axis in forward)])
         properties["shape_before_cropping"] = data.shape[1:]
         if any(configuration.use_mask_for_norm):
@@ -144,6 +146,8 @@ class PackedPredictor(nnUNetPredictor):
     def _at_target(self, case: Case, device: torch.device) -> torch.Tensor:
         """The volume on a device, at the network's spacing."""
         data = torch.from_numpy(case.data).to(device)
+        if case.resampled:
+            return data
         size = compute_new_shape(data.shape[1:], case.spacing, case.target)
         how = self.configuration_manager.resampling_fn_data
         return torch.cat(list(self._resampled(data, size, how, case.spacing, case.target)), 1)
@@ -193,7 +197,15 @@ class PackedPredictor(nnUNetPredictor):
         total: torch.Tensor | None = None
         for first in range(0, len(flips), self.mirrored):
             some = flips[first : first + self.mirrored]
-            outputs = self.network(torch.cat([x.flip(chosen) for chosen in some]))
+            try:
+                outputs = self.network(torch.cat([x.flip(chosen) for chosen in some]))
+            except torch.OutOfMemoryError:
+                if self.mirrored == 1:
+                    raise
+                outputs = None
+            if outputs is None:  # outside of the handler, which holds what did not fit
+                self.mirrored = 1
+                return self._internal_maybe_mirror_and_predict(x)
             for output, chosen in zip(outputs.split(1), some, strict=True):
                 total = output if total is None else total.add_(output.flip(chosen))
         assert total is not None

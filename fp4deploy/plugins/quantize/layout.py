@@ -14,10 +14,21 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
+from torch import nn
 
 from fp4deploy.formats import NVFP4_BLOCK
 
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by number of axes
+
+
+def place(model: nn.Module, device: torch.device, layout: torch.memory_format) -> nn.Module:
+    """Move a model, in place; parameters and buffers that `layout` is not for keep theirs, unlike by `Module.to`."""
+    model.to(device)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if layout == torch.contiguous_format or CHANNELS_LAST.get(tensor.ndim) == layout:
+                tensor.data = tensor.data.contiguous(memory_format=layout)
+    return model
 
 
 def is_channels_last(x: torch.Tensor) -> bool:

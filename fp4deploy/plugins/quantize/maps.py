@@ -11,6 +11,7 @@ same seeds. A linear layer's [tokens, features] is a map of one row, [1, feature
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -45,10 +46,15 @@ class Columns:
     width: int
     groups: int = 1
 
-    def reads_all(self, size: int) -> bool:
-        """Whether some column reads each position of a row of `size`."""
-        starts = range(-self.padding, (self.width - 1) * self.stride - self.padding + 1, self.stride)
-        return {start + at * self.dilation for start in starts for at in range(self.count)} >= set(range(size))
+
+@lru_cache
+def reads_all(columns: Columns, size: int) -> bool:
+    """Whether some column reads each position of a row of `size`."""
+    last = (columns.width - 1) * columns.stride - columns.padding
+    if columns.stride == 1 and columns.dilation <= columns.width:  # a column reads on where the one before it ends
+        return columns.padding >= 0 and last + (columns.count - 1) * columns.dilation >= size - 1
+    starts = range(-columns.padding, last + 1, columns.stride)
+    return {start + at * columns.dilation for start in starts for at in range(columns.count)} >= set(range(size))
 
 
 def supports(x: torch.Tensor, dtype: torch.dtype, channels: Blocks | None, width: Blocks | None, groups: int) -> bool:
@@ -93,7 +99,7 @@ def _amaxes(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The global amax of both operands: of what is quantised, a transform included."""
     transformed = any(blocks is not None and blocks.hadamard for blocks in (channels, width))
-    if not transformed and (width is None or columns.reads_all(x.shape[3])):
+    if not transformed and (width is None or reads_all(columns, x.shape[3])):
         amax = finite_amax(x)
         return amax, amax
     cells: torch.Tensor = torch.ops.fp4deploy.map_amaxes(x, how, at)

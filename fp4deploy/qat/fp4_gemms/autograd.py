@@ -49,12 +49,13 @@ class _PackedGemms(torch.autograd.Function):
         dtype = output_dtype(x)
         packed = pack_operand(x, required(recipe.activation), (gemms.input_axis,), amax, (gemms.groups,))
         filters = pack_operand(weight, required(recipe.weight), gemms.weight_axes, None, gemms.weight_groups)
+        with torch.autocast(x.device.type, enabled=False):
+            y = dispatch.fprop(packed, filters, bias, gemms, dtype)
         if recording:
             ctx.x_shape, ctx.gemms, ctx.recipe = x.shape, gemms, recipe
-            _keep(ctx, x, weight, packed, filters, amax)
+            _keep(ctx, x, weight, packed, filters, amax, y.shape)
             ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        with torch.autocast(x.device.type, enabled=False):
-            return dispatch.fprop(packed, filters, bias, gemms, dtype)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -110,6 +111,7 @@ def _keep(
     packed: PackedOperand,
     filters: PackedOperand,
     amax: torch.Tensor | None,
+    y_shape: torch.Size,
 ) -> None:
     """Save for the backward what the module's table says."""
     gemms, recipe, in_range = ctx.gemms, ctx.recipe, None
@@ -128,7 +130,7 @@ def _keep(
     elif gemms.widens_input or required(recipe.wgrad_activation).rounding == "ms_eden":
         kept = (x,)  # a rotation is shared with the gradient, which is not there yet
     else:
-        rows = gemms.wgrad_input(x, ())
+        rows = gemms.wgrad_input(x, y_shape)
         operand = pack_operand(rows, required(recipe.wgrad_activation), (gemms.wgrad_axis,))
         ctx.packed, kept = operand.described(), operand.tensors()
     ctx.weight, ctx.counts = (weight.shape, weight.dtype), len(source)

@@ -174,7 +174,8 @@ class ConvGemms:
     @property
     def pixelwise(self) -> bool:
         """One tap at each pixel: pixels are rows of one matrix, in any order."""
-        return {*self.kernel, *self.stride} == {1} and not any(self.padding)
+        more = self.transposed and any(self.output_padding)
+        return {*self.kernel, *self.stride} == {1} and not any(self.padding) and not more
 
     @property
     def widens_input(self) -> bool:

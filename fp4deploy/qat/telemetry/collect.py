@@ -111,7 +111,10 @@ class Watcher:
         self.seen, self.seed = {}, seed
         if isinstance(self.model, FusedUNet) and self.model.fuses(images):
             names = {layer: name for name, layer in self.layers.items()}
-            with self.model.observe_inputs(lambda layer, *read: self._observed(names[layer], layer, *read)):
+            with self.model.observe_inputs(
+                lambda layer, *read: self._observed(names[layer], layer, *read),
+                lambda layer, *step: self._gradient_of(names[layer], layer, *step),
+            ):
                 yield
             return
         with ExitStack() as hooks:
@@ -158,11 +161,14 @@ class Watcher:
         def watch(layer: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
             x = inputs[0]
             self._activation(name, layer, x)
-            recipe = layer.recipe if isinstance(layer, QuantizedLayer) else None
-            if output.requires_grad and recipe and (recipe.dgrad_gradient or recipe.wgrad_gradient):
-                output.register_hook(lambda gradient: self._output_gradient(name, layer, gradient, x))
+            self._gradient_of(name, layer, x, output)
 
         return watch
+
+    def _gradient_of(self, name: str, layer: nn.Module, x: torch.Tensor, output: torch.Tensor) -> None:
+        recipe = layer.recipe if isinstance(layer, QuantizedLayer) else None
+        if output.requires_grad and recipe and (recipe.dgrad_gradient or recipe.wgrad_gradient):
+            output.register_hook(lambda gradient: self._output_gradient(name, layer, gradient, x))
 
     def _observed(self, name: str, layer: nn.Module, shape: torch.Size, read: Callable[[slice], torch.Tensor]) -> None:
         with torch.no_grad():
@@ -170,7 +176,7 @@ class Watcher:
 
     @torch.no_grad()
     def _activation(self, name: str, layer: nn.Module, x: torch.Tensor) -> None:
-        axis = -1 if isinstance(layer, nn.Linear) else -3
+        axis = -1 if isinstance(layer, nn.Linear) else 1 - cast(torch.Tensor, layer.weight).ndim
         with _without_autocast(x.device.type):
             if isinstance(layer, QuantizedLayer) and _has_codes(layer.recipe.activation) and not layer.observing:
                 spec, groups = layer.recipe.activation, (layer.gemms().groups,)

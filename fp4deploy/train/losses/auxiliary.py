@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from fp4deploy.plugins.quantize.layout import place
 from fp4deploy.qat import QuantizedLayer
 from fp4deploy.qat.fused_unet import FusedUNet, fuse_unet
 from fp4deploy.train.losses.features import Features
@@ -69,7 +70,7 @@ class AuxiliaryLosses:
             if fused:
                 fuse_unet(self.teacher)
             layout = torch.channels_last if isinstance(self.teacher, FusedUNet) else layout
-            self.teacher.to(device, memory_format=layout).eval().requires_grad_(False)  # type: ignore[call-overload]
+            place(self.teacher, device, layout).eval().requires_grad_(False)
         return self
 
     def __call__(

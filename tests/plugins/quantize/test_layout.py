@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
+from torch import nn
 
-from fp4deploy.plugins.quantize.layout import CHANNELS_LAST, View, dense, view_along
+from fp4deploy.plugins.quantize.layout import CHANNELS_LAST, View, dense, place, view_along
+from fp4deploy.plugins.quantize.maps import Columns, reads_all
 from fp4deploy.plugins.quantize.weights import weight_fits
 
 
@@ -23,3 +27,23 @@ def test_channels_last_of_images_and_volumes(shape: tuple[int, ...], axis: int, 
     assert view_along(x, axis) == expected
     assert dense(x, axis, in_order=False)[0] is x, "nothing is copied"
     assert weight_fits(x)
+
+
+def test_a_model_of_images_and_volumes_is_placed() -> None:
+    """`Module.to` refuses parameters of another number of axes than the layout's."""
+    model = nn.Sequential(nn.Conv3d(16, 16, 3), nn.Conv2d(16, 16, 3))
+    place(model, torch.device("cpu"), torch.channels_last_3d)
+    assert model[0].weight.is_contiguous(memory_format=torch.channels_last_3d)
+    assert model[1].weight.is_contiguous()
+    place(model, torch.device("cpu"), torch.contiguous_format)
+    assert model[0].weight.is_contiguous()
+
+
+def test_which_positions_the_columns_of_a_filter_read() -> None:
+    """By counting, of every small geometry."""
+    for count, stride, padding, dilation, width, size in itertools.product(
+        (1, 2, 3), (1, 2), (0, 1, 2), (1, 2, 4), (1, 2, 5), (1, 2, 5, 7)
+    ):
+        columns = Columns(count, stride, padding, dilation, width)
+        read = {at * stride - padding + tap * dilation for at in range(width) for tap in range(count)}
+        assert reads_all(columns, size) == (read >= set(range(size))), (columns, size)
