@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from shutil import copyfile
 from typing import Any
 
 from fp4deploy import __version__
@@ -55,7 +56,7 @@ def write_bundle(path: Path, out: Path) -> Path:
             (folder / inner).mkdir()
         for config, values in configs.items():
             (folder / "configs" / f"{config}.json").write_text(json.dumps(values, indent=4) + "\n", encoding="utf-8")
-        (folder / "models" / "model.fp4").write_bytes(path.read_bytes())
+        copyfile(path, folder / "models" / "model.fp4")
         (folder / "docs" / "README.md").write_text(README.format(name=name), encoding="utf-8")
     return out
 

@@ -66,7 +66,8 @@ def operands(name: str, recipe: Recipe) -> list[tuple[torch.Tensor, QuantSpec, t
     y = model(x)
     gradient = 1e-3 * torch.randn_like(y.detach())
     x, gradient = (t if t.ndim != 3 or isinstance(layer, nn.Linear) else t[None] for t in (x.detach(), gradient))
-    weight, (rows, columns) = layer.weight.detach(), gemms.wgrad_operands(gradient, x)
+    weight = layer.weight.detach()
+    rows, columns = gemms.wgrad_gradient(gradient, x.shape), gemms.wgrad_input(x, gradient.shape)
     axes, groups = gemms.weight_axes, gemms.weight_groups
     return [
         (x, recipe.activation, (gemms.input_axis,), (gemms.groups,)),

@@ -3,7 +3,7 @@
     mask [..., 1, S] of all queries          [..., L, S]                 ONNX Runtime takes no other
     heads of other sizes in K than in V      zeros beside the smaller    TensorRT-RTX 1.7: "Key and Value must have the
                                                                          same shape"
-    heads of fewer than MIN_HEAD channels    zeros beside all            TensorRT-RTX 1.7 has no kernel for them
+    heads of fewer than MIN_HEAD channels    zeros beside all            TensorRT-RTX 1.7 refuses 8 and fewer
 
 Zeros beside a head add nothing to a score, and what they give is cut off: no number changes.
 """

@@ -50,7 +50,7 @@ def dgrad(
 def wgrad(
     gradient: PackedOperand, x: PackedOperand, gemms: Gemms, weight_shape: torch.Size, dtype: torch.dtype
 ) -> torch.Tensor:
-    """dW of `dtype`, of `weight_shape`; the operands are those of `gemms.wgrad_operands`, packed."""
+    """dW of `dtype`, of `weight_shape`; the operands are what `gemms.wgrad` takes, packed."""
     values = gradient.dequantize(_accumulate(gradient, dtype))
     return gemms.wgrad(values, x.dequantize(values.dtype), values.new_empty(weight_shape)).to(dtype)
 

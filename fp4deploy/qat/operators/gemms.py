@@ -81,10 +81,6 @@ class LinearGemms:
         """The wgrad reads G shifted."""
         return False
 
-    def wgrad_operands(self, gradient: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """G [tokens, O] and X [tokens, C]."""
-        return self.wgrad_gradient(gradient, x.shape), self.wgrad_input(x, gradient.shape)
-
     def wgrad_gradient(self, gradient: torch.Tensor, x_shape: Sequence[int]) -> torch.Tensor:
         """G [tokens, O]."""
         return gradient.flatten(0, -2)
@@ -94,7 +90,7 @@ class LinearGemms:
         return x.flatten(0, -2)
 
     def wgrad(self, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """dW [O, C], from the (quantised) operands of `wgrad_operands`."""
+        """dW [O, C], from the (quantised) operands of `wgrad_gradient` and `wgrad_input`."""
         return gradient.T @ x
 
     def bias_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -167,10 +163,6 @@ class ConvGemms:
             output_mask,
         )
 
-    def wgrad_operands(self, gradient: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """G and X as feature maps with the same width, which is the axis of the blocks; see `widen`."""
-        return self.wgrad_gradient(gradient, x.shape), self.wgrad_input(x, gradient.shape)
-
     @property
     def pixelwise(self) -> bool:
         """One tap at each pixel: pixels are rows of one matrix, in any order."""
@@ -207,7 +199,7 @@ class ConvGemms:
     def _without_ends(self, x: torch.Tensor, other: Sequence[int]) -> tuple[ConvGemms, torch.Tensor]:
         gemms = self
         while len(gemms.kernel) > 1 and x.shape[-1] == 1 and gemms.kernel[-1] == 1 and not gemms.padding[-1]:
-            if len(other) >= x.ndim and other[x.ndim - 1] != 1:
+            if other[x.ndim - 1] != 1:
                 break
             gemms, x = gemms.first(len(gemms.kernel) - 1), x[..., 0]
         return gemms, x
@@ -235,7 +227,7 @@ class ConvGemms:
         return torch.stack(windows, 2).flatten(1, 3)
 
     def wgrad(self, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """dW like `weight`, from the (quantised) operands of `wgrad_operands`.
+        """dW like `weight`, from the (quantised) operands of `wgrad_gradient` and `wgrad_input`.
 
         A filter of `columns` columns on C channels is one of a single column on the columns * C of `widen`.
         """
