@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fp4deploy.errors import InputError
-from fp4deploy.formats import MXFP4_BLOCK, NVFP4_BLOCK
+from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.graph.own_linear import weight_axis
 from fp4deploy.qat.attention import OpenAttention, opened
 from fp4deploy.qat.computed import torch_class, why_not_plain
@@ -275,7 +275,7 @@ def _hooked(layer: nn.Module) -> str | None:
 def _block(recipe: Recipe) -> int:
     """Elements in a block of the forward GEMM."""
     spec = recipe.weight or recipe.activation
-    return MXFP4_BLOCK if spec is not None and spec.format == "mxfp4" else NVFP4_BLOCK
+    return spec.block_size if spec is not None else NVFP4_BLOCK
 
 
 def _quantized_reason(layer: nn.Module, recipe: Recipe) -> str:
