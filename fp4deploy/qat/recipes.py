@@ -333,6 +333,15 @@ class Recipe:
         return texts
 
     @property
+    def precision(self) -> str:
+        """What a layer of this recipe multiplies in: a name of `LAYER_FORMATS` in capitals, or "FP4"."""
+        x, w = self.activation or self.weight, self.weight or self.activation
+        own = (x and x.format, w and w.format)
+        return next(
+            (name.upper() for name, pair in LAYER_FORMATS.items() if own == tuple(s.format for s in pair)), "FP4"
+        )
+
+    @property
     def straight_through(self) -> bool:
         """The backward GEMMs are autograd's of the quantised forward."""
         return not (self._quantizes_backward or self.original_operands)
@@ -406,6 +415,10 @@ def _everywhere(name: str, spec: QuantSpec) -> Recipe:
     return Recipe(name, spec, spec, spec, spec, spec, spec)
 
 
+LAYER_FORMATS = {  # what a layer may be quantised to in place of NVFP4: activation, weight
+    **{form: (QuantSpec(form, scale="static"), QuantSpec(form, row_scaled=True)) for form in EIGHT_BITS},
+    "w4a8": (MXFP8, MXFP4_FLOOR),  # of weights `floor` has the smaller error (docs/numerics.md)
+}
 TETRAJET_V2 = replace(
     _everywhere("tetrajet_v2", NVFP4_ROTATED),
     activation=NVFP4,
@@ -434,11 +447,7 @@ RECIPES: dict[str, Recipe] = {
             replace(NVFP4, four_over_six=FourOverSix()),
         ),
         Recipe("nvfp4_4o6_weight_qat", NVFP4_STATIC, replace(NVFP4, four_over_six=FourOverSix())),
-        *(
-            Recipe(f"{form}_qat", QuantSpec(form, scale="static"), QuantSpec(form, row_scaled=True))
-            for form in EIGHT_BITS
-        ),
-        Recipe("w4a8_qat", MXFP8, MXFP4_FLOOR),  # of weights `floor` has the smaller error (docs/recipes.md)
+        *(Recipe(f"{form}_qat", *operands) for form, operands in LAYER_FORMATS.items()),
         Recipe("nvfp4_fp8_qat", NVFP4_STATIC, NVFP4, fp8="convolutions"),
         Recipe(
             "nvfp4_train",
