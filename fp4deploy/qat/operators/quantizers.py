@@ -12,7 +12,6 @@ from __future__ import annotations
 import torch
 
 from fp4deploy import formats
-from fp4deploy.formats import MXFP4_BLOCK, NVFP4_BLOCK
 from fp4deploy.formats.ms_eden import ROTATION
 from fp4deploy.formats.philox import draw_seed
 from fp4deploy.plugins.quantize.dispatch import (
@@ -101,7 +100,7 @@ def split_groups(
     if spec.block == "1d":
         axes, groups = axes[-1:], groups[-1:]
     axes = tuple(axis % x.ndim for axis in axes)
-    block = ROTATION if spec.rounding == "ms_eden" else NVFP4_BLOCK if spec.format == "nvfp4" else MXFP4_BLOCK
+    block = ROTATION if spec.rounding == "ms_eden" else spec.block_size
     split = {at: count for at, count in zip(axes, groups, strict=True) if count > 1 and x.shape[at] // count % block}
     shape = x.shape
     for axis, count in sorted(split.items(), reverse=True):
@@ -129,6 +128,8 @@ def _quantize_groups(
 def _quantize(
     x: torch.Tensor, spec: QuantSpec, axes: tuple[int, ...], amax: torch.Tensor | None, as_mask: bool, measure: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    if spec.format == "mxfp8":
+        return formats.fake_quantize_mxfp8(x, axes[-1], spec.scale_rule), None, None
     if spec.format == "mxfp4":
         return fake_quantize_mxfp4(x, axes[-1], spec.scale_rule, spec.rounding, hadamard=spec.hadamard), None, None
     if amax is not None and as_mask:  # a kernel's bits have the shape of the groups
