@@ -10,6 +10,7 @@ that no side has a pass that another lacks.
 |---|---|
 | `ours` | what a packed network runs here: weights decoded at load (`decoded`), linear layers by `dispatch.matmul` |
 | `implicit` | the implicit GEMM that reads packed weights (`dispatch.conv2d`), the kernel that Blackwell runs |
+| `pack` | the layer's first source in FP16, packed: what only moves bytes |
 | `cudnn_fp16`, `cublas_fp16` | torch, channels_last, `torch.backends.cudnn.benchmark` |
 | `cudnn_fp8` | cuDNN by `nvidia-cudnn-frontend`, E4M3 operands, the fastest of its first plans |
 | `scaled_mm_fp8` | `torch._scaled_mm`: E4M3 operands, one scale each; linear layers and 1x1 convolutions of stride 1 |
@@ -53,7 +54,7 @@ CACHES = 2  # times the L2 cache that operands of all cold calls fill
 MAX_CALLS, WARM_CALLS, REPEATS = 128, 10, 7
 PLANS = 3  # of cuDNN's heuristics that are timed in FP8
 UNET, QUARTER, HALF = (64, 128, 256, 512, 1024), (16, 32, 64, 128, 256), (32, 64, 128, 256, 512)
-FIRST = ("ours", "implicit", "cudnn_fp16", "cublas_fp16")
+FIRST = ("ours", "implicit", "cudnn_fp16", "cublas_fp16", "pack")
 SECOND = ("cudnn_fp8", "scaled_mm_fp8")
 EVERY = 20.0  # seconds between two samples of the clocks
 FP8 = torch.float8_e4m3fn
@@ -164,7 +165,7 @@ class Operands:
         self.sources: tuple[Nvfp4Tensor, ...] = tuple(quantize_nvfp4(x) for x in plain)
         self.weight: Nvfp4Tensor = quantize_nvfp4(weight)
         self.amax = torch.tensor(40.0, device=device) if case.transposed else None
-        self.x, self.filters = torch.cat(plain, -1), weight
+        self.x, self.filters, self.first = torch.cat(plain, -1), weight, plain[0]
         if not case.linear:
             self.x = self.x.permute(0, 3, 1, 2)
             order = (3, 0, 1, 2) if case.transposed else (0, 3, 1, 2)
@@ -176,6 +177,7 @@ class Operands:
         found = {
             "ours": {"linear": self._implicit, "convolution": self._decoded},
             "implicit": {"convolution": self._implicit},
+            "pack": {"linear": self._pack, "convolution": self._pack},
             "cublas_fp16": {"linear": lambda: (F.linear, (self.x, self.filters))},
             "cudnn_fp16": {"convolution": self._cudnn},
             "scaled_mm_fp8": {"linear": self._scaled_mm, "convolution": self._scaled_mm},
@@ -200,6 +202,9 @@ class Operands:
         more = {"transposed": case.transposed, "out_amax": self.amax}
         weight = decode_weight(self.weight, case.channels, case.transposed)
         return lambda x, w: decoded.conv2d(x, w, **place, **more)[0], (self.sources, weight)
+
+    def _pack(self) -> Computed:
+        return lambda x, amax: quantize_nvfp4(x, amax=amax), (self.first, torch.tensor(4.0, device=self.first.device))
 
     def _cudnn(self) -> Computed:
         case, operands = self.case, (self.x, self.filters)

@@ -26,7 +26,7 @@ def test_layers_are_timed_and_a_file_is_completed(monkeypatch: pytest.MonkeyPatc
         found = layer_times.run(todo, path, cpu, 60.0, 0)
         first, second, third = found["rows"]
         times = [first["ours"], first["implicit"], first["cudnn_fp16"], second["ours"], second["implicit"]]
-        times += [second["cudnn_fp16"], third["ours"], third["cublas_fp16"]]
+        times += [second["cudnn_fp16"], third["ours"], third["cublas_fp16"], second["pack"]]
         assert all(each["cold_us"] > 0 for each in times), found
         assert "cudnn" in first["cudnn_fp8"]["refused"]  # no module of that name, or no cuDNN behind it
         assert "implicit" not in third
