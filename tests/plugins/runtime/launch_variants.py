@@ -256,22 +256,12 @@ def _copies(dtype: torch.dtype) -> None:
     plain.class_map(y)
 
 
-def _direct(
-    channels: tuple[int, ...], outputs: int, packed: bool = False, transposed: bool = False
-) -> Callable[[], object]:
+def _direct(channels: tuple[int, ...], outputs: int, packed: bool = False) -> Callable[[], object]:
     def exercise() -> None:
         sources = tuple(quantize_nvfp4(torch.zeros(1, 4, 4, each)) for each in channels)
-        weight = quantize_nvfp4(torch.zeros(outputs, 2 if transposed else 3, 2 if transposed else 3, sum(channels)))
-        decoded = decode_weight(weight, channels, transposed)
-        direct.conv2d(
-            sources,
-            decoded,
-            None,
-            (1, 1),
-            out_amax=_amax() if packed else None,
-            moments=not packed,
-            transposed=transposed,
-        )
+        weight = quantize_nvfp4(torch.zeros(outputs, 3, 3, sum(channels)))
+        decoded = decode_weight(weight, channels)
+        direct.conv2d(sources, decoded, None, (1, 1), out_amax=_amax() if packed else None, moments=not packed)
 
     return exercise
 
@@ -370,7 +360,7 @@ EXERCISES: list[Callable[[], object]] = [
     lambda: _ms_eden(torch.zeros(MATRIX, dtype=BFLOAT), 0),
     _direct((16,), 16),
     _direct((32, 32), 32),
-    _direct((32,), 16, packed=True, transposed=True),
+    _direct((32,), 16, packed=True),
     *(_depthwise(piece) for piece in depthwise.PIECES),
     _depthwise((2, 4), 6, 5, 2, BFLOAT),
     _small_k((1, 4, 4, 3), (64, 3, 3), 1, 1, FLOAT, moments=True),
