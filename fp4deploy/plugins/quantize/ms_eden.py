@@ -120,6 +120,5 @@ def _ms_eden(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     x, view, middle = _in_order(x, axis)
     first, scales = _outputs(x, axis, packed)
-    macros = {"PACKED": int(packed), "MEASURE": 0}
-    _launch(x, view, middle, macros, amax, rotation, random, first, scales if packed else None, None)
+    _launch(x, view, middle, {"PACKED": int(packed), "MEASURE": 0}, amax, rotation, random, first, scales if packed else None, None)
     return first, scales

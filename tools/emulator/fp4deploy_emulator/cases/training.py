@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from fp4deploy import formats
+from fp4deploy.formats.ms_eden import SHRINK
 from fp4deploy.graph.sizes import output_size
 from fp4deploy.plugins.gemm.grouped import SEGMENT, grouped_call, spans, stacked
 from fp4deploy.plugins.gemm.reference import matmul_reference
@@ -184,7 +185,7 @@ class MsEden:
         outcome.compare(found.contiguous().view(bits), values.contiguous().view(bits))
         outcome.compare(codes, expected.codes)
         outcome.compare(scales.view(torch.uint8), expected.scales.view(torch.uint8))
-        outcome.compare(amax * ms_eden.SHRINK, expected.amax)
+        outcome.compare(amax * SHRINK, expected.amax)
 
 
 def _quantized(x: torch.Tensor, axis: int, blocks: Blocks) -> torch.Tensor:
