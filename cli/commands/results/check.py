@@ -155,7 +155,7 @@ def _example(shape: tuple[int, ...]) -> Tensor:
 
 
 def _of_network(network: nn.Module, plans: list[LayerPlan], example: Tensor, named: str = "fp16") -> Subject:
-    from fp4deploy.export.lowering.forecast import Forecast, forecast, forecast_eight_bits
+    from fp4deploy.export.lowering.forecast import Forecast, forecast, forecast_other
     from fp4deploy.graph.costs import MULTIPLYING, work_of_layers
     from fp4deploy.rest import FP16, rest_of
 
@@ -168,9 +168,7 @@ def _of_network(network: nn.Module, plans: list[LayerPlan], example: Tensor, nam
         if plan.precision == rest.label:
             return Forecast(rest.label, rest.label, plan.reason)
         layer = network.get_submodule(plan.name)
-        return (
-            forecast(layer, conv, rest) if plan.precision == "FP4" else forecast_eight_bits(layer, plan.precision, rest)
-        )
+        return forecast(layer, conv, rest) if plan.precision == "FP4" else forecast_other(layer, plan.precision, rest)
 
     modules = {plan.name: network.get_submodule(plan.name) for plan in plans}
     multiplying = {name: layer for name, layer in modules.items() if isinstance(layer, MULTIPLYING)}
