@@ -128,7 +128,7 @@ def gather_call(
         "BIAS": bias is not None,
         "OUT": TYPES[out.dtype],
         **_constants(tile, capability, asm),
-        **({"X8": True} if mixed else {}),
+        "X8": mixed,
     }
     types = _operand_types("x") | _operand_types("w") | {"bias": "*fp32", "out": f"*{TYPES[out.dtype]}"}
     types |= dict.fromkeys((*GATHER_SIZES, *GATHER_STEPS), "i32") | {"x_range": "fp32", "w_range": "fp32"}

@@ -70,7 +70,7 @@ def gather_gemm_kernel(
     BK: tl.constexpr,  # bytes of a step: 2 BK elements
     NATIVE: tl.constexpr,
     ASM: tl.constexpr,
-    X8: tl.constexpr = False,  # x is E4M3, uint8 [batch, H, W, 2 CB]
+    X8: tl.constexpr,  # x is E4M3, uint8 [batch, H, W, 2 CB]
 ):
     BLOCK: tl.constexpr = 16 if MX else 8  # bytes that share a scale
     CB = CB // BLOCK * BLOCK  # no change of the value; it tells the compiler how wide the loads can be
