@@ -20,6 +20,7 @@ from fp4deploy.plugins.quantize.dispatch import (
     fake_quantize_nvfp4,
     finite_amax,
 )
+from fp4deploy.plugins.quantize.ms_eden import fake_quantize_ms_eden
 from fp4deploy.qat.recipes import QuantSpec
 
 _IN_EIGHT_BITS = {"fp8": formats.fake_quantize_fp8, "int8": formats.fake_quantize_int8}
@@ -67,8 +68,7 @@ def _rotate_and_quantize(
     x: torch.Tensor, spec: QuantSpec, axes: tuple[int, ...], groups: tuple[int, ...], rotation: torch.Tensor
 ) -> torch.Tensor:
     view, (axis,), split = split_groups(x, spec, axes, groups)
-    packed = formats.quantize_ms_eden(view, rotation, draw_seed(x.device), axis)
-    values = packed.dequantize(x.dtype).movedim(-1, axis)
+    values = fake_quantize_ms_eden(view, rotation, draw_seed(x.device), axis)
     for at in split:
         values = values.flatten(at, at + 1)
     return values
@@ -94,14 +94,14 @@ def quantize_and_measure(
 def split_groups(
     x: torch.Tensor, spec: QuantSpec, axes: tuple[int, ...], groups: tuple[int, ...] = (1,)
 ) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]:
-    """(view of `x`, axes of its blocks there, axes that were split): each group on an axis of its own where one would
-    not fill whole blocks; the contraction axis stays last among the axes.
+    """(view of `x`, axes of its blocks there, axes that were split): each of several groups on an axis of its own where
+    one would not fill whole blocks; the contraction axis stays last among the axes.
     """
     if spec.block == "1d":
         axes, groups = axes[-1:], groups[-1:]
     axes = tuple(axis % x.ndim for axis in axes)
     block = ROTATION if spec.rounding == "ms_eden" else spec.block_size
-    split = {axis: count for axis, count in zip(axes, groups, strict=True) if x.shape[axis] // count % block}
+    split = {at: count for at, count in zip(axes, groups, strict=True) if count > 1 and x.shape[at] // count % block}
     shape = x.shape
     for axis, count in sorted(split.items(), reverse=True):
         x = x.unflatten(axis, (count, shape[axis] // count))
