@@ -99,7 +99,7 @@ def parity() -> str:
     return markdown(["data; network; split", "", "settings", "seeds", "score", "minus the control"], rows)
 
 
-W4A8 = {
+W4A8 = {  # networks and data of the whole picture, trained again beside W4A8
     "w4a8_camvid_h200": "CamVid; smp Unet(resnet34)",
     "w4a8_dsb2018_h200": "DSB2018; smp Unet(resnet34)",
     "w4a8_coco_h200": "COCO samples, persons; EfficientNet-Lite0 UNet",
