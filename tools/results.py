@@ -62,6 +62,7 @@ MEASURED = {  # by script, or command of fp4deploy: folders of fp4deploy
     "kernels": ("plugins/quantize",),
     "kill_resume": ("train",),
     "language_model": ("formats", "qat", "train", "plugins/quantize"),
+    "layer_times": ("plugins/gemm", "plugins/runtime"),
     "large_images": ("predict", "bench/runtimes"),
     "largest_batch": _TRAINING,
     "modelopt_peer": (*_TRAINING, "ptq"),

@@ -2,8 +2,9 @@
 
     y  = x diag(s) H / sqrt(128)              groups of 128 rotated; H Sylvester's matrix, s = +-1 drawn anew each time
     d8 = E4M3(a / (A / (256 r)) / r)          block scale of a block of 16 with the amax a; r = 1.0625 * 0.93
-    q  = E2M1(y / (d8 A / (6 * 256 / r)))     to nearest; values beyond 6 saturate, because r makes the scale smaller
-    c  = sum y^2 / sum y q'                   of each group of 128, q' what q stands for
+    q  = E2M1(y * (1 / (d8 A r / (6 * 256)))) to nearest; values beyond 6 saturate, because r makes the scale smaller
+    c  = sum y^2 / sum y q'                   of each group of 128, q' what q stands for; sums in the order of elements,
+                                              of a block and then of the blocks
     d8 <- SR(c d8)                            to one of the two neighbouring E4M3 values, with mean c d8
 
 Rounding to nearest shrinks a vector; c scales the group back so that its projection on y is y itself, and with a random
@@ -20,6 +21,8 @@ Mean Estimation", 2022. The order of operations is this project's own.
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 
 from fp4deploy.errors import InputError
@@ -28,7 +31,7 @@ from fp4deploy.formats.blocks import pad_to_blocks, require_quantizable
 from fp4deploy.formats.constants import E4M3_MAX_FOUR_OVER_SIX, NVFP4_BLOCK
 from fp4deploy.formats.e2m1 import encode_e2m1, pack_codes, round_e2m1
 from fp4deploy.formats.nvfp4 import Nvfp4Tensor
-from fp4deploy.formats.scales import block_step, constant, finite_amax
+from fp4deploy.formats.scales import FLT_MAX, block_step, constant, finite_amax
 
 ROTATION = 128  # elements that are rotated together, and have one correction
 SHRINK = 1.0625 * 0.93  # r: 17/16 lets the largest scale be rounded up, 0.93 is the clipping with the smallest error
@@ -97,14 +100,15 @@ def quantize_ms_eden(
         finite_amax(y) if amax is None else amax
     ) * SHRINK  # the A of a tensor whose largest block has the scale 256
     block_amax = blocks.abs().amax(-1)
-    scale = torch.where(amax > 0, constant(float(E4M3_MAX_FOUR_OVER_SIX), amax) / amax, 0.0)
+    scale = torch.where(amax > 0, (constant(float(E4M3_MAX_FOUR_OVER_SIX), amax) / amax).clamp(max=FLT_MAX), 0.0)
     d8 = _nearest(block_amax * SHRINK * scale)
     step = block_step(d8, amax, E4M3_MAX_FOUR_OVER_SIX).unsqueeze(-1)
-    scaled = torch.where(step > 0, blocks / step, 0.0)
+    scaled = torch.where(step > 0, blocks * (1 / step).clamp(max=FLT_MAX), 0.0)
     q = round_e2m1(scaled)
     group = (-1, ROTATION // NVFP4_BLOCK)
-    squares = (blocks * blocks).sum(-1).unflatten(-1, group).sum(-1, keepdim=True)
-    projection = (blocks * q * step).sum(-1).unflatten(-1, group).sum(-1, keepdim=True)
+    squares, projection = (
+        _in_order(_in_order(each).unflatten(-1, group)).unsqueeze(-1) for each in (blocks * blocks, blocks * q * step)
+    )
     correction = torch.where(projection > 0, squares / projection, 1.0)
     corrected = (d8.unflatten(-1, group) * correction).flatten(-2)
     rounded = _stochastic(corrected, philox.random_bytes(y.shape, -1, seed, device=x.device)[..., ::NVFP4_BLOCK])
@@ -112,6 +116,11 @@ def quantize_ms_eden(
     codes = encode_e2m1(scaled).masked_fill_(broken.unsqueeze(-1) | scaled.isnan(), 0)
     scales = torch.where(broken, float("nan"), rounded).to(torch.float8_e4m3fn)
     return Nvfp4Tensor(pack_codes(codes.flatten(-2)), scales, amax, y.shape, E4M3_MAX_FOUR_OVER_SIX)
+
+
+def _in_order(x: torch.Tensor) -> torch.Tensor:
+    """The sum over the last axis, one element after the other."""
+    return reduce(torch.add, x.unbind(-1), x.new_zeros(()))
 
 
 def _nearest(d: torch.Tensor) -> torch.Tensor:

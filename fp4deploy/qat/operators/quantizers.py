@@ -12,7 +12,6 @@ from __future__ import annotations
 import torch
 
 from fp4deploy import formats
-from fp4deploy.formats import MXFP4_BLOCK, NVFP4_BLOCK
 from fp4deploy.formats.ms_eden import ROTATION
 from fp4deploy.formats.philox import draw_seed
 from fp4deploy.plugins.quantize.dispatch import (
@@ -21,6 +20,7 @@ from fp4deploy.plugins.quantize.dispatch import (
     fake_quantize_nvfp4,
     finite_amax,
 )
+from fp4deploy.plugins.quantize.ms_eden import fake_quantize_ms_eden
 from fp4deploy.qat.recipes import QuantSpec
 
 _IN_EIGHT_BITS = {"fp8": formats.fake_quantize_fp8, "int8": formats.fake_quantize_int8}
@@ -68,8 +68,7 @@ def _rotate_and_quantize(
     x: torch.Tensor, spec: QuantSpec, axes: tuple[int, ...], groups: tuple[int, ...], rotation: torch.Tensor
 ) -> torch.Tensor:
     view, (axis,), split = split_groups(x, spec, axes, groups)
-    packed = formats.quantize_ms_eden(view, rotation, draw_seed(x.device), axis)
-    values = packed.dequantize(x.dtype).movedim(-1, axis)
+    values = fake_quantize_ms_eden(view, rotation, draw_seed(x.device), axis)
     for at in split:
         values = values.flatten(at, at + 1)
     return values
@@ -95,14 +94,14 @@ def quantize_and_measure(
 def split_groups(
     x: torch.Tensor, spec: QuantSpec, axes: tuple[int, ...], groups: tuple[int, ...] = (1,)
 ) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]:
-    """(view of `x`, axes of its blocks there, axes that were split): each group on an axis of its own where one would
-    not fill whole blocks; the contraction axis stays last among the axes.
+    """(view of `x`, axes of its blocks there, axes that were split): each of several groups on an axis of its own where
+    one would not fill whole blocks; the contraction axis stays last among the axes.
     """
     if spec.block == "1d":
         axes, groups = axes[-1:], groups[-1:]
     axes = tuple(axis % x.ndim for axis in axes)
-    block = ROTATION if spec.rounding == "ms_eden" else NVFP4_BLOCK if spec.format == "nvfp4" else MXFP4_BLOCK
-    split = {axis: count for axis, count in zip(axes, groups, strict=True) if x.shape[axis] // count % block}
+    block = ROTATION if spec.rounding == "ms_eden" else spec.block_size
+    split = {at: count for at, count in zip(axes, groups, strict=True) if count > 1 and x.shape[at] // count % block}
     shape = x.shape
     for axis, count in sorted(split.items(), reverse=True):
         x = x.unflatten(axis, (count, shape[axis] // count))
@@ -129,6 +128,8 @@ def _quantize_groups(
 def _quantize(
     x: torch.Tensor, spec: QuantSpec, axes: tuple[int, ...], amax: torch.Tensor | None, as_mask: bool, measure: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    if spec.format == "mxfp8":
+        return formats.fake_quantize_mxfp8(x, axes[-1], spec.scale_rule), None, None
     if spec.format == "mxfp4":
         return fake_quantize_mxfp4(x, axes[-1], spec.scale_rule, spec.rounding, hadamard=spec.hadamard), None, None
     if amax is not None and as_mask:  # a kernel's bits have the shape of the groups
