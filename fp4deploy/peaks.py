@@ -21,7 +21,8 @@ RATE_SHARE, BANDWIDTH_SHARE = 769.3 / 989.5, 4.125 / 4.8
 class Gpu:
     """TFLOP/s, TOP/s and TB/s; `fp4` is None where tensor cores have no FP4.
 
-    clock: GHz, of the H200 as it ran (benchmarks/results/layer_times_h200.json), as its L2 cache; l2: bytes; reached: precision -> TFLOP/s that others measured.
+    clock: GHz; l2: bytes; both of the H200 as it ran (benchmarks/results/layer_times_h200.json).
+    reached: precision -> TFLOP/s that others measured.
     """
 
     name: str
