@@ -56,7 +56,7 @@ class QuantSpec:
     scale: global scale "dynamic" (from the tensor itself) or "static" (from the tracked amax; the activation only).
     scale_rule: "floor" or "ceil", the block scale of MXFP4 and MXFP8.
     rounding: "nearest", "stochastic", or "ms_eden" (NVFP4, unbiased; both operands of a backward GEMM are rotated in
-        groups of 128, and its scales are rounded stochastically: `formats.ms_eden`).
+        groups of up to 128, and its scales are rounded stochastically: `formats.ms_eden`).
     four_over_six: NVFP4 blocks may map their amax to 4.
     hadamard: transform groups of 16 first; on both operands of a GEMM, so that it cancels.
     row_scaled: NVFP4 with a global scale a row; FP8 and INT8 with a scale an output channel.

@@ -163,6 +163,14 @@ def bench(
             help="Build engines of every form for the GPU here, measure them and packed networks, name the fastest.",
         ),
     ] = False,
+    pipeline: Annotated[
+        bool,
+        typer.Option(
+            "--pipeline",
+            rich_help_panel=LATENCY,
+            help="Measure frames to masks instead: copies, resizing, network, classes, and all of it overlapped.",
+        ),
+    ] = False,
     layers: Annotated[bool, typer.Option("--layers", hidden=True, help="Now: fp4deploy profile.")] = False,
     streams: Annotated[
         list[int] | None, typer.Option("--streams", min=1, hidden=True, help="Now: fp4deploy throughput.")
@@ -199,6 +207,13 @@ def bench(
         paths, refused = _every_form(paths)
     chosen = _with_settings(paths, provider, form, rest)
     where = data or _data(paths)
+    if pipeline:
+        from .pipeline import pipeline as measure_pipeline
+
+        if baseline is not None:
+            raise InputError("--pipeline measures no accuracy: leave out --baseline, or measure without --pipeline.")
+        measure_pipeline(chosen, where, batch, out)
+        return
     if split not in MEASURED:
         raise InputError(f"--split is '{split}'; what a model is measured on is {' or '.join(MEASURED)}.")
     part = f"{counted(limit, 'image')} of " if limit is not None else ""

@@ -72,6 +72,15 @@ class PackedRuntime:
     def __repr__(self) -> str:
         return described(self, self._path)
 
+    @property
+    def where(self) -> torch.device:
+        """What it computes on."""
+        return self._device
+
+    def on_device(self, images: torch.Tensor) -> torch.Tensor:
+        """Logits of images that lie there; on a GPU the next call overwrites them."""
+        return first_output(self._network.prepared(images)())
+
     def infer(self, images: Array) -> Array:
         """Logits float32 [N, classes, H, W]."""
         outputs: Array = in_batches(self.inputs, images, self._first, self._path, EXPORT_AGAIN)

@@ -56,6 +56,7 @@ class TorchRuntime:
         self._rest = rest_of(self.card)
         self._path, self.inputs = path, (image_port(self.card.inputs.channels, self.card.inputs.axes),)
         self._graph = form != "eager"
+        self._run: tuple[torch.Tensor, Callable[[], torch.Tensor]] | None = None
         self._half = self._graph and self.card.precision == "fp16"
         if self._graph:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -72,6 +73,21 @@ class TorchRuntime:
 
     def __repr__(self) -> str:
         return described(self, self._path)
+
+    @property
+    def where(self) -> torch.device:
+        """What it computes on."""
+        return self._device
+
+    def on_device(self, images: torch.Tensor) -> torch.Tensor:
+        """Logits of images that lie there; of a form that is a CUDA graph the next call overwrites them."""
+        if not self._graph:
+            return self._forward(images)
+        if self._run is None or self._run[0].shape != images.shape:
+            held = self._as_computed(images)
+            self._run = held, captured(lambda: self._forward(held), self._device)
+        self._run[0].copy_(images)
+        return self._run[1]()
 
     def infer(self, images: Array) -> Array:
         """Logits float32 [N, classes, H, W]."""
@@ -92,8 +108,11 @@ class TorchRuntime:
 
     def _prepared(self, inputs: Sequence[object]) -> torch.Tensor:
         (images,) = fed(self.inputs, inputs, self._path).values()
-        x = torch.from_numpy(images).to(self._device)
-        x = x.to(self._rest.dtype) if self._half else x
+        return self._as_computed(torch.from_numpy(images).to(self._device))
+
+    def _as_computed(self, images: torch.Tensor) -> torch.Tensor:
+        """Images in the type and layout that the form computes in."""
+        x = images.to(self._rest.dtype) if self._half else images
         return x.contiguous(memory_format=torch.channels_last) if self._graph else x
 
     def _forward(self, images: torch.Tensor) -> torch.Tensor:

@@ -73,7 +73,7 @@ def expand(images: Tensor, labels: Tensor, mean: Rgb = IMAGE_MEAN, std: Rgb = IM
     """
     if images.dtype != torch.uint8:
         return images, _whole(labels)
-    scale, offset = _on(images.device, mean, std)
+    scale, offset = scale_and_offset(images.device, mean, std)
     return (images.float() * scale + offset).movedim(-1, -3), _whole(labels)
 
 
@@ -243,7 +243,7 @@ def recolour(image: Pixels, brightness: float, contrast: float, saturation: floa
 
 
 @lru_cache
-def _on(device: torch.device, mean: Rgb, std: Rgb) -> tuple[Tensor, Tensor]:
+def scale_and_offset(device: torch.device, mean: Rgb, std: Rgb) -> tuple[Tensor, Tensor]:
     """Scale and offset of (x / 255 - mean) / std, float32 [3]; cached, because a copy to a GPU synchronises."""
     deviation = torch.tensor(std, dtype=torch.float32)
     scale, offset = 1 / deviation / 255, -torch.tensor(mean, dtype=torch.float32) / deviation

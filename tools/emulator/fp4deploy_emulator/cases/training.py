@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from fp4deploy import formats
+from fp4deploy.formats.ms_eden import SHRINK
 from fp4deploy.graph.sizes import output_size
 from fp4deploy.plugins.gemm.grouped import SEGMENT, grouped_call, spans, stacked
 from fp4deploy.plugins.gemm.reference import matmul_reference
@@ -184,7 +185,7 @@ class MsEden:
         outcome.compare(found.contiguous().view(bits), values.contiguous().view(bits))
         outcome.compare(codes, expected.codes)
         outcome.compare(scales.view(torch.uint8), expected.scales.view(torch.uint8))
-        outcome.compare(amax * ms_eden.SHRINK, expected.amax)
+        outcome.compare(amax * SHRINK, expected.amax)
 
 
 def _quantized(x: torch.Tensor, axis: int, blocks: Blocks) -> torch.Tensor:
@@ -255,4 +256,7 @@ PACKING = (
     Case("MS-EDEN along the width", OPERANDS, MsEden(3, (2, 35, 3, 40), channels_last=True)),
     Case("MS-EDEN along rows, FP32", OPERANDS, MsEden(1, (35, 130), torch.float32)),
     Case("MS-EDEN along tokens, BF16", OPERANDS, MsEden(0, (150, 35), torch.bfloat16)),
+    Case("MS-EDEN along 48 channels", OPERANDS, MsEden(1, (2, 48, 3, 5), channels_last=True)),
+    Case("MS-EDEN along 30 tokens, BF16", OPERANDS, MsEden(0, (30, 35), torch.bfloat16)),
+    Case("MS-EDEN along a width of 9", OPERANDS, MsEden(3, (2, 35, 3, 9), channels_last=True)),
 )

@@ -1,0 +1,94 @@
+"""From decoded frames to masks: copies, resizing, network, classes and copies back, overlapped, over the network alone.
+
+    python benchmarks/pipeline.py --json benchmarks/results/pipeline_h200.json
+    python benchmarks/pipeline.py --batch 2 --frame 48 64 --size 32 48 --scales 0.125 --forms packed eager
+
+UNets of random weights, whose classes are no results; frames uint8 of `--frame`, networks of `--size`. A row for each
+scale and form, as `fp4deploy bench --pipeline` measures it (`predict.pipeline`): milliseconds of a batch by part, each
+to its end; `overlapped`, the whole with the next batch copied meanwhile; `over_network`, overlapped over the network's
+part. Forms: `packed` (NVFP4), and the FP16 checkpoint in torch, `eager`, `compiled` or `max-autotune`. `same_masks`:
+the share of pixels with the class of the same form through `predict`, that is of Pillow and the host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.peers import origin
+from fp4deploy.bench.environment import environment
+from fp4deploy.bench.runtimes.open import open_runtime
+from fp4deploy.data import IMAGE_MEAN, IMAGE_STD
+from fp4deploy.export.to_packed import pack
+from fp4deploy.models import ModelCard, build_unet, save_checkpoint
+from fp4deploy.predict.pipeline import Pipeline
+from fp4deploy.predict.predictor import Predictor
+from fp4deploy.qat import calibrate, prepare
+
+CLASSES = 20
+
+
+def checkpoint(folder: Path, scale: float, precision: str, size: tuple[int, int]) -> Path:
+    """A checkpoint of random weights; the same ones for each precision."""
+    torch.manual_seed(0)
+    model, recipe = build_unet(CLASSES, scale), "nvfp4_qat" if precision == "nvfp4" else None
+    if recipe:
+        prepare(model, recipe)
+        calibrate(model, [torch.randn(1, 3, *size)])
+    names = tuple(f"class {number}" for number in range(CLASSES))
+    card = ModelCard(precision, scale, names, *size, IMAGE_MEAN, IMAGE_STD, True, recipe)
+    path = folder / f"{precision}-{scale}.safetensors"
+    save_checkpoint(path, model, card)
+    return path
+
+
+def measured(path: Path, form: str, frames: torch.Tensor) -> dict[str, Any]:
+    """One form's times, and how many pixels have the class of `predict`."""
+    runtime = open_runtime(path, **({} if form == "packed" else {"form": form}))
+    pipeline = Pipeline(runtime)
+    (masks,) = pipeline([frames])
+    expected = np.stack([each.mask for each in Predictor(runtime).predict_batch(list(frames.numpy()))])
+    same = float(np.mean(masks.numpy() == expected))
+    return {"form": form, "runtime": runtime.name, **pipeline.times(frames).to_json(), "same_masks": same}
+
+
+def main() -> None:
+    """Measure form after form, and write what there is after each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--frame", type=int, nargs=2, default=[480, 640])
+    parser.add_argument("--size", type=int, nargs=2, default=[352, 480])
+    parser.add_argument("--scales", type=float, nargs="+", default=[0.25, 1.0])
+    parser.add_argument("--forms", nargs="+", default=["packed", "eager", "compiled"])
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    shape = (arguments.batch, *arguments.frame, 3)
+    frames = torch.from_numpy(np.random.default_rng(0).integers(0, 256, shape, np.uint8))
+    found: dict[str, Any] = {
+        **origin(),
+        "command": "python benchmarks/pipeline.py",
+        "machine": environment(),
+        "rows": [],
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        for scale in arguments.scales:
+            for form in arguments.forms:
+                path = checkpoint(Path(folder), scale, "nvfp4" if form == "packed" else "fp16", tuple(arguments.size))
+                if form == "packed":
+                    packed = path.with_suffix(".fp4")
+                    pack(path, packed, verify=False)
+                    path = packed
+                found["rows"].append({"scale": scale, **measured(path, form, frames)})
+                print(found["rows"][-1], flush=True)
+                if arguments.json:
+                    arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

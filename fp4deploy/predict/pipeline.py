@@ -1,0 +1,250 @@
+"""Frames to masks on the network's device: what lies around a network is part of how fast it is.
+
+    frames uint8 [N, H, W, 3] -> copied -> resized, normalised -> network -> enlarged, argmax -> copied: masks [N, H, W]
+
+`Predictor` resizes by Pillow and decides classes on the host, one image after another. Here both are operators of torch
+beside the network: on a GPU each is compiled to kernels of its own, no logits are copied, and the frames of the next
+batch and the masks of the last one are copied on streams of their own meanwhile.
+
+Resizing is Pillow's: antialiased bilinear weights, along the width and then along the height, rounded to 8 bits after
+each, in whole numbers, so that a network reads the bytes that it was evaluated on. Masks are those of `predict` but
+where two classes are a tie.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fp4deploy.bench.runtimes.protocol import Runtime
+from fp4deploy.data.augmentation.transforms import scale_and_offset
+from fp4deploy.errors import InputError
+from fp4deploy.predict.predictor import as_pixels
+from fp4deploy.system.processors import cores
+
+AHEAD = 2  # batches whose work is queued while the host waits for an earlier one
+Taps = tuple[list[Tensor], list[Tensor]]  # places and weights of each tap
+SAMPLED = 4  # batches of images among which frames of one size are looked for
+BITS = 22  # of a weight below one, as Pillow has it
+PARTS = ("copy in", "prepare", "network", "classes", "copy out")
+
+
+class OnDevice(Protocol):
+    """A runtime that also takes tensors: `PackedRuntime`, `TorchRuntime`."""
+
+    @property
+    def where(self) -> torch.device:
+        """What it computes on."""
+        ...
+
+    def on_device(self, images: Tensor) -> Tensor:
+        """Logits of images that lie there; the next call may overwrite them."""
+        ...
+
+
+@dataclass(frozen=True)
+class PartTimes:
+    """Milliseconds of a batch by part, one after another, each to its end; and of the same parts overlapped."""
+
+    parts: dict[str, float]
+    overlapped: float
+    batch: int
+
+    def to_json(self) -> dict[str, Any]:
+        """As `bench --pipeline --json` writes it; `over_network`: the pipeline's time over that of its network."""
+        total = sum(self.parts.values())
+        return {
+            "batch": self.batch,
+            "ms": {**self.parts, "overlapped": self.overlapped},
+            "share": {part: value / total for part, value in self.parts.items()},
+            "images_per_s": 1e3 * self.batch / self.overlapped,
+            "over_network": self.overlapped / self.parts["network"],
+        }
+
+
+class Pipeline:
+    """Batches of frames to masks.
+
+    Raises:
+        InputError: the model's output is no map of classes, or it reads volumes.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        card = runtime.card
+        if card.head is not None or card.volume is not None:
+            raise InputError("A pipeline gives the class of each pixel of an image, and this model another output.")
+        on: OnDevice = runtime if hasattr(runtime, "on_device") else _ByHost(runtime)  # type: ignore[assignment]
+        self._card, self.device, self._network = card, on.where, on.on_device
+        self._prepared, self._classes = _prepared, _classes
+        if self.device.type == "cuda":
+            self._prepared, self._classes = torch.compile(_prepared), torch.compile(_classes)
+            self._in, self._out = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+
+    @torch.inference_mode()
+    def __call__(self, batches: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Masks [N, H, W] (`class_type`) on the host, of frames uint8 [N, H, W, 3] there, in order."""
+        waiting: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+        for frames in batches:
+            waiting.append(self._begin(frames))
+            if len(waiting) > AHEAD:
+                yield _ended(*waiting.popleft())
+        while waiting:
+            yield _ended(*waiting.popleft())
+
+    def _begin(self, frames: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+        if self.device.type != "cuda":
+            return self._computed(frames), None
+        main = torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(self._in):
+            given = (frames if frames.is_pinned() else frames.pin_memory()).to(self.device, non_blocking=True)
+        main.wait_stream(self._in)
+        given.record_stream(main)
+        masks = self._computed(given)
+        self._out.wait_stream(main)
+        with torch.cuda.stream(self._out):
+            host = torch.empty(masks.shape, dtype=masks.dtype, pin_memory=True)
+            host.copy_(masks, non_blocking=True)
+            masks.record_stream(self._out)
+            end = torch.cuda.Event()
+            end.record(self._out)
+        return host, end
+
+    def _computed(self, frames: Tensor) -> Tensor:
+        masks: Tensor = self._classes(self._network(self._prepare(frames)), _size(frames))
+        return masks
+
+    def _prepare(self, frames: Tensor) -> Tensor:
+        """Frames on the device as the network reads them, float32 [N, 3, *size]."""
+        card = self._card
+        taps = _taps_of(frames, (card.height, card.width))
+        prepared: Tensor = self._prepared(frames, taps, *scale_and_offset(self.device, card.mean, card.std))
+        return prepared
+
+    @torch.inference_mode()
+    def times(self, frames: Tensor, repeats: int = 5) -> PartTimes:
+        """Median times over `repeats` passes of one batch, after one that is not counted."""
+        rows = []
+        host = frames.pin_memory() if self.device.type == "cuda" else frames
+        for _ in range(repeats + 1):
+            row: dict[str, float] = {}
+            given = self._timed(row, "copy in", partial(host.to, self.device))
+            ready = self._timed(row, "prepare", partial(self._prepare, given))
+            logits = self._timed(row, "network", partial(self._network, ready))
+            masks = self._timed(row, "classes", partial(self._classes, logits, _size(frames)))
+            self._timed(row, "copy out", masks.cpu)
+            rows.append(row)
+        parts = {part: float(torch.tensor([row[part] for row in rows[1:]]).median()) for part in PARTS}
+        for _ in self([host]):
+            pass
+        start = time.perf_counter()
+        for _ in self(host for _ in range(repeats + AHEAD)):
+            pass
+        return PartTimes(parts, 1e3 * (time.perf_counter() - start) / (repeats + AHEAD), len(frames))
+
+    def _timed(self, row: dict[str, float], part: str, call: Callable[[], Tensor]) -> Tensor:
+        start = time.perf_counter()
+        found = call()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        row[part] = 1e3 * (time.perf_counter() - start)
+        return found
+
+
+class _ByHost:
+    """A runtime that takes arrays alone: ONNX Runtime, an engine."""
+
+    where = torch.device("cpu")
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def on_device(self, images: Tensor) -> Tensor:
+        """As of `OnDevice`."""
+        return torch.from_numpy(self._runtime.infer(images.contiguous().numpy()))
+
+
+def frames_of(paths: Sequence[Path], batch: int) -> tuple[Tensor, float]:
+    """A batch of frames of the size that most of these images have, repeated where they are fewer; ms to decode it.
+
+    As many threads decode as there are processors.
+
+    Raises:
+        InputError: an image cannot be decoded.
+    """
+    with ThreadPoolExecutor(cores()) as threads:
+        pixels = list(threads.map(as_pixels, paths[: SAMPLED * batch]))
+        ((size, _),) = Counter(each.shape for each in pixels).most_common(1)
+        chosen = [at for at, each in enumerate(pixels) if each.shape == size]
+        taken = [chosen[at % len(chosen)] for at in range(batch)]
+        start = time.perf_counter()
+        decoded = list(threads.map(as_pixels, [paths[at] for at in taken]))
+        spent = 1e3 * (time.perf_counter() - start)
+    return torch.from_numpy(np.stack(decoded)), spent
+
+
+def resized(frames: Tensor, size: tuple[int, int]) -> Tensor:
+    """Frames uint8 [N, H, W, 3] at `size`, uint8 [N, *size, 3], byte for byte as Pillow resizes them bilinearly."""
+    return _weighted(frames, _taps_of(frames, size))
+
+
+def _weighted(frames: Tensor, taps: Sequence[tuple[int, Taps]]) -> Tensor:
+    x = frames.int()
+    for axis, (places, weights) in taps:
+        shape = [-1 if other == axis else 1 for other in range(4)]
+        total = torch.zeros((), dtype=torch.int32, device=x.device)
+        for at, weight in zip(places, weights, strict=True):
+            total = total + x.index_select(axis, at) * weight.view(shape)
+        x = (total + (1 << BITS - 1)) >> BITS
+    return x.to(torch.uint8)
+
+
+def _taps_of(frames: Tensor, size: tuple[int, int]) -> list[tuple[int, Taps]]:
+    """Of each axis that changes, the width first: its number and its taps."""
+    changed = ((2, size[1]), (1, size[0]))
+    return [(axis, _taps(n, to, frames.device)) for axis, to in changed if (n := frames.shape[axis]) != to]
+
+
+@lru_cache(maxsize=64)
+def _taps(source: int, target: int, device: torch.device) -> Taps:
+    """Of each tap of a triangle filter, as wide as a target pixel: places int64 [target] and weights int32 [target]."""
+    scale = source / target
+    width = max(scale, 1.0)
+    centre = (torch.arange(target, dtype=torch.float64) + 0.5) * scale
+    first = (centre - width + 0.5).clamp(min=0).floor()
+    last = (centre + width + 0.5).floor().clamp(max=source)
+    at = first[:, None] + torch.arange(int((last - first).max()), dtype=torch.float64)
+    weights = (1 - ((at - centre[:, None] + 0.5) / width).abs()).clamp(min=0) * (at < last[:, None])
+    weights = (weights / weights.sum(1, keepdim=True) * (1 << BITS) + 0.5).int()
+    places = at.long().clamp(max=source - 1)
+    return tuple([each.to(device) for each in values.T.contiguous()] for values in (places, weights))  # type: ignore[return-value]
+
+
+def _prepared(frames: Tensor, taps: Sequence[tuple[int, Taps]], scale: Tensor, offset: Tensor) -> Tensor:
+    return (_weighted(frames, taps).float() * scale + offset).movedim(-1, 1).contiguous()
+
+
+def _classes(logits: Tensor, size: tuple[int, int]) -> Tensor:
+    """The most likely class of each pixel of frames of `size`, uint8 (of more than 255 classes int16)."""
+    enlarged = F.interpolate(logits.float(), size, mode="bilinear", align_corners=False)
+    return enlarged.argmax(1).to(torch.uint8 if logits.shape[1] <= 255 else torch.int16)
+
+
+def _size(frames: Tensor) -> tuple[int, int]:
+    return frames.shape[1], frames.shape[2]
+
+
+def _ended(masks: Tensor, end: torch.cuda.Event | None) -> Tensor:
+    if end is not None:
+        end.synchronize()
+    return masks
