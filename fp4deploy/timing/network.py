@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from fp4deploy.packed.file import PackedFile
-from fp4deploy.packed.graph import Conv2d, ConvTranspose2d, Form, Graph, Layer, Linear, Norm, is_quantized
+from fp4deploy.packed.graph import Conv2d, ConvTranspose2d, Form, Graph, Layer, Linear, Norm
 from fp4deploy.packed.memory import feature_map_bytes, input_shapes
 from fp4deploy.packed.network import dilation_of, has_kernel
 from fp4deploy.packed.producers import Produce, Step, label, operation, plan
@@ -26,6 +26,7 @@ from fp4deploy.timing.library import BYTES, library_work
 from fp4deploy.timing.model import NOTHING, Time, Work, fitted, time_of
 
 VIEWS = ("reshape", "permute", "expand", "slice", "select", "constant")
+NOT_TIMED = {"nvfp4": "decoded to FP16, by cuDNN", "w4a8": "W4A8, as a layer in FP16"}
 NORMS = ("group_norm_relu", "group_norm", "instance_norm")
 
 
@@ -118,7 +119,7 @@ def _works(graph: Graph, step: Step, shapes: Shapes, gpu: Gpu) -> tuple[list[Wor
         gpu,
         isinstance(step, ConvTranspose2d),
     )
-    return [work], "decoded to FP16, by cuDNN" if is_quantized(step) else "first layers have kernels of their own"
+    return [work], NOT_TIMED.get(step.precision, "first layers have kernels of their own")
 
 
 def _shape(step: Layer, sources: Sequence[tuple[int, ...]], weight: Sequence[int], packed: bool) -> Shape:
