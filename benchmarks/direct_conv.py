@@ -3,7 +3,7 @@
     python benchmarks/direct_conv.py --json benchmarks/results/direct_conv_h100.json
 
 Layers of our UNet at scale 0.25. Both kernels read the same packed activations and the same decoded weight, each
-replayed from a CUDA graph; 3x3 convolutions write float16 and moments for a GroupNorm, transposed ones a packed output.
+replayed from a CUDA graph, and write float16 and moments for a GroupNorm.
 The floor is the time of as many bytes at 3 TB/s: every input read once, every output written once.
 """
 
@@ -24,17 +24,15 @@ from fp4deploy.plugins.gemm.convolution.decoded_weight import decode_weight
 from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4
 
 BANDWIDTH = 3e12  # bytes a second
-CASES = (  # N, H, W, channels of each source, outputs, transposed
-    (16, 352, 480, (16,), 16, False),
-    (16, 352, 480, (16, 16), 16, False),
-    (16, 176, 240, (16,), 32, False),
-    (16, 176, 240, (32,), 32, False),
-    (16, 176, 240, (32, 32), 32, False),
-    (16, 88, 120, (32,), 64, False),
-    (16, 176, 240, (32,), 16, True),
-    (1, 352, 480, (16,), 16, False),
-    (1, 176, 240, (32, 32), 32, False),
-    (1, 176, 240, (32,), 16, True),
+CASES = (  # N, H, W, channels of each source, outputs
+    (16, 352, 480, (16,), 16),
+    (16, 352, 480, (16, 16), 16),
+    (16, 176, 240, (16,), 32),
+    (16, 176, 240, (32,), 32),
+    (16, 176, 240, (32, 32), 32),
+    (16, 88, 120, (32,), 64),
+    (1, 352, 480, (16,), 16),
+    (1, 176, 240, (32, 32), 32),
 )
 
 
@@ -53,23 +51,19 @@ def main() -> None:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def measure(n: int, h: int, w: int, channels: tuple[int, ...], outputs: int, transposed: bool) -> dict[str, Any]:
+def measure(n: int, h: int, w: int, channels: tuple[int, ...], outputs: int) -> dict[str, Any]:
     """Both kernels on one layer, microseconds."""
     torch.manual_seed(0)
     sources = tuple(quantize_nvfp4(torch.randn(n, h, w, each, device="cuda").half()) for each in channels)
-    size = 2 if transposed else 3
-    weight = quantize_nvfp4(torch.randn(outputs, size, size, sum(channels), device="cuda").half())
-    amax = torch.tensor(40.0, device="cuda") if transposed else None
-    planes, padding = decode_weight(weight, channels, transposed), 0 if transposed else 1
+    weight = quantize_nvfp4(torch.randn(outputs, 3, 3, sum(channels), device="cuda").half())
+    planes = decode_weight(weight, channels)
     depths = tuple(x.codes.shape[-1] for x in sources)
-    plan = decoded.chosen_plan(n * h * w, outputs, depths, 1 if transposed else 9, transposed, weight.codes.device)
-    how: dict[str, Any] = {"out_amax": amax, "moments": not transposed, "transposed": transposed}
-    implicit = partial(decoded.conv2d, sources, planes, padding=padding, chosen=plan, **how)
-    directly = partial(direct.conv2d, sources, planes, padding=(padding, padding), **how)
-    packed = 0.5 + 1 / NVFP4_BLOCK
-    moved = n * h * w * (sum(channels) * packed + (4 * packed if transposed else 2) * outputs)
+    plan = decoded.chosen_plan(n * h * w, outputs, depths, 9, False, weight.codes.device)
+    implicit = partial(decoded.conv2d, sources, planes, padding=1, chosen=plan, moments=True)
+    directly = partial(direct.conv2d, sources, planes, padding=(1, 1), moments=True)
+    moved = n * h * w * (sum(channels) * (0.5 + 1 / NVFP4_BLOCK) + 2 * outputs)
     return {
-        "case": f"{n} x {h} x {w}, {' + '.join(map(str, channels))} to {outputs}{', transposed' if transposed else ''}",
+        "case": f"{n} x {h} x {w}, {' + '.join(map(str, channels))} to {outputs}",
         "implicit_us": 1e3 * median_ms(captured(implicit)),
         "direct_us": 1e3 * median_ms(captured(directly)),
         "floor_us": 1e6 * moved / BANDWIDTH,

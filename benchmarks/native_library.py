@@ -24,13 +24,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from native_calls import Library, Run
 from peers import captured, machine, median_ms
 
 from fp4deploy.architecture import Architecture
 from fp4deploy.export.to_packed import pack_model
 from fp4deploy.models import ModelCard, build_unet
 from fp4deploy.native import Gpu, record, write_bundle
-from fp4deploy.native.library import Library, Run
 from fp4deploy.packed import PackedFile, PackedNetwork, packed_file, write_packed
 from fp4deploy.qat import calibrate, prepare, round_to_deployed
 

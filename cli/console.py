@@ -10,7 +10,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -20,6 +20,8 @@ from fp4deploy.system.terminal import console, is_quiet
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
 _collected: list[dict[str, Any]] | None = None  # results for `--json`; None where they are printed
 
@@ -52,6 +54,20 @@ def notes() -> Console:
 
 def _console(stream: TextIO, quiet: bool = False) -> Console:
     return console(stream, width=None if stream.isatty() else PIPE_WIDTH, quiet=quiet)
+
+
+def table(
+    head: Iterable[str], rows: Iterable[Iterable[str | Text]] = (), right: Container[str] = (), header: bool = True
+) -> Table:
+    """A table without a frame, whose cells are folded where it is too narrow; right: columns of numbers."""
+    from rich.table import Table
+
+    made = Table(box=None, pad_edge=False, show_header=header)
+    for name in head:
+        made.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*row)
+    return made
 
 
 def note(text: str) -> None:

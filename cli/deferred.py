@@ -3,12 +3,16 @@
 Typer evaluates the annotations of every parameter of every command before it prints one line: some 500 options, a fifth
 of the time of `fp4deploy --help`. A command added here has its name and help from the start, and its parameters once
 it is run, completed or asked for its own help.
+
+Commands that take the same options name them once: a parameter whose type is a dataclass stands for its fields.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from dataclasses import fields, is_dataclass
+from inspect import Parameter, Signature, signature
+from typing import Any, TypeVar, get_type_hints
 
 import typer
 from typer.core import TyperCommand
@@ -29,10 +33,33 @@ class DeferredCommand(TyperCommand):
         if name not in ("params", "callback"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        app.command(self.name)(self._function)
+        app.command(self.name)(with_fields(self._function))
         command = get_command(app)
         self.params, self.callback = command.params, command.callback
         return getattr(self, name)
+
+
+def with_fields(function: Callable[..., None]) -> Callable[..., None]:
+    """A function with the fields of its parameters that are dataclasses as parameters of its own."""
+    hints = get_type_hints(function, include_extras=True)
+    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
+    parameters = []
+    for name, parameter in signature(function).parameters.items():
+        own = get_type_hints(groups[name], include_extras=True) if name in groups else {}
+        given = [(each.name, each.default, own[each.name]) for each in fields(groups[name])] if own else []
+        for key, default, hint in given or [(name, parameter.default, hints[name])]:
+            parameters.append(Parameter(key, Parameter.KEYWORD_ONLY, default=default, annotation=hint))
+
+    def called(**values: Any) -> None:
+        made = {
+            name: kind(**{each.name: values.pop(each.name) for each in fields(kind)}) for name, kind in groups.items()
+        }
+        function(**values, **made)
+
+    called.__doc__, called.__name__ = function.__doc__, function.__name__
+    called.__annotations__ = {each.name: each.annotation for each in parameters}
+    called.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    return called
 
 
 def deferred(app: typer.Typer, name: str) -> Callable[[Function], Function]:

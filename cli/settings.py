@@ -8,9 +8,10 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypedDict
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -21,8 +22,6 @@ from . import completion
 from .console import note, shown
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
     from fp4deploy.train import Config
 
 _DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
@@ -107,30 +106,9 @@ CompileOption = Annotated[
         callback=_compile,
     ),
 ]
-InitOption = Annotated[
-    Path | None,
-    typer.Option("--init", help="Initial weights: .safetensors, or .pth of tensors.", show_default="random weights"),
-]
-OutOption = Annotated[Path | None, typer.Option("--out", help="Run folder to create.", show_default="runs/<time>")]
 MODELS_HELP = f"Any of {', '.join(MODELS)}, in order."
 DEFAULT = ",".join(DEFAULT_MODELS)
 ModelsOption = Annotated[str, typer.Option("--models", help=MODELS_HELP, autocompletion=completion.models)]
-TaskOption = Annotated[
-    Literal["semantic", "instance", "detection", "classification"] | None,
-    typer.Option(
-        "--task",
-        help="Segment classes (semantic) or objects (instance), find boxes (detection), name images (classification).",
-        show_default="semantic",
-    ),
-]
-RecipeOption = Annotated[
-    str | None,
-    typer.Option("--recipe", help="Quantisation recipe.", show_default="nvfp4_qat", autocompletion=completion.recipes),
-]
-ClassesOption = Annotated[
-    str | None,
-    typer.Option("--classes", help="Classes to learn: a,b,c.", show_default="all", autocompletion=completion.classes),
-]
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="YAML settings.", show_default="built in")]
 SetOption = Annotated[
     list[str] | None,
@@ -141,65 +119,107 @@ SetOption = Annotated[
         autocompletion=completion.settings,
     ),
 ]
-EveryOption = Annotated[
-    int | None,
-    typer.Option(
-        "--telemetry-every",
-        min=0,
-        help="Steps between two samples of every layer's statistics; 0: none.",
-        show_default="200",
-    ),
-]
-TrackerOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--tracker",
-        help="tensorboard, wandb or mlflow, in addition to telemetry.jsonl; repeatable.",
-        show_default="jsonl",
-    ),
-]
-EpochsOption = Annotated[
-    int | None,
-    typer.Option("--epochs", min=1, help="Epochs of fp16; train.epochs.", show_default="14"),
-]
-BatchSizeOption = Annotated[
-    int | None,
-    typer.Option("--batch-size", min=1, help="Images a step and process; train.batch_size.", show_default="8"),
-]
-SizeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--size", help="Model input, HxW, or DxHxW of volumes; data.height, data.width.", show_default="96x96"
-    ),
-]
-DeviceOption = Annotated[
-    str | None,
-    typer.Option(
-        "--device", help="cpu, cuda, or one GPU: cuda:1.", show_default="cuda where there is one", callback=use_device
-    ),
-]
-ScratchOption = Annotated[bool, typer.Option("--from-scratch", help="Do not start NVFP4 from the FP16 checkpoint.")]
 
 
-class Flags(TypedDict, total=False):
-    """Options that are settings, by their parameter's name."""
+@dataclass(frozen=True)
+class SettingOptions:
+    """Options that are settings, and where others come from."""
 
-    data: Path | None
-    classes: str | None
-    recipe: str | None
-    task: str | None
-    every: int | None
-    trackers: list[str] | None
-    model: str | None
-    init: Path | None
-    epochs: int | None
-    batch_size: int | None
-    size: str | None
+    data: DataOption = None
+    task: Annotated[
+        Literal["semantic", "instance", "detection", "classification"] | None,
+        typer.Option(
+            "--task",
+            help="Segment classes (semantic) or objects (instance), find boxes (detection), name images "
+            "(classification).",
+            show_default="semantic",
+        ),
+    ] = None
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            "--recipe", help="Quantisation recipe.", show_default="nvfp4_qat", autocompletion=completion.recipes
+        ),
+    ] = None
+    classes: Annotated[
+        str | None,
+        typer.Option(
+            "--classes", help="Classes to learn: a,b,c.", show_default="all", autocompletion=completion.classes
+        ),
+    ] = None
+    config: ConfigOption = None
+    epochs: Annotated[
+        int | None,
+        typer.Option("--epochs", min=1, help="Epochs of fp16; train.epochs.", show_default="14"),
+    ] = None
+    batch_size: Annotated[
+        int | None,
+        typer.Option("--batch-size", min=1, help="Images a step and process; train.batch_size.", show_default="8"),
+    ] = None
+    size: Annotated[
+        str | None,
+        typer.Option(
+            "--size", help="Model input, HxW, or DxHxW of volumes; data.height, data.width.", show_default="96x96"
+        ),
+    ] = None
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device",
+            help="cpu, cuda, or one GPU: cuda:1.",
+            show_default="cuda where there is one",
+            callback=use_device,
+        ),
+    ] = None
+    sets: SetOption = None
+    model: ModelOption = None
+
+
+@dataclass(frozen=True)
+class TrainingOptions(SettingOptions):
+    """What commands take that train into a run."""
+
+    out: Annotated[Path | None, typer.Option("--out", help="Run folder to create.", show_default="runs/<time>")] = None
+    models: Annotated[
+        str | None,
+        typer.Option(
+            "--models",
+            help=MODELS_HELP,
+            show_default=f"{DEFAULT}; with --resume those the run was asked for",
+            autocompletion=completion.models,
+        ),
+    ] = None
+    from_scratch: Annotated[
+        bool, typer.Option("--from-scratch", help="Do not start NVFP4 from the FP16 checkpoint.")
+    ] = False
+    telemetry_every: Annotated[
+        int | None,
+        typer.Option(
+            "--telemetry-every",
+            min=0,
+            help="Steps between two samples of every layer's statistics; 0: none.",
+            show_default="200",
+        ),
+    ] = None
+    tracker: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tracker",
+            help="tensorboard, wandb or mlflow, in addition to telemetry.jsonl; repeatable.",
+            show_default="jsonl",
+        ),
+    ] = None
+    init: Annotated[
+        Path | None,
+        typer.Option(
+            "--init", help="Initial weights: .safetensors, or .pth of tensors.", show_default="random weights"
+        ),
+    ] = None
 
 
 FLAGS = {
     "model": "model.spec", "init": "model.init", "data": "data.root", "task": "task", "recipe": "recipe",
-    "epochs": "train.epochs", "batch_size": "train.batch_size", "every": "telemetry.every",
+    "epochs": "train.epochs", "batch_size": "train.batch_size", "telemetry_every": "telemetry.every",
 }  # fmt: skip
 GENERATED = "data"  # folder inside the run
 SHAPES = {"train": 400, "val": 100, "size": 96, "seed": 0}  # scenes and pixels
@@ -257,8 +277,8 @@ def parse_axes(text: str | None, option: str = "--size", volumes: bool = True) -
     return tuple(map(int, numbers if len(numbers) > 1 else numbers * 2))
 
 
-def settings(config: Path | None, sets: list[str] | None, **flags: Unpack[Flags]) -> Config:
-    """Read the configuration; flags are settings like any `--set` (quoted, as values are YAML), and later ones win.
+def settings(options: SettingOptions) -> Config:
+    """Read the configuration; options are settings like any `--set` (quoted, as values are YAML), and later ones win.
 
     Raises:
         InputError: listing every wrong setting at once.
@@ -266,20 +286,23 @@ def settings(config: Path | None, sets: list[str] | None, **flags: Unpack[Flags]
     from fp4deploy.models.spec import name_model
     from fp4deploy.train import load_config
 
-    values: dict[str, object] = {key: flags.get(flag) for flag, key in FLAGS.items()}
-    classes, trackers, pixels = flags.get("classes"), flags.get("trackers"), parse_axes(flags.get("size"))
-    if classes is not None:
-        values["data.classes"] = [name.strip() for name in classes.split(",") if name.strip()]
-    if trackers:
-        values["telemetry.trackers"] = list(dict.fromkeys(["jsonl", *trackers]))
+    values: dict[str, object] = {key: getattr(options, name, None) for name, key in FLAGS.items()}
+    pixels = parse_axes(options.size)
+    if options.classes is not None:
+        values["data.classes"] = [name.strip() for name in options.classes.split(",") if name.strip()]
+    if isinstance(options, TrainingOptions):
+        if options.tracker:
+            values["telemetry.trackers"] = list(dict.fromkeys(["jsonl", *options.tracker]))
+        if options.from_scratch:
+            values["train.from_scratch"] = True
     if pixels is not None:
         keys = ("data.depth", "data.height", "data.width")[-len(pixels) :]
         values |= zip(keys, pixels, strict=True)
     given = [f"{key}={json.dumps(value, default=str)}" for key, value in values.items() if value is not None]
-    given += sets or []
+    given += options.sets or []
     for text in named_models(given):
         name_model(text)
-    return load_config(config, given)
+    return load_config(options.config, given)
 
 
 def require_used(epochs: int | None, config: Config, models: tuple[str, ...]) -> None:

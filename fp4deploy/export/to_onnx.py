@@ -46,7 +46,7 @@ from fp4deploy.qat.ranges import automatic_rest
 from fp4deploy.rest import AUTO
 from fp4deploy.system.files import file_digest, write_whole
 
-QUANTIZED = ("FP4", "FP4 weights", "FP8", "INT8")  # precisions of layers
+QUANTIZED = ("FP4", "FP4 weights", "W4A8", "FP8", "INT8")  # precisions of layers
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from fp4deploy.formats.mxfp4 import (
     fake_quantize_mxfp4,
     quantize_mxfp4,
 )
+from fp4deploy.formats.mxfp8 import Mxfp8Tensor, fake_quantize_mxfp8, quantize_mxfp8
 from fp4deploy.formats.nvfp4 import Nvfp4Tensor, fake_quantize_nvfp4, quantize_nvfp4
 from fp4deploy.formats.philox import philox4x32, random_bytes
 from fp4deploy.formats.scales import (
@@ -53,6 +54,7 @@ __all__ = [
     "EightBitTensor",
     "FourOverSix",
     "Mxfp4Tensor",
+    "Mxfp8Tensor",
     "Nvfp4Tensor",
     "block_scales",
     "block_step",
@@ -64,6 +66,7 @@ __all__ = [
     "fake_quantize_fp8",
     "fake_quantize_int8",
     "fake_quantize_mxfp4",
+    "fake_quantize_mxfp8",
     "fake_quantize_nvfp4",
     "finite_amax",
     "fp8_scale",
@@ -77,6 +80,7 @@ __all__ = [
     "quantize_int8",
     "quantize_ms_eden",
     "quantize_mxfp4",
+    "quantize_mxfp8",
     "quantize_nvfp4",
     "random_bytes",
     "random_hadamard",

@@ -14,6 +14,7 @@ Source: Open Compute Project, "OCP Microscaling Formats (MX) Specification", v1.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +31,7 @@ from fp4deploy.formats.blocks import (
     require_quantizable,
     split_blocks,
 )
-from fp4deploy.formats.constants import MXFP4_BLOCK
+from fp4deploy.formats.constants import E2M1_MAX, MXFP4_BLOCK
 from fp4deploy.formats.e2m1 import decode_e2m1, encode_e2m1, pack_codes, round_e2m1, unpack_codes
 from fp4deploy.formats.philox import rounding_bytes
 
@@ -38,7 +39,6 @@ SCALE_RULES = ("floor", "ceil")
 E8M0_NAN = 0xFF
 
 _MANTISSA_BITS = 23
-_MANTISSA_OF_1_5 = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,12 @@ def quantize_mxfp4(
     >>> m.dequantize().unique()
     tensor([12.])
     """
-    axes = _axes(x, -1, scale_rule)
+    axes = mx_axes(x, -1, scale_rule, "MXFP4")
     random = rounding_bytes(x, axes[0], rounding, seed, offset, MXFP4_BLOCK)
     cut = piece_axis(x, axes)
     codes, scales = [], []
     for part, part_random in pieces(x, cut, axes, MXFP4_BLOCK, random):
-        scaled, exponents = _scale(part, axes, scale_rule)
+        scaled, exponents = scale_blocks(part, axes, scale_rule)
         code = encode_e2m1(scaled, _blocked(part_random, axes)).masked_fill_(scaled.isnan(), 0)
         codes.append(pack_codes(join_blocks(code, axes)))
         scales.append(exponents.squeeze(-1))
@@ -117,22 +117,24 @@ def fake_quantize_mxfp4(
     Raises:
         InputError: as `quantize_mxfp4`.
     """
-    axes = _axes(x, axis, scale_rule)
+    axes = mx_axes(x, axis, scale_rule, "MXFP4")
     random = rounding_bytes(x, axes[0], rounding, seed, offset, MXFP4_BLOCK)
     values = torch.empty_like(x)
     for part, value, part_random in pieces(x, piece_axis(x, axes), axes, MXFP4_BLOCK, values, random):
-        scaled, exponents = _scale(part, axes, scale_rule)
+        scaled, exponents = scale_blocks(part, axes, scale_rule)
         quantized = round_e2m1(scaled, _blocked(part_random, axes)).mul_(decode_e8m0(exponents))
         value.copy_(crop(join_blocks(quantized, axes), part.shape))
     return values
 
 
-def e8m0_scales(block_amax: torch.Tensor, scale_rule: str = "floor") -> torch.Tensor:
-    """E8M0 bytes (uint8) of blocks with the amax `block_amax` (float32, any shape)."""
-    bits = block_amax.view(torch.int32)
-    exponent = (bits >> _MANTISSA_BITS) - 2
+def e8m0_scales(block_amax: torch.Tensor, scale_rule: str = "floor", largest: float = E2M1_MAX) -> torch.Tensor:
+    """E8M0 bytes (uint8) of blocks with the amax `block_amax` (float32, any shape); `largest`: of the element."""
+    mantissa, exponent_of_largest = math.frexp(largest)
+    bits = block_amax.contiguous().view(torch.int32)
+    exponent = (bits >> _MANTISSA_BITS) - (exponent_of_largest - 1)
     if scale_rule == "ceil":
-        exponent = exponent + ((bits & ((1 << _MANTISSA_BITS) - 1)) > _MANTISSA_OF_1_5).to(torch.int32)
+        above = (bits & ((1 << _MANTISSA_BITS) - 1)) > int((2 * mantissa - 1) * (1 << _MANTISSA_BITS))
+        exponent = exponent + above.to(torch.int32)
     return torch.where(torch.isfinite(block_amax), exponent.clamp(min=0), E8M0_NAN).to(torch.uint8)
 
 
@@ -144,22 +146,29 @@ def decode_e8m0(scales: torch.Tensor) -> torch.Tensor:
     return torch.where(exponent == E8M0_NAN, float("nan"), values)
 
 
-def _scale(part: torch.Tensor, axes: tuple[int, ...], scale_rule: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """x / 2^(b - 127) in blocks (NaN in a block with a NaN or an Inf), and the byte b of each block."""
+def scale_blocks(
+    part: torch.Tensor, axes: tuple[int, ...], scale_rule: str, largest: float = E2M1_MAX
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x / 2^(b - 127) in blocks of 32 (NaN in a block with a NaN or an Inf), and the byte b of each block."""
     blocks = split_blocks(pad_to_blocks(part.detach().to(torch.float32), axes, MXFP4_BLOCK), axes, MXFP4_BLOCK)
-    scales = e8m0_scales(blocks.abs().amax(inner_axes(axes), keepdim=True), scale_rule)
+    scales = e8m0_scales(blocks.abs().amax(inner_axes(axes), keepdim=True), scale_rule, largest)
     inverse = ((254 - scales.to(torch.int32)) << _MANTISSA_BITS).view(torch.float32)
     return blocks * torch.where(scales == E8M0_NAN, float("nan"), inverse), scales
 
 
-def _blocked(random: torch.Tensor | None, axes: tuple[int, ...]) -> torch.Tensor | None:
-    return None if random is None else split_blocks(random, axes, MXFP4_BLOCK)
+def mx_axes(x: torch.Tensor, axis: int, scale_rule: str, name: str) -> tuple[int, ...]:
+    """The axis of the blocks, counted from the front.
 
-
-def _axes(x: torch.Tensor, axis: int, scale_rule: str) -> tuple[int, ...]:
+    Raises:
+        InputError: an unknown rule, or what the format `name` cannot quantise.
+    """
     if scale_rule not in SCALE_RULES:
         raise InputError(f"Unknown scale rule '{scale_rule}'. Valid scale rules: {', '.join(SCALE_RULES)}.")
-    require_quantizable(x, "MXFP4")
+    require_quantizable(x, name)
     if x.ndim == 0:
-        raise InputError("MXFP4 blocks need an axis; this tensor has none.")
+        raise InputError(f"{name} blocks need an axis; this tensor has none.")
     return (normalized_axis(x, axis),)
+
+
+def _blocked(random: torch.Tensor | None, axes: tuple[int, ...]) -> torch.Tensor | None:
+    return None if random is None else split_blocks(random, axes, MXFP4_BLOCK)

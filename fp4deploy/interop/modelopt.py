@@ -294,6 +294,8 @@ def to_modelopt(model: nn.Module) -> tuple[nn.Module, list[Transfer]]:
     import modelopt.torch.quantization as mtq
 
     layers = quantized_layers(model)
+    if mixed := [name for name, layer in layers.items() if layer.recipe.precision == "W4A8"]:
+        raise InputError(f"{mixed[0]} is W4A8: to_modelopt keeps NVFP4, FP8 and INT8.")
     idle = [name for name, layer in layers.items() if layer.input_amax is None or not layer.input_amax > 0]
     if not layers or idle:
         raise InputError(f"to_modelopt takes a prepared and calibrated model; {idle[0] if idle else 'it'} is not.")

@@ -202,8 +202,8 @@ class _Network:
         oh, ow = output_sizes((h, w), taps, stride, padding, dilation)
         depths = tuple(x.codes.shape[-1] for x in sources)
         chosen = None
-        equal = stride[0] == stride[1]
-        if not (equal and decoded.directly(weight, (n, oh, ow), stride[0], dilation, transposed, META)):
+        direct = not transposed and stride[0] == stride[1]
+        if not (direct and decoded.directly(weight, (n, oh, ow), stride[0], dilation, META)):
             shape_of_gemm = (n * oh * ow, shape[0], depths, taps[0] * taps[1], transposed)
             chosen = decoded.plan_for(self.gpu.name, self.gpu.processors, *shape_of_gemm)
         y, found = decoded.conv2d(

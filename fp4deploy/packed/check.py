@@ -22,7 +22,8 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from fp4deploy.errors import InputError
-from fp4deploy.formats import NVFP4_BLOCK
+from fp4deploy.formats import MXFP4_BLOCK, NVFP4_BLOCK
+from fp4deploy.formats.mxfp4 import E8M0_NAN
 from fp4deploy.graph.ir import COMPUTED
 from fp4deploy.models.heads import Head
 from fp4deploy.packed.graph import (
@@ -50,6 +51,7 @@ from fp4deploy.packed.graph import (
     Roll,
     axes_of,
     constants_of,
+    is_quantized,
     named,
     parts_of,
     tensors_of,
@@ -82,7 +84,7 @@ def check_graph(graph: Graph, channels: int | None = None, head: Head | None = N
         try:
             _check_names(graph, node, forms)
             _check_node(node)
-            plain = isinstance(node, Layer) and node.precision not in ("nvfp4", graph.rest)
+            plain = isinstance(node, Layer) and not is_quantized(node) and node.precision != graph.rest
             _require(not plain, f"it is {getattr(node, 'precision', '')} in a network whose rest is {graph.rest}")
             _check_outputs(graph, node, forms)
         except InputError as error:
@@ -116,6 +118,8 @@ def check_values(tensors: Mapping[str, torch.Tensor], graph: Graph) -> None:
     constants = constants_of(graph)
     for name, tensor in tensors.items():
         if tensor.dtype == torch.uint8:
+            if name.endswith(".scales") and (tensor == E8M0_NAN).any():
+                raise InputError(f"the block scales '{name}' hold NaN. {AGAIN}")
             continue
         if not tensor.float().isfinite().all():
             raise InputError(f"the tensor '{name}' holds NaN or Inf. Export an earlier checkpoint.")
@@ -299,15 +303,17 @@ def required(graph: Graph, node: Node, shapes: Shapes) -> Iterator[Requirement]:
             groups = node.groups if isinstance(node, ConvTranspose2d) else 1
             yield node.bias, rest, [rows[0] * groups]
         names = weight_names(node)
-        if node.precision != "nvfp4":
+        if not is_quantized(node):
             yield names[0], "F32" if node.layer.startswith(COMPUTED) else rest, shape
             return
-        blocks = -(-deep // NVFP4_BLOCK)
-        yield names[0], "U8", [*rows, blocks * NVFP4_BLOCK // 2]
-        yield names[1], "F8_E4M3", [*rows, blocks]
-        yield names[2], "F32", []
+        block, scale = (NVFP4_BLOCK, "F8_E4M3") if node.precision == "nvfp4" else (MXFP4_BLOCK, "U8")
+        blocks = -(-deep // block)
+        yield names[0], "U8", [*rows, blocks * block // 2]
+        yield names[1], scale, [*rows, blocks]
+        for name in names[2:]:
+            yield name, "F32", []
         if isinstance(node, Conv2d) and node.groups > 1:
-            _require(deep % NVFP4_BLOCK == 0, f"a block of {NVFP4_BLOCK} would cross its groups of {deep} channels")
+            _require(deep % block == 0, f"a block of {block} would cross its groups of {deep} channels")
         return
     if isinstance(node, Experts):
         codes, scales, amax = parts_of(node.tensor)

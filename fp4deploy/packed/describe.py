@@ -6,7 +6,7 @@ from typing import Any
 
 from fp4deploy.models.volumes import VOLUME
 from fp4deploy.packed.file import PackedFile
-from fp4deploy.packed.graph import Form, Layer, Linear, Node, named, tensors_of
+from fp4deploy.packed.graph import Form, Layer, Linear, Node, is_quantized, named, tensors_of
 from fp4deploy.packed.memory import activation_bytes, full_precision, plain_bytes
 from fp4deploy.packed.network import has_kernel
 from fp4deploy.packed.shapes import Shape, Shapes, shapes_of, weight_shape
@@ -21,7 +21,7 @@ def describe_packed(file: PackedFile) -> tuple[dict[str, object], tuple[str, ...
     example = next((each.shape[2:4] for each in graph.inputs if len(each.shape) == 4), [1, 1])
     size = card.size if card else tuple(example)
     layers = [node for node in graph.nodes if isinstance(node, Layer)]
-    packed = [node for node in layers if node.precision == "nvfp4"]
+    packed = [node for node in layers if is_quantized(node)]
     facts: dict[str, Any] = {
         "file": str(file.path),
         "bytes": file.path.stat().st_size,
@@ -67,7 +67,9 @@ def _row(file: PackedFile, node: Node, shapes: Shapes) -> tuple[Any, ...]:
     if isinstance(node, Layer):
         axis = -1 if isinstance(node, Linear) else 1
         shape = weight_shape(file.graph, node, sum(shapes[name][axis] for name in node.inputs))
-        if node.precision == "nvfp4":
+        if node.precision == "w4a8":
+            precision = "W4A8 decoded"
+        elif node.precision == "nvfp4":
             precision = "FP4" if has_kernel(node, shape[1:-1]) else "FP4 decoded"
     elif f"{named(node)}.weight" in names:
         shape = list(file.tensors[f"{named(node)}.weight"].shape)

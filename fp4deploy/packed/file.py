@@ -4,7 +4,7 @@ The metadata is one entry, `fp4deploy.packed`: a JSON object of strings.
 
 | key | what it is |
 |---|---|
-| `format` | `packed/9` to 3, the oldest that has all nodes |
+| `format` | `packed/10` to 3, the oldest that has all nodes |
 | `version` | version of fp4deploy that wrote it |
 | `card` | the model card, or "" |
 | `graph` | JSON: inputs, nodes, outputs, and of each tensor type, shape and SHA-256 (`graph.Graph`) |
@@ -37,7 +37,7 @@ from fp4deploy.rest import rest_of
 from fp4deploy.system.files import digest_of
 
 SUFFIX = ".fp4"
-FORMATS = tuple(f"packed/{number}" for number in range(9, 2, -1))  # the oldest that has all nodes is written
+FORMATS = tuple(f"packed/{number}" for number in range(10, 2, -1))  # the oldest that has all nodes is written
 KEY = "fp4deploy.packed"
 SIGNED = ("format", "version", "card", "graph")
 AGAIN = "Write it again with: fp4deploy export --format packed"
@@ -142,8 +142,9 @@ def _graph(path: Path, metadata: Mapping[str, str]) -> Graph:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise InputError(f"{path}: its graph cannot be read ({where}: {first['msg']}). {AGAIN}") from error
-    if f"packed/{graph.format()}" > metadata["format"]:
-        later = [node for node in graph.nodes if f"packed/{format_of(node)}" > metadata["format"]]
+    known = int(metadata["format"].removeprefix("packed/"))
+    if graph.format() > known:
+        later = [node for node in graph.nodes if format_of(node) > known]
         said = f"node such as '{later[0].op}' of this graph" if later else f"rest in {rest_of(graph).described}"
         raise InputError(f"{path}: {metadata['format']} has no {said}. {AGAIN}")
     return graph

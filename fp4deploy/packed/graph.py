@@ -34,10 +34,15 @@ FP16, or where the rest is another in FP32; before Blackwell so are those over o
 strides those of channels that `decoded_weight.supports` does not take. A convolution of two packed inputs reads them as
 their concatenation, which is never written.
 
+`precision` "w4a8": the weight is packed MXFP4, and the layer quantises a plain activation to MXFP8 (scale rule `ceil`)
+in blocks along the axis that it contracts. No kernel multiplies them yet: operands are decoded to FP32, and on a GPU
+multiplied in TF32, in which both formats are exact.
+
 A layer's weight is `<layer>.weight`, of the rest's type O,KH,KW,C (O,C of a linear layer; FP32 where the module's code
 computes it from its parameters, as a standardised weight), or where the layer is quantised `<layer>.weight.codes`,
-`.scales` and `.amax`, the FP32 global amax A; E is the layer's `e4m3_max`. Weights of experts, `experts`, are such
-tensors with an amax each, [E, 1]; they are decoded when a network is opened, and multiplied in the rest.
+`.scales` and `.amax`, the FP32 global amax A; E is the layer's `e4m3_max`. Of W4A8 scales are E8M0 bytes (U8), and
+there is no amax. Weights of experts, `experts`, are tensors as of NVFP4 with an amax each, [E, 1]; they are decoded
+when a network is opened, and multiplied in the rest.
 """
 
 from __future__ import annotations
@@ -127,7 +132,7 @@ class Layer(Step):
     """A layer that multiplies: whose weight it reads, and the bias that is added."""
 
     layer: Name
-    precision: Literal["nvfp4"] | RestName
+    precision: Literal["nvfp4", "w4a8"] | RestName
     e4m3_max: Literal[448, 256] = 448
     bias: Name | None = None
 
@@ -518,6 +523,8 @@ class Graph(Strict):
 
 def format_of(node: Node) -> int:
     """The oldest format `packed/N` that has a node of this kind, from 3 on."""
+    if isinstance(node, Layer) and node.precision == "w4a8":
+        return 10
     if isinstance(node, Experts) or (isinstance(node, Aten) and function_of(node) in ("arange", "scatter")):
         return 9
     if isinstance(node, Norm | GroupNormReLU) and node.eps <= MIN_EPSILON:
@@ -575,7 +582,14 @@ def axes_of(node: Conv2d | ConvTranspose2d) -> int:
 def weight_names(node: Layer) -> list[str]:
     """Names of the tensors that hold a layer's weight."""
     weight = f"{node.layer}.weight"
-    return parts_of(weight) if node.precision == "nvfp4" else [weight]
+    if not is_quantized(node):
+        return [weight]
+    return parts_of(weight) if node.precision == "nvfp4" else parts_of(weight)[:2]
+
+
+def is_quantized(node: object) -> bool:
+    """A layer whose weight is codes and block scales."""
+    return isinstance(node, Layer) and node.precision in ("nvfp4", "w4a8")
 
 
 def parts_of(weight: str) -> list[str]:

@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 
 from fp4deploy.formats import NVFP4_BLOCK
-from fp4deploy.packed.graph import Concat, Conv2d, Experts, Form, Graph, Input, Layer, Linear, Node
+from fp4deploy.packed.graph import Concat, Conv2d, Experts, Form, Graph, Input, Layer, Linear, Node, is_quantized
 from fp4deploy.packed.shapes import Shape, Shapes, fitting, shapes_of, stored_shape, weight_shape
 from fp4deploy.rest import FP16, Rest, rest_of
 
@@ -84,7 +84,7 @@ def plain_bytes(graph: Graph) -> int:
     """Bytes of the same parameters in FP16."""
     shapes, total, counted = shapes_of(graph), 0, set[str]()
     for node in graph.nodes:
-        if isinstance(node, Layer) and node.precision == "nvfp4" and node.layer not in counted:
+        if isinstance(node, Layer) and is_quantized(node) and node.layer not in counted:
             counted.add(node.layer)
             axis = -1 if isinstance(node, Linear) else 1
             channels = sum(shapes[name][axis] for name in node.inputs)
@@ -107,14 +107,14 @@ def full_precision(graph: Graph) -> Graph:
             nodes.append(Concat(inputs=reads, outputs=[Form(name=joined)]))
             reads = [joined]
         update: dict[str, object] = {"inputs": reads, "outputs": _plain(node, new)}
-        if isinstance(node, Layer) and node.precision == "nvfp4":
+        if isinstance(node, Layer) and is_quantized(node):
             update["precision"] = "fp16"
         nodes.append(node.model_copy(update=update))
     outputs = [each.model_copy(update={"activation": new[each.activation]}) for each in graph.outputs]
     tensors = dict(graph.tensors)
     shapes = shapes_of(graph)
     for node in graph.nodes:
-        if isinstance(node, Layer) and node.precision == "nvfp4":
+        if isinstance(node, Layer) and is_quantized(node):
             axis = -1 if isinstance(node, Linear) else 1
             channels = sum(shapes[name][axis] for name in node.inputs)
             info = graph.tensors[f"{node.layer}.weight.codes"]

@@ -46,7 +46,7 @@ from typing import Any, cast
 import torch
 
 from fp4deploy.errors import InputError
-from fp4deploy.formats import Nvfp4Tensor
+from fp4deploy.formats import Mxfp4Tensor, Nvfp4Tensor, fake_quantize_mxfp8
 from fp4deploy.formats.round_trip import round_trip_nvfp4
 from fp4deploy.models.input_encoding import encode_input
 from fp4deploy.packed.file import PackedFile
@@ -137,11 +137,13 @@ class PackedNetwork:
         decodes = on_cpu and self.dtype == torch.float32
         self.pack: Pack = round_trip_nvfp4 if decodes else packed_form  # between two nodes
         # Nobody asked for a form of its kernels, nor for marks of its nodes: a compiled program may stand for them.
-        self.by_default = on_gpu and weights is None and plain == "torch" and not marks
+        mixed = any(isinstance(node, Layer) and node.precision == "w4a8" for node in self.graph.nodes)
+        self.by_default = on_gpu and weights is None and plain == "torch" and not marks and not mixed
         self._decodes = weights != "packed" and self.has_kernels and decoded.available(self.device)
         self._compiles = on_cpu or triton_version() is not None
         self._own = plain == "kernel" and self.device.type == "cuda"
         self._packed: dict[str, Nvfp4Tensor] = {}
+        self._mixed: dict[str, torch.Tensor] = {}  # weights of W4A8, decoded to float32, in the file's order of axes
         self._decoded: dict[str, DecodedWeight] = {}
         self._wide: dict[tuple[str, torch.dtype], torch.Tensor] = {}  # decoded, in the file's order of axes
         self._taps: dict[str, list[int]] = {}
@@ -171,7 +173,7 @@ class PackedNetwork:
             InputError: inputs that are not the graph's, or of a size that the network cannot take.
         """
         sizes = self.sizes(inputs)
-        with torch.inference_mode(), _without_tf32() if self.dtype == torch.float32 else nullcontext():
+        with torch.inference_mode(), _tf32(False) if self.dtype == torch.float32 else nullcontext():
             live: dict[str, FeatureMap] = {}
             moments: dict[str, Moments] = {}
             for each, x in zip(self.inputs, inputs, strict=True):
@@ -281,8 +283,9 @@ class PackedNetwork:
         """Bytes of a layer's weight on the device."""
         if node.layer in self._decoded:
             return self._decoded[node.layer].nbytes
-        if node.layer in self._plain:
-            return self._plain[node.layer].nbytes
+        found = self._plain.get(node.layer, self._mixed.get(node.layer))
+        if found is not None:
+            return found.nbytes
         if node.layer not in self._packed:
             return self._wide[node.layer, self.decoded_dtype].nbytes
         weight = self._packed[node.layer]
@@ -291,6 +294,8 @@ class PackedNetwork:
     def precision_of(self, node: Step) -> str:
         """What a node or step computes with on this device, for a table: "FP4, weight decoded at load"."""
         plain = rest_of(self._dtype_of(node)).label
+        if isinstance(node, Layer) and node.precision == "w4a8":
+            return "W4A8 as TF32" if self.device.type == "cuda" else "W4A8 as FP32"
         if not isinstance(node, Layer) or node.precision != "nvfp4":
             return plain
         if node.layer in self._decoded:
@@ -396,6 +401,12 @@ class PackedNetwork:
             y = self._convolve_small_k(cast(Conv2d, node), cast(torch.Tensor, inputs[0]), bias, moments)
             if y is not None:
                 return self.forms(y, node.outputs)
+        if node.precision == "w4a8":
+            sources = [fake_quantize_mxfp8(cast(torch.Tensor, x).float(), _axis(node)) for x in inputs]
+            weight = self._mixed[node.layer].permute(weight_order(node, self._mixed[node.layer].ndim))
+            with _tf32(True):
+                y = convolve(node, sources, weight, None if bias is None else bias.float()).to(self.dtype)
+            return self.forms(y if isinstance(node, Linear) else channels_last(y), node.outputs, pack)
         if node.precision == "nvfp4":
             axis = _axis(node)
             dtype = self.decoded_dtype
@@ -497,6 +508,11 @@ class PackedNetwork:
 
     def _load_weight(self, node: Layer, sources: tuple[int, ...]) -> None:
         names, tensors = weight_names(node), self.file.tensors
+        if node.precision == "w4a8":
+            codes, scales = (tensors[name].to(self.device) for name in names)
+            shape = torch.Size(weight_shape(self.graph, node, sum(sources)))
+            self._mixed[node.layer] = Mxfp4Tensor(codes, scales, shape).dequantize()
+            return
         if node.precision != "nvfp4":
             kept = tensors[names[0]].to(self.device, self.dtype)
             self._plain[node.layer] = kept.permute(weight_order(node, kept.ndim))
@@ -540,10 +556,10 @@ class PackedNetwork:
 
 
 @contextmanager
-def _without_tf32() -> Iterator[None]:
-    """Inside, convolutions in FP32 are convolutions in FP32: cuDNN may round their operands to TF32 by default."""
+def _tf32(allowed: bool) -> Iterator[None]:
+    """Inside, operands of products in FP32 may be rounded to TF32, or may not; cuDNN does so by default."""
     before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = allowed
     try:
         yield
     finally:

@@ -41,6 +41,7 @@ from fp4deploy.packed.graph import (
     Reduce,
     Resize,
     axes_of,
+    is_quantized,
     named,
 )
 from fp4deploy.packed.operators import Context, compute, convolve
@@ -129,7 +130,7 @@ def stored_shape(graph: Graph, name: str) -> list[int]:
 def weight_shape(graph: Graph, node: Layer, channels: int) -> list[int]:
     """[O, KH, KW, C] of a convolution's weight and [O, C] of a linear one, channels without padding."""
     kept = f"{node.layer}.weight"
-    name = f"{kept}.codes" if node.precision == "nvfp4" else kept
+    name = f"{kept}.codes" if is_quantized(node) else kept
     groups = node.groups if isinstance(node, Conv2d) else 1
     return [*graph.tensors[name].shape[:-1], channels // groups]
 

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.graph.sizes import output_size
 from fp4deploy.qat.layers import TRANSPOSED, QuantizedLayer
-from fp4deploy.qat.plan import eight_bits
 from fp4deploy.qat.prepare import quantized_layers
 
 POSITIONS = 2048  # of one image
@@ -67,10 +66,11 @@ class WeightMatrix:
 def fp4_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
     """The layers of a prepared model whose weights have codes and block scales to choose.
 
-    Not those in FP8, nor those whose weights are computed from other parameters (`qat.computed`): they are rounded.
+    Not those in FP8 or W4A8, nor those whose weights are computed from other parameters (`qat.computed`), which are
+    rounded.
     """
     layers = quantized_layers(model).items()
-    return {name: layer for name, layer in layers if layer.holds_weight and not eight_bits(layer.recipe)}
+    return {name: layer for name, layer in layers if layer.holds_weight and layer.recipe.precision == "FP4"}
 
 
 def blocks(rows: Tensor) -> Tensor:

@@ -13,8 +13,9 @@
 | brecq | amax | scales of `sweep`, roundings learned block by block (`reconstruct`) |
 | fp8 | amax | FP8: nearest, one scale an output channel (`formats.fp8`) |
 | int8 | amax | INT8: nearest, one scale an output channel (`formats.int8`) |
+| w4a8 | of each block | MXFP4: nearest (`formats.mxfp4`); activations MXFP8 (`formats.mxfp8`) |
 
-Layers that are to be in eight bits in another method are quantised as by these two.
+Layers that are to be in one of these three in another method are quantised as by it.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ METHODS: dict[str, Method] = {
         Method("faar", "amax", "network", FREE_SCALES, "Li et al., FAAR, 2026"),
         Method("brecq", "amax", "block", FREE_SCALES, "Li et al., BRECQ, 2021"),
         Method("fp8", "amax", "nearest", "fp8_qat", "Micikevicius et al., FP8 Formats for Deep Learning, 2022"),
+        Method("w4a8", "amax", "nearest", "w4a8_qat", "Rouhani et al., Microscaling Data Formats, 2023"),
         Method("int8", "amax", "nearest", "int8_qat", "Jacob et al., Integer-Arithmetic-Only Inference, 2018"),
     )
 }

@@ -156,7 +156,7 @@ def contracted(layer: nn.Module) -> int:
 def why_not_experts(layer: nn.Module, recipe: Recipe) -> str | None:
     """Why a recipe quantises no weight of a module that holds experts; None where it does."""
     spec = recipe.weight
-    if spec is None or spec.in_eight_bits or spec.rounding != "nearest":
+    if spec is None or not spec.in_four_bits or spec.rounding != "nearest":
         return f"experts, whose weights {recipe.name} does not round to FP4"
     return None
 

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fp4deploy.errors import InputError
-from fp4deploy.formats import MXFP4_BLOCK, NVFP4_BLOCK
+from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.graph.own_linear import weight_axis
 from fp4deploy.qat.attention import OpenAttention, opened
 from fp4deploy.qat.computed import torch_class, why_not_plain
@@ -43,7 +43,8 @@ NORMS = (nn.GroupNorm, nn.LayerNorm, nn.modules.batchnorm._BatchNorm, nn.modules
 class LayerPlan:
     """What one layer computes in, and why.
 
-    `precision` is "FP4", "FP8", "INT8", "FP16", or of experts (`qat.experts`) "FP4 weights"; `kind` the torch class.
+    `precision` is "FP4", "FP8", "INT8", "W4A8", "FP16", or of experts (`qat.experts`) "FP4 weights"; `kind` the torch
+    class.
     """
 
     name: str
@@ -135,7 +136,7 @@ def planned(
             plans.append(LayerPlan(name, _kind(layer), "FP16" if kept else EXPERTS, reason))
             continue
         own = layer.recipe if prepared and isinstance(layer, QuantizedLayer) else recipe_of(chosen, name, layer, eight)
-        precision = "FP16" if kept else eight_bits(own) or "FP4"
+        precision = "FP16" if kept else own.precision
         plans.append(LayerPlan(name, _kind(layer), precision, kept or _quantized_reason(layer, own)))
     return plans
 
@@ -218,8 +219,8 @@ def _reason_to_keep(
     return None
 
 
-def _crossed_inputs(channels: int, groups: int) -> str:
-    return f"{groups} groups of {channels} input channels: a block of {NVFP4_BLOCK} would cross groups"
+def _crossed_inputs(channels: int, groups: int, block: int = NVFP4_BLOCK) -> str:
+    return f"{groups} groups of {channels} input channels: a block of {block} would cross groups"
 
 
 def crossed_groups(layer: nn.Module, recipe: Recipe) -> str | None:
@@ -228,11 +229,11 @@ def crossed_groups(layer: nn.Module, recipe: Recipe) -> str | None:
     Training quantises each group alone. An operator that decodes a file has one axis of all channels.
     """
     channels, groups = _input_channels(layer)
-    has_file = recipe.activation is not None and recipe.activation.scale == "static"
+    has_file = recipe.precision == "W4A8" or (recipe.activation is not None and recipe.activation.scale == "static")
     if groups == 1 or eight_bits(recipe) or not has_file:
         return None
-    if channels % NVFP4_BLOCK:
-        return _crossed_inputs(channels, groups)
+    if channels % _block(recipe):
+        return _crossed_inputs(channels, groups, _block(recipe))
     outputs = int(layer.out_channels) // groups  # type: ignore[arg-type]
     blocks_2d = recipe.weight is not None and recipe.weight.block == "2d"
     if blocks_2d and not isinstance(layer, TRANSPOSED) and outputs % NVFP4_BLOCK:
@@ -275,7 +276,7 @@ def _hooked(layer: nn.Module) -> str | None:
 def _block(recipe: Recipe) -> int:
     """Elements in a block of the forward GEMM."""
     spec = recipe.weight or recipe.activation
-    return MXFP4_BLOCK if spec is not None and spec.format == "mxfp4" else NVFP4_BLOCK
+    return spec.block_size if spec is not None else NVFP4_BLOCK
 
 
 def _quantized_reason(layer: nn.Module, recipe: Recipe) -> str:

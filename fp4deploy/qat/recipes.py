@@ -31,16 +31,17 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from fp4deploy.errors import InputError, suggest
-from fp4deploy.formats import FourOverSix
+from fp4deploy.formats import MXFP4_BLOCK, NVFP4_BLOCK, FourOverSix
 
 _CHOICES = {
-    "format": ("nvfp4", "mxfp4", "fp8", "int8"),
+    "format": ("nvfp4", "mxfp4", "mxfp8", "fp8", "int8"),
     "block": ("1d", "2d"),
     "scale": ("dynamic", "static"),
     "scale_rule": ("floor", "ceil"),
     "rounding": ("nearest", "stochastic", "ms_eden"),
 }
 AMAX_TIMINGS = ("current", "delayed")
+MX = ("mxfp4", "mxfp8")  # block scales that are powers of two
 EIGHT_BITS = ("fp8", "int8")
 FP8_RULES = ("none", "convolutions")
 
@@ -49,13 +50,13 @@ FP8_RULES = ("none", "convolutions")
 class QuantSpec:
     """How one operand is quantised.
 
-    format: "nvfp4" (blocks of 16), "mxfp4" (blocks of 32, no global scale), or without blocks "fp8" (E4M3)
-        and "int8": one scale.
+    format: "nvfp4" (blocks of 16), "mxfp4" (blocks of 32, no global scale), "mxfp8" (the same of E4M3 elements), or
+        without blocks "fp8" (E4M3) and "int8": one scale.
     block: "1d" (along the contraction axis) or "2d" (16 x 16 over output and input channels; NVFP4 weights only).
     scale: global scale "dynamic" (from the tensor itself) or "static" (from the tracked amax; the activation only).
-    scale_rule: "floor" or "ceil", MXFP4's block scale.
+    scale_rule: "floor" or "ceil", the block scale of MXFP4 and MXFP8.
     rounding: "nearest", "stochastic", or "ms_eden" (NVFP4, unbiased; both operands of a backward GEMM are rotated in
-        groups of 128, and its scales are rounded stochastically: `formats.ms_eden`).
+        groups of up to 128, and its scales are rounded stochastically: `formats.ms_eden`).
     four_over_six: NVFP4 blocks may map their amax to 4.
     hadamard: transform groups of 16 first; on both operands of a GEMM, so that it cancels.
     row_scaled: NVFP4 with a global scale a row; FP8 and INT8 with a scale an output channel.
@@ -78,13 +79,23 @@ class QuantSpec:
 
     @property
     def mx_rule(self) -> str | None:
-        """The rule of an MXFP4 block scale; None for the other formats."""
-        return self.scale_rule if self.format == "mxfp4" else None
+        """The rule of a block scale that is a power of two; None for the other formats."""
+        return self.scale_rule if self.format in MX else None
+
+    @property
+    def block_size(self) -> int:
+        """Elements that share a scale, of a format with blocks."""
+        return MXFP4_BLOCK if self.format in MX else NVFP4_BLOCK
+
+    @property
+    def in_four_bits(self) -> bool:
+        """Its elements are E2M1."""
+        return self.format in ("nvfp4", "mxfp4")
 
     @property
     def named(self) -> str:
         """Format and, where a format leaves one to choose, the rule of its block scales: "NVFP4", "MXFP4 floor"."""
-        return f"MXFP4 {self.scale_rule}" if self.format == "mxfp4" else self.format.upper()
+        return " ".join(filter(None, (self.format.upper(), self.mx_rule)))
 
     @property
     def in_eight_bits(self) -> bool:
@@ -101,10 +112,12 @@ class QuantSpec:
             for name, values in _CHOICES.items()
             if getattr(self, name) not in values
         ]
-        if self.format == "mxfp4" and (
+        if self.format in MX and (
             self.block == "2d" or self.scale == "static" or self.four_over_six or self.row_scaled
         ):
-            wrong.append("mxfp4 has 1-D blocks and no global scale: no 2d, static, 4/6 or row_scaled")
+            wrong.append(f"{self.format} has 1-D blocks and no global scale: no 2d, static, 4/6 or row_scaled")
+        if self.format == "mxfp8" and (self.hadamard or self.rounding != "nearest"):
+            wrong.append("mxfp8 is rounded to nearest: no hadamard or other rounding")
         if self.in_eight_bits and (
             self.block == "2d" or self.four_over_six or self.hadamard or self.rounding != "nearest"
         ):
@@ -320,6 +333,15 @@ class Recipe:
         return texts
 
     @property
+    def precision(self) -> str:
+        """What a layer of this recipe multiplies in: a name of `LAYER_FORMATS` in capitals, or "FP4"."""
+        x, w = self.activation or self.weight, self.weight or self.activation
+        own = (x and x.format, w and w.format)
+        return next(
+            (name.upper() for name, pair in LAYER_FORMATS.items() if own == tuple(s.format for s in pair)), "FP4"
+        )
+
+    @property
     def straight_through(self) -> bool:
         """The backward GEMMs are autograd's of the quantised forward."""
         return not (self._quantizes_backward or self.original_operands)
@@ -385,6 +407,7 @@ NVFP4_EDEN = QuantSpec(rounding="ms_eden")
 NVFP4_4O6 = QuantSpec(four_over_six=FourOverSix("mse"))
 MXFP4_FLOOR = QuantSpec("mxfp4")
 MXFP4_CEIL = QuantSpec("mxfp4", scale_rule="ceil")
+MXFP8 = QuantSpec("mxfp8", scale_rule="ceil")
 MXFP4_CEIL_STOCHASTIC = replace(MXFP4_CEIL, rounding="stochastic")
 
 
@@ -392,6 +415,10 @@ def _everywhere(name: str, spec: QuantSpec) -> Recipe:
     return Recipe(name, spec, spec, spec, spec, spec, spec)
 
 
+LAYER_FORMATS = {  # what a layer may be quantised to in place of NVFP4: activation, weight
+    **{form: (QuantSpec(form, scale="static"), QuantSpec(form, row_scaled=True)) for form in EIGHT_BITS},
+    "w4a8": (MXFP8, MXFP4_FLOOR),  # of weights `floor` has the smaller error (docs/numerics.md)
+}
 TETRAJET_V2 = replace(
     _everywhere("tetrajet_v2", NVFP4_ROTATED),
     activation=NVFP4,
@@ -420,10 +447,7 @@ RECIPES: dict[str, Recipe] = {
             replace(NVFP4, four_over_six=FourOverSix()),
         ),
         Recipe("nvfp4_4o6_weight_qat", NVFP4_STATIC, replace(NVFP4, four_over_six=FourOverSix())),
-        *(
-            Recipe(f"{form}_qat", QuantSpec(form, scale="static"), QuantSpec(form, row_scaled=True))
-            for form in EIGHT_BITS
-        ),
+        *(Recipe(f"{form}_qat", *operands) for form, operands in LAYER_FORMATS.items()),
         Recipe("nvfp4_fp8_qat", NVFP4_STATIC, NVFP4, fp8="convolutions"),
         Recipe(
             "nvfp4_train",

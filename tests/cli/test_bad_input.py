@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
+from fp4deploy.cli.deferred import with_fields
 from safetensors.torch import save_file
 
 from fp4deploy.runs import Run
@@ -319,13 +318,16 @@ def test_a_size_that_is_none(invoke: Invoke, size: str) -> None:
 
 
 def floats(app: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """Every option of every command that takes a float, from the annotations, which are text."""
+    """Every option of every command that takes a float, from the annotations."""
     found = []
     for command in app.registered_commands:
-        for parameter in inspect.signature(getattr(command.callback, "function", command.callback)).parameters.values():
-            text = str(parameter.annotation)
-            if re.match(r"Annotated\[\s*float\b", text):
-                found.append((*path, command.name, re.findall(r"['\"](--[\w-]+)['\"]", text)[0]))
+        hints = get_type_hints(
+            with_fields(getattr(command.callback, "function", command.callback)), include_extras=True
+        )
+        for name, hint in hints.items():
+            kind, *info = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+            if kind in (float, float | None):
+                found.append((*path, command.name, *(info[0].param_decls or (f"--{name}",))))
     return found + [
         each for group in app.registered_groups for each in floats(group.typer_instance, (*path, group.name))
     ]

@@ -15,6 +15,7 @@ from fp4deploy.ptq.correction import CHOICES
 from fp4deploy.qat import load_model, quantized_layers
 from tests.cli.command_line import Invoke
 from tests.models.libraries import need_library_of
+from tests.samples import sample
 
 # Returns more than the logits, passes a block's arguments by name, calls one layer twice and catches all it can.
 OWN_FILE = """
@@ -99,7 +100,7 @@ def test_every_correction(invoke: Invoke, checkpoint: tuple[Path, str], shapes: 
     quantised(invoke, checkpoint, shapes, "--method", "amax", "--correction", correction)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", sample(METHODS, every=3))  # tests/ptq has them all
 def test_every_method(invoke: Invoke, checkpoint: tuple[Path, str], shapes: Path, method: str) -> None:
     card = quantised(invoke, checkpoint, shapes, "--method", method)
     assert card.recipe == METHODS[method].recipe

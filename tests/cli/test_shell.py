@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from cli import completion
+from cli.settings import SettingOptions, use_device
 from cli.settings import settings as resolve
-from cli.settings import use_device
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.qat.recipes import RECIPES
 from fp4deploy.train.config import Config, setting_names
@@ -97,12 +97,13 @@ command.main()
 
 
 def test_short_flags_are_settings_and_set_wins() -> None:
-    config = resolve(None, ["train.epochs=7"], epochs=3, batch_size=5, size="64x32")
+    config = resolve(SettingOptions(sets=["train.epochs=7"], epochs=3, batch_size=5, size="64x32"))
     assert (config.train.epochs, config.train.batch_size, config.data.height, config.data.width) == (7, 5, 64, 32)
-    assert (resolve(None, None, size="64").data.height, resolve(None, None, size="64").data.width) == (64, 64)
+    square = resolve(SettingOptions(size="64")).data
+    assert (square.height, square.width) == (64, 64)
     for text in ("64x", "64x32x3x2", "0", "wide"):
         with pytest.raises(InputError, match="--size takes HEIGHTxWIDTH"):
-            resolve(None, None, size=text)
+            resolve(SettingOptions(size=text))
 
 
 def test_every_setting_is_listed_with_its_meaning(invoke: Invoke) -> None:

@@ -9,7 +9,7 @@ import pytest
 from tests.export.written_networks import outcome
 
 SEEDS = (14, 28, 0, 16, 5, 38, 10, 30, 22, 4, 39, 29, 44)  # nearly every kind of block and head
-SHORT = 2  # of them in `make test`, the others in `make nightly`
+SHORT = 1  # of them in `make test`, the others in `make nightly`
 
 
 @pytest.mark.timeout(600)

@@ -12,19 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks.native_calls import Library
 from fp4deploy.architecture import Architecture
 from fp4deploy.errors import InputError
 from fp4deploy.export.to_packed import pack_model
 from fp4deploy.native import Gpu, bundle, record
 from fp4deploy.native.bundle import Code, write_bundle
-from fp4deploy.native.library import Library
 from fp4deploy.native.program import UNKNOWN, _Program
-from fp4deploy.native.replay import play
 from fp4deploy.packed import PackedFile, PackedNetwork, packed_file, write_packed
 from fp4deploy.plugins.aot.compile import compile_launch, signature
 from fp4deploy.plugins.aot.spec import Launch
 from fp4deploy.rest import rest_of
 from tests.native import builds, emulated
+from tests.native.replay import play
 from tests.packed.test_writer import network, written
 from tests.plugins.aot.minimal_cubin import minimal_cubin
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.native_calls import Library
 from fp4deploy.architecture import Architecture
 from fp4deploy.native import Gpu, record, write_bundle
-from fp4deploy.native.library import Library
-from fp4deploy.native.replay import replay
 from fp4deploy.packed import PackedNetwork, write_packed
 from tests.native import builds
 from tests.native.builds import compiler
+from tests.native.replay import replay
 from tests.native.test_any_network import packed as any_network
 from tests.packed.small_networks import packed
 

@@ -32,6 +32,7 @@ from fp4deploy.packed.network import packed_form
 from fp4deploy.packed.producers import Move, Produce, normalized, plan
 from tests.export.packable_networks import NETWORKS, deployed
 from tests.packed.small_networks import packed
+from tests.samples import sample
 
 
 @cache
@@ -46,7 +47,7 @@ def steps(name: str) -> list[Any]:
     return list(plan(packed_network(name)[0].graph)[1])
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", sample(NETWORKS, every=2))
 def test_the_results_of_the_nodes(name: str) -> None:
     """On the CPU, by the reference of the kernel; the norms of one network are summed in another order."""
     file, x = packed_network(name)

@@ -219,7 +219,7 @@ def test_under_autocast_the_amax_is_that_of_float32() -> None:
     assert layer.input_amax.dtype == torch.float32
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
 def test_compiled_over_steps_with_the_same_bits(backend: str) -> None:
     torch._dynamo.reset()
     eager, model = chain(), chain()

@@ -21,6 +21,7 @@ fp4_all_the_way           | NVFP4       | RN | RN    | SR | RN    | SR     | SR 
 nvfp4_qat                 | NVFP4       | RN static | RN | - | - | -      | -      | straight-through
 nvfp4_qat_delayed         | NVFP4       | RN static delayed | RN | - | - | - | - | straight-through
 nvfp4_train               | NVFP4       | RN | RN 2D | SR | RN 2D | SR RHT | RN RHT | no
+w4a8_qat                  | MXFP4 floor, MXFP8 ceil | RN | RN | - | - | - | - | straight-through
 tetrajet_v2               | NVFP4       | RN | RN    | SR RHT | SR RHT | SR RHT | SR RHT | yes
 quartet_2 | NVFP4 | RN 4/6 MSE/256 strict | RN 4/6 MSE/256 strict | EDEN | EDEN | EDEN | EDEN | yes
 """
@@ -101,6 +102,7 @@ def test_recipes_are_values() -> None:
         ({"format": "mxfp4", "scale": "static"}, ["mxfp4"]),
         ({"format": "mxfp4", "four_over_six": FourOverSix()}, ["mxfp4"]),
         ({"format": "mxfp4", "row_scaled": True}, ["mxfp4"]),
+        ({"format": "mxfp8", "scale": "static", "hadamard": True}, ["mxfp8 has 1-D blocks", "rounded to nearest"]),
         ({"block": "2d", "row_scaled": True, "scale": "static"}, ["2d blocks", "static scale"]),
         ({"block": "2d", "hadamard": True}, ["2d blocks"]),
         ({"four_over_six": FourOverSix(), "rounding": "stochastic"}, ["4/6"]),

@@ -11,7 +11,7 @@ import typer
 
 from fp4deploy.errors import GateError, InputError, counted
 
-from ...console import done, note, print_json, results, shown
+from ...console import done, note, print_json, results, shown, table
 from ...deferred import deferred
 from ...numbers import finite
 from ...settings import SHAPES
@@ -123,19 +123,12 @@ def _sizes(sizes: Sequence[Sequence[float]]) -> str:
 
 def _print_counts(title: str, counts: dict[str, dict[str, int] | None]) -> None:
     """A row for each class, a column for each split that has counts."""
-    from rich.table import Table
-
     found = {split: each for split, each in counts.items() if each is not None}
     names = dict.fromkeys(name for each in found.values() for name in each)
     if not names:
         return
-    table = Table(box=None, pad_edge=False)
-    table.add_column(title, overflow="fold")
-    for split in found:
-        table.add_column(split, justify="right")
-    for name in names:
-        table.add_row(name, *(str(each.get(name, "-")) for each in found.values()))
-    results().print(table)
+    rows = [(name, *(str(each.get(name, "-")) for each in found.values())) for name in names]
+    results().print(table((title, *found), rows, right=found))
 
 
 @deferred(app, "import")

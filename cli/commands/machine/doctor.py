@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...console import print_json, results
+from ...console import print_json, results, table
 
 if TYPE_CHECKING:
     from fp4deploy.bench.environment import Tool
@@ -29,13 +29,12 @@ def doctor(
 
 
 def _print_tables(machine: dict, found: list[Tool], tasks: list[tuple[str, bool, str]]) -> None:
-    from rich.table import Table
     from rich.text import Text
 
     devices = ", ".join(f"{gpu['name']} ({gpu['arch']})" for gpu in machine["gpus"]) or "none"
     console = results()
     console.print(f"Python {machine['python']} on {machine['cpu']}, {machine['cores']} cores; CUDA GPU: {devices}\n")
-    libraries = Table("library", "version", "what for", "to add it", box=None, pad_edge=False)
+    libraries = table(("library", "version", "what for", "to add it"))
     for tool in found:
         fault = tool.fault
         version = Text(fault.state, style="red") if fault else Text(tool.version or "")
@@ -44,7 +43,6 @@ def _print_tables(machine: dict, found: list[Tool], tasks: list[tuple[str, bool,
         libraries.add_row(tool.name, version, tool.purpose, Text(remedy))
     console.print(libraries)
     console.print("\nThis machine can:")
-    able = Table(show_header=False, box=None, pad_edge=False)
-    for task, yes, how in tasks:
-        able.add_row(f"  {task}", Text("yes", style="green") if yes else Text("no", style="red"), how)
-    console.print(able)
+    answers = {True: Text("yes", style="green"), False: Text("no", style="red")}
+    rows = [(f"  {task}", answers[yes], how) for task, yes, how in tasks]
+    console.print(table(("task", "able", "how"), rows, header=False))

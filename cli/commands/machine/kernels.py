@@ -16,7 +16,7 @@ import typer
 from fp4deploy.errors import GateError, InputError, UnavailableError, counted
 
 from ... import completion
-from ...console import note, notes, print_json, results, shown
+from ...console import note, notes, print_json, results, shown, table
 
 if TYPE_CHECKING:
     from fp4deploy.plugins.aot.build import BuildResult
@@ -169,11 +169,8 @@ def _present() -> str | None:
 
 
 def _print_table(built: list[BuildResult]) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for name in ("kernel", "for", "variant", "warps", "instructions", "registers", "spills", "shared", "diagnostics"):
-        table.add_column(name, justify="right" if name in ("warps", "registers", "spills", "shared") else "left")
+    head = ("kernel", "for", "variant", "warps", "instructions", "registers", "spills", "shared", "diagnostics")
+    listed = table(head, right=("warps", "registers", "spills", "shared"))
     for each in built:
         row = [each.launch.kernel.partition(":")[2], each.arch, _variant(each), str(each.launch.num_warps)]
         if each.compiled is not None:
@@ -182,8 +179,8 @@ def _print_table(built: list[BuildResult]) -> None:
         else:
             row += [""] * 4
         wrong = "; ".join(each.diagnostics())
-        table.add_row(*row, wrong, style="red" if wrong else None)
-    results().print(table)
+        listed.add_row(*row, wrong, style="red" if wrong else None)
+    results().print(listed)
 
 
 def _variant(each: BuildResult) -> str:
@@ -265,12 +262,9 @@ def _outcome_json(target: str, case: Case, outcome: Outcome) -> dict[str, object
 
 
 def _print_outcomes(done: list[tuple[str, Case, Outcome]]) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    left = ("kernel", "family", "for", "bit-equal", "hazards")
-    for name in ("kernel", "family", "for", "launches", "PTX lines", "instructions", "values", *left[3:], "seconds"):
-        table.add_column(name, justify="left" if name in left else "right")
+    counted = ("launches", "PTX lines", "instructions", "values")
+    head = ("kernel", "family", "for", *counted, "bit-equal", "hazards", "seconds")
+    listed = table(head, right=(*counted, "seconds"))
     for target, case, outcome in done:
         counts = (outcome.kernels, outcome.statistics.lines, outcome.statistics.instructions, outcome.values)
         equal = "yes" if outcome.good else f"{outcome.wrong} differ" if not outcome.fault else "no"
@@ -285,5 +279,5 @@ def _print_outcomes(done: list[tuple[str, Case, Outcome]]) -> None:
             equal,
             outcome.fault or "; ".join(sorted(outcome.statistics.remarks)) or "none",
         ]
-        table.add_row(*row, f"{outcome.seconds:.1f}", style=None if outcome.good else "red")
-    results().print(table)
+        listed.add_row(*row, f"{outcome.seconds:.1f}", style=None if outcome.good else "red")
+    results().print(listed)

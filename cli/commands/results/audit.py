@@ -11,7 +11,7 @@ import typer
 from fp4deploy.errors import GateError, InputError, counted, printable
 
 from ... import completion
-from ...console import note, print_json, results, shown, typed
+from ...console import note, print_json, results, shown, table, typed
 
 if TYPE_CHECKING:
     from fp4deploy.audit.report import Audit
@@ -96,17 +96,14 @@ def _fix(file: Path, out: Path) -> None:
 
 
 def _print(found: Audit) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
     console = results()
     console.print(f"{found.file} on {found.target} ({found.evidence})\n", markup=False, soft_wrap=True)
-    table = Table("layer", "operator", "weight", "activation", "runs", "reason", box=None, pad_edge=False)
+    listed = table(("layer", "operator", "weight", "activation", "runs", "reason"))
     for row in found.rows:
         style = "yellow" if row.fell_back else "green" if row.runs == "FP4" else None
         cells = (row.layer, row.operator, row.weight, row.activation, row.runs, row.reason)
-        table.add_row(*(Text(printable(cell)) for cell in cells), style=style)
-    console.print(table)
+        listed.add_row(*cells, style=style)
+    console.print(listed)
     console.print(f"\n{found.summary()}", markup=False, soft_wrap=True)
     if found.canonical and any(row.fell_back for row in found.rows):
         note(f"That is the file as it is. What fp4deploy build makes of it: fp4deploy check {typed(Path(found.file))}")

@@ -15,7 +15,7 @@ from fp4deploy.errors import Fp4DeployError, InputError, counted, named_cause
 from fp4deploy.export.ledger.shares import shares_of
 
 from ... import completion
-from ...console import print_json, results
+from ...console import print_json, results, table
 from ...settings import NamedModelOption, expect, parse_axes
 from ..stages import nnunet
 
@@ -155,7 +155,7 @@ def _example(shape: tuple[int, ...]) -> Tensor:
 
 
 def _of_network(network: nn.Module, plans: list[LayerPlan], example: Tensor, named: str = "fp16") -> Subject:
-    from fp4deploy.export.lowering.forecast import Forecast, forecast, forecast_eight_bits
+    from fp4deploy.export.lowering.forecast import Forecast, forecast, forecast_other
     from fp4deploy.graph.costs import MULTIPLYING, work_of_layers
     from fp4deploy.rest import FP16, rest_of
 
@@ -168,9 +168,7 @@ def _of_network(network: nn.Module, plans: list[LayerPlan], example: Tensor, nam
         if plan.precision == rest.label:
             return Forecast(rest.label, rest.label, plan.reason)
         layer = network.get_submodule(plan.name)
-        return (
-            forecast(layer, conv, rest) if plan.precision == "FP4" else forecast_eight_bits(layer, plan.precision, rest)
-        )
+        return forecast(layer, conv, rest) if plan.precision == "FP4" else forecast_other(layer, plan.precision, rest)
 
     modules = {plan.name: network.get_submodule(plan.name) for plan in plans}
     multiplying = {name: layer for name, layer in modules.items() if isinstance(layer, MULTIPLYING)}
@@ -251,22 +249,18 @@ def _of_onnx(path: Path) -> Subject:
 
 
 def _print_table(subject: Subject, engine: list[Forecast]) -> None:
-    from rich.table import Table
-
-    table = Table("layer", "kind", "precision", "engine", "reason", box=None, pad_edge=False)
+    listed = table(("layer", "kind", "precision", "engine", "reason"))
     for plan, found in zip(subject.plans, engine, strict=True):
         style = "green" if found.compute == "FP4" else "yellow" if plan.precision == "FP4" else None
         reason = plan.reason if found.compute == plan.precision else f"{plan.reason}; {found.reason}"
-        table.add_row(plan.name, plan.kind, plan.precision, found.compute, reason, style=style)
-    results().print(table)
+        listed.add_row(plan.name, plan.kind, plan.precision, found.compute, reason, style=style)
+    results().print(listed)
 
 
 def _print_forms(
     model: str, subject: Subject, engine: list[Forecast], forms: dict[str, dict[str, float]], target: str, conv: str
 ) -> None:
     """What was asked for, what an engine gives, and what it would give in every other form."""
-    from rich.table import Table
-
     from fp4deploy.export.engine.backends import BACKENDS
     from fp4deploy.export.ledger.ledger import BITS, QUANTISED
 
@@ -292,8 +286,8 @@ def _print_forms(
     precisions = sorted(
         {each for _, shares in rows.values() for each in shares}, key=lambda each: (BITS.get(each, 0), each)
     )
-    table = Table("form", "library", *precisions, box=None, pad_edge=False)
+    listed = table(("form", "library", *precisions))
     for name, (library, shares) in rows.items():
         cells = (f"{100 * shares[each]:.1f} %" if each in shares else "-" for each in precisions)
-        table.add_row(name, library, *cells, style="bold" if name == f"--conv {conv}" else None)
-    console.print(table)
+        listed.add_row(name, library, *cells, style="bold" if name == f"--conv {conv}" else None)
+    console.print(listed)

@@ -12,7 +12,7 @@ import typer
 from fp4deploy.errors import InputError, counted
 
 from ... import completion
-from ...console import print_json, results
+from ...console import print_json, results, table
 
 
 def inspect(
@@ -126,16 +126,14 @@ def _text(value: Any) -> str:
 
 
 def _print(facts: dict[str, Any], columns: tuple[str, ...], rows: list[tuple[Any, ...]], last: str) -> None:
-    from rich.table import Table
-
     console = results()
     for name, value in facts.items():
         parts = (f"{key} {_text(part)}" for key, part in value.items()) if isinstance(value, dict) else [_text(value)]
         console.print(f"{name}: {', '.join(parts)}", markup=False, soft_wrap=True)
-    table = Table(*(HEADINGS.get(name, name) for name in columns), box=None, pad_edge=False)
+    listed = table(HEADINGS.get(name, name) for name in columns)
     for row in rows:
         precise = any(str(cell) == "FP4" for cell in row)
-        table.add_row(*map(str, row), style="green" if precise else None)
+        listed.add_row(*map(str, row), style="green" if precise else None)
     console.print()
-    console.print(table)
+    console.print(listed)
     console.print(f"\n{last}", markup=False, soft_wrap=True)

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ...console import print_json, results
-from ...settings import ConfigOption, SetOption
+from ...console import print_json, results, table
+from ...settings import ConfigOption, SetOption, SettingOptions
 from ...settings import settings as resolve
 
 
@@ -23,19 +23,15 @@ def settings(
     """List the settings: key, value, default, valid values and meaning."""
     from fp4deploy.train.config import describe_settings
 
-    rows = describe_settings(resolve(config, sets), section or "")
+    rows = describe_settings(resolve(SettingOptions(config=config, sets=sets)), section or "")
     if as_json:
         print_json([vars(row) for row in rows])
         return
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for head in ("setting", "value", "default", "valid", "meaning"):
-        table.add_column(head, overflow="fold")
-    for row in rows:
-        value = _text(row.value)
-        table.add_row(row.key, value, "" if row.value == row.default else _text(row.default), row.valid, row.meaning)
-    results().print(table)
+    cells = [
+        (row.key, _text(row.value), "" if row.value == row.default else _text(row.default), row.valid, row.meaning)
+        for row in rows
+    ]
+    results().print(table(("setting", "value", "default", "valid", "meaning"), cells))
 
 
 def _text(value: Any) -> str:

@@ -11,7 +11,7 @@ from fp4deploy.errors import GateError, InputError, counted
 from fp4deploy.runs import latest_run, open_run
 
 from ... import completion
-from ...console import done, note, print_json, results, shown
+from ...console import done, note, print_json, results, shown, table
 
 
 def verify(
@@ -55,11 +55,4 @@ def verify(
 
 
 def _print(rows: list[tuple[str, str, str]]) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for head in ("stage", "status", "file"):
-        table.add_column(head, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    results().print(table)
+    results().print(table(("stage", "status", "file"), rows))

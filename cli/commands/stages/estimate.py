@@ -10,41 +10,15 @@ from fp4deploy.errors import counted
 
 from ...console import done, note, print_json, results
 from ...numbers import finite
-from ...settings import (
-    DEFAULT,
-    BatchSizeOption,
-    ClassesOption,
-    ConfigOption,
-    DataOption,
-    DeviceOption,
-    EpochsOption,
-    Flags,
-    ModelOption,
-    ModelsOption,
-    RecipeOption,
-    SetOption,
-    SizeOption,
-    TaskOption,
-    parse_models,
-    settings,
-)
+from ...settings import DEFAULT, ModelsOption, SettingOptions, parse_models, settings
 
 if TYPE_CHECKING:
     from fp4deploy.train import Config
 
 
 def estimate(
-    data: DataOption = None,
+    options: SettingOptions,
     models: ModelsOption = DEFAULT,
-    task: TaskOption = None,
-    recipe: RecipeOption = None,
-    classes: ClassesOption = None,
-    config: ConfigOption = None,
-    epochs: EpochsOption = None,
-    batch_size: BatchSizeOption = None,
-    size: SizeOption = None,
-    device: DeviceOption = None,
-    sets: SetOption = None,
     gpus: Annotated[int, typer.Option("--gpus", min=1, help="GPUs to estimate for.")] = 1,
     images: Annotated[
         int | None, typer.Option("--images", min=1, help="Training images of the full set.", show_default="the data's")
@@ -69,13 +43,9 @@ def estimate(
         typer.Option("--minutes", min=0.01, max=1440, callback=finite, help="Longest time to measure, in all."),
     ] = 5.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON alone.")] = False,
-    model: ModelOption = None,
 ) -> None:
     """Measure a few steps of each model, and estimate the time of its whole schedule; writes no run."""
-    flags: Flags = {"data": data, "classes": classes, "recipe": recipe, "task": task, "model": model}
-    flags |= {"epochs": epochs, "batch_size": batch_size, "size": size}
-    resolved = settings(config, sets, **flags)
-    run_estimate(resolved, parse_models(models), gpus, images, val_images, efficiency, steps, as_json, minutes)
+    run_estimate(settings(options), parse_models(models), gpus, images, val_images, efficiency, steps, as_json, minutes)
 
 
 def run_estimate(

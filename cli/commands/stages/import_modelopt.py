@@ -11,7 +11,7 @@ import typer
 from fp4deploy.errors import InputError
 
 from ...artifacts import next_commands
-from ...console import done, note, results, shown
+from ...console import done, note, results, shown, table
 from ...settings import NamedModelOption, expect
 
 
@@ -27,8 +27,6 @@ def import_modelopt(
 ) -> None:
     """Take over weights, amaxes and formats, and say layer by layer what is not kept."""
     expect(model)
-    from rich.table import Table
-
     from fp4deploy import provenance
     from fp4deploy.interop.modelopt import from_modelopt, read_modelopt
     from fp4deploy.models import read_card, save_checkpoint
@@ -50,10 +48,8 @@ def import_modelopt(
     )
     save_checkpoint(target, network, quantized_card(card, "nvfp4_qat", names, None, eight or None))
     provenance.record("import-modelopt", target, [like, source])
-    table = Table("layer", "precision", "not kept", box=None, pad_edge=False)
-    for each in found:
-        table.add_row(each.layer, each.precision, "; ".join(each.lost) or "-")
-    results().print(table)
+    rows = [(each.layer, each.precision, "; ".join(each.lost) or "-") for each in found]
+    results().print(table(("layer", "precision", "not kept"), rows))
     done(
         f"{shown(target)} ({len(kept)} of {len(found)} quantised layers, {len(eight)} of them in FP8)",
         checkpoint=str(target),

@@ -12,7 +12,7 @@ import typer
 from fp4deploy.errors import InputError
 
 from ... import completion
-from ...console import done, note, print_json, results, shown
+from ...console import done, note, print_json, results, shown, table
 from ...numbers import finite
 from ...settings import CompileOption, NetworkOption, expect
 from . import nnunet
@@ -188,8 +188,6 @@ def _predictor(
 def _times(predictor: Predictor, model: Path, sources: list[Source], as_json: bool) -> None:
     from dataclasses import asdict
 
-    from rich.table import Table
-
     from fp4deploy.bench.tables import milliseconds
     from fp4deploy.predict.timing import COLUMNS, stage_times
 
@@ -199,12 +197,8 @@ def _times(predictor: Predictor, model: Path, sources: list[Source], as_json: bo
         about = {"model": str(model), "runtime": predictor.runtime.name, "device": predictor.runtime.device}
         print_json({**about, "images": len(paths), "stages": [asdict(row) for row in found]})
         return
-    table = Table(box=None, pad_edge=False)
-    for name in COLUMNS:
-        table.add_column(name, justify="left" if name == COLUMNS[0] else "right")
-    for row in found:
-        table.add_row(row.stage, *(milliseconds(value) for value in (row.p50, row.p90, row.p99)))
-    results().print(table)
+    cells = [(row.stage, *map(milliseconds, (row.p50, row.p90, row.p99))) for row in found]
+    results().print(table(COLUMNS, cells, right=COLUMNS[1:]))
 
 
 def _pipe(predictor: Predictor, model: Path, as_json: bool) -> None:
@@ -289,8 +283,6 @@ def _files(
 
 
 def _print(document: dict[str, Any], out: Path) -> None:
-    from rich.table import Table
-
     from fp4deploy.predict.write import likeliest_classes, mean_shares, objects_of_classes
 
     entries = document["images"]
@@ -298,16 +290,12 @@ def _print(document: dict[str, Any], out: Path) -> None:
     labels = likeliest_classes(entries)
     volumes = any("spacing_mm" in entry for entry in entries)
     figure = "objects" if boxes else "score" if labels else "voxels" if volumes else "pixels"
-    table = Table("class", "volumes" if volumes else "images", figure, box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for name, count, objects in boxes:
-        table.add_row(name, str(count), str(objects))
-    for name, count, share in (*mean_shares(entries), *labels):
-        table.add_row(name, str(count), f"{100 * share:.1f} %")
+    head = ("class", "volumes" if volumes else "images", figure)
+    rows = [(name, str(count), str(objects)) for name, count, objects in boxes]
+    rows += [(name, str(count), f"{100 * share:.1f} %") for name, count, share in (*mean_shares(entries), *labels)]
     console = results()
-    if table.rows:
-        console.print(table)
+    if rows:
+        console.print(table(head, rows, right=head[1:]))
     counted = [entry["objects"] for entry in entries if "objects" in entry]
     if counted:
         console.print(f"{sum(counted)} objects in {len(counted)} images.", markup=False)

@@ -10,7 +10,7 @@ import typer
 from fp4deploy.errors import InputError
 
 from ...artifacts import PackedOption, packed_networks, write_json
-from ...console import note, notes, results, shown
+from ...console import note, notes, results, shown, table
 
 
 def profile(
@@ -27,8 +27,6 @@ def profile(
     ] = None,
 ) -> None:
     """Time each layer of packed networks, against the limits of this machine."""
-    from rich.table import Table
-
     from fp4deploy.bench import layers
     from fp4deploy.bench.environment import environment
     from fp4deploy.system.files import require_writable, write_whole
@@ -40,12 +38,8 @@ def profile(
     found = [layers.layer_times(path, batch, iterations) for path in paths]
     console = notes() if out == "-" else results()
     for one in found:
-        table = Table(box=None, pad_edge=False)
-        for name in layers.COLUMNS:
-            table.add_column(name, justify="left" if name in layers.TEXTS else "right", overflow="fold")
-        for row in layers.table_rows(one):
-            table.add_row(*row)
-        console.print(table)
+        numeric = {*layers.COLUMNS}.difference(layers.TEXTS)
+        console.print(table(layers.COLUMNS, layers.table_rows(one), right=numeric))
         console.print(layers.summary(one), markup=False, soft_wrap=True)
     if trace is not None:
         write_whole(trace, layers.chrome_trace(found[0]))

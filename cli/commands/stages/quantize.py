@@ -41,7 +41,9 @@ def quantize(
     ] = None,
     method: Annotated[
         str,
-        typer.Option("--method", help="amax, percentile, mse, 4/6, sweep, gptq, adaround, faar, brecq, fp8 or int8."),
+        typer.Option(
+            "--method", help="amax, percentile, mse, 4/6, sweep, gptq, adaround, faar, brecq, fp8, int8 or w4a8."
+        ),
     ] = "gptq",
     correction: Annotated[str, typer.Option("--correction", help="none, bias, norm or both.")] = "norm",
     activations: Annotated[

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,31 +15,7 @@ from fp4deploy.runs import Run, hold, latest_run, open_run, processes
 
 from ... import completion
 from ...console import done, note, results, shown, typed
-from ...settings import (
-    DEFAULT,
-    GENERATED,
-    MODELS_HELP,
-    BatchSizeOption,
-    ClassesOption,
-    ConfigOption,
-    DataOption,
-    DeviceOption,
-    EpochsOption,
-    EveryOption,
-    Flags,
-    InitOption,
-    ModelOption,
-    OutOption,
-    RecipeOption,
-    ScratchOption,
-    SetOption,
-    SizeOption,
-    TaskOption,
-    TrackerOption,
-    new_run,
-    parse_models,
-    settings,
-)
+from ...settings import DEFAULT, GENERATED, TrainingOptions, new_run, parse_models, settings
 from .bench import print_table
 
 if TYPE_CHECKING:
@@ -47,43 +24,19 @@ if TYPE_CHECKING:
 
 
 def run(
+    options: TrainingOptions,
     demo: Annotated[
         bool, typer.Option("--demo", help="Generated shapes and small settings: minutes on two cores.")
     ] = False,
-    data: DataOption = None,
-    out: OutOption = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the latest run, or the one given by --out, with its settings.")
     ] = False,
-    models: Annotated[
-        str | None,
-        typer.Option(
-            "--models",
-            help=MODELS_HELP,
-            show_default=f"{DEFAULT}; with --resume those the run was asked for",
-            autocompletion=completion.models,
-        ),
-    ] = None,
-    task: TaskOption = None,
-    recipe: RecipeOption = None,
-    classes: ClassesOption = None,
-    config: ConfigOption = None,
-    epochs: EpochsOption = None,
-    batch_size: BatchSizeOption = None,
-    size: SizeOption = None,
-    device: DeviceOption = None,
-    sets: SetOption = None,
     arch: Annotated[
         str,
         typer.Option(
             "--arch", help="GPU to build engines for: sm120 or sm121.", autocompletion=completion.architectures
         ),
     ] = "sm120",
-    from_scratch: ScratchOption = False,
-    telemetry_every: EveryOption = None,
-    tracker: TrackerOption = None,
-    model: ModelOption = None,
-    init: InitOption = None,
 ) -> None:
     """Take an FP16 and an NVFP4 model through every stage, and compare them in a table and a report."""
     from fp4deploy.bench.commands import this_command
@@ -92,27 +45,24 @@ def run(
 
     if processes() > 1:
         raise InputError("fp4deploy run is one process. Train under torchrun with: fp4deploy train; then export.")
-    if demo and data is not None:
+    if demo and options.data is not None:
         raise InputError("--demo uses generated shapes; leave out either --demo or --data.")
-    if resume and config is not None:
+    if resume and options.config is not None:
         raise InputError("--resume goes on with the settings of the run; leave out --config.")
     check_arch(arch)  # before hours of training
-    chosen = parse_models(DEFAULT if models is None else models)
-    flags: Flags = {"data": data, "classes": classes, "recipe": recipe, "task": task, "every": telemetry_every}
-    flags |= {"trackers": tracker, "model": model, "init": init}
-    flags |= {"epochs": epochs, "batch_size": batch_size, "size": size}
-    begun = (open_run(out) if out is not None else latest_run()) if resume else None
-    if begun is not None and models is None:
+    chosen = parse_models(DEFAULT if options.models is None else options.models)
+    begun = (open_run(options.out) if options.out is not None else latest_run()) if resume else None
+    if begun is not None and options.models is None:
         chosen = begun.asked_models() or chosen
-    resolved = settings(config if begun is None else begun.config_path, sets, **flags)
-    if demo and begun is None and epochs is None:
+    resolved = settings(options if begun is None else replace(options, config=begun.config_path))
+    if demo and begun is None and options.epochs is None:
         note("A smaller one, with worse models: fp4deploy run --demo --epochs 2 --size 64")
-    with _resumed(begun, resolved) if begun is not None else new_run(resolved, out) as (current, resolved):
+    with _resumed(begun, resolved) if begun is not None else new_run(resolved, options.out) as (current, resolved):
         where = Path(resolved.data.root or current.path / GENERATED)
         try:
             report = run_chain(
                 resolved, current, where, chosen,
-                from_scratch=from_scratch, resume=resume, arch=arch, say=note, commands=[this_command()],
+                from_scratch=options.from_scratch, resume=resume, arch=arch, say=note, commands=[this_command()],
             )  # fmt: skip
         except Interrupted as error:
             more = f"fp4deploy run --out {typed(current.path)} --resume"

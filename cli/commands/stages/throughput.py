@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ...artifacts import PackedOption, packed_networks, write_json
-from ...console import notes, results, shown
+from ...console import notes, results, shown, table
 
 STREAMS = (1, 2, 4)
 
@@ -26,8 +26,6 @@ def throughput(
     ] = None,
 ) -> None:
     """Measure throughput, GPU memory and energy of packed networks with several CUDA streams."""
-    from rich.table import Table
-
     from fp4deploy.bench.environment import environment
     from fp4deploy.bench.streams import COLUMNS, throughputs
     from fp4deploy.system.files import require_writable
@@ -35,12 +33,7 @@ def throughput(
     require_writable(None if out in (None, "-") else Path(str(out)))
     numbers = streams or list(STREAMS)
     found = {str(path): throughputs(path, numbers, batch) for path in packed_networks(engine)}
-    table = Table("artefact", box=None, pad_edge=False)
-    for name in COLUMNS:
-        table.add_column(name, justify="right")
-    for path, rows in found.items():
-        for row in rows:
-            table.add_row(shown(Path(path)), *row.cells())
-    (notes() if out == "-" else results()).print(table)
+    cells = [(shown(Path(path)), *row.cells()) for path, rows in found.items() for row in rows]
+    (notes() if out == "-" else results()).print(table(("artefact", *COLUMNS), cells, right=COLUMNS))
     measured = {path: [row.to_json() for row in rows] for path, rows in found.items()}
     write_json({"throughput": measured, "environment": environment()}, out)

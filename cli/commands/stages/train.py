@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,31 +11,7 @@ import typer
 from fp4deploy.runs import RUNS, Run, hold, is_first_process, latest_run, open_run
 
 from ...console import done, note, shown, typed
-from ...settings import (
-    DEFAULT,
-    MODELS_HELP,
-    BatchSizeOption,
-    ClassesOption,
-    ConfigOption,
-    DataOption,
-    DeviceOption,
-    EpochsOption,
-    EveryOption,
-    Flags,
-    InitOption,
-    ModelOption,
-    OutOption,
-    RecipeOption,
-    ScratchOption,
-    SetOption,
-    SizeOption,
-    TaskOption,
-    TrackerOption,
-    new_run,
-    parse_models,
-    require_used,
-    settings,
-)
+from ...settings import DEFAULT, TrainingOptions, new_run, parse_models, require_used, settings
 from ..results.telemetry import show_drawn
 from .engine_formats import ArchOption, ForOption, target_of, with_formats
 from .estimate import run_estimate
@@ -44,70 +21,40 @@ if TYPE_CHECKING:
 
 
 def train(
-    data: DataOption = None,
-    models: Annotated[
-        str | None,
-        typer.Option(
-            "--models",
-            help=MODELS_HELP,
-            show_default=f"{DEFAULT}; with --resume those the run was asked for",
-        ),
-    ] = None,
-    task: TaskOption = None,
-    recipe: RecipeOption = None,
-    classes: ClassesOption = None,
-    config: ConfigOption = None,
-    epochs: EpochsOption = None,
-    batch_size: BatchSizeOption = None,
-    size: SizeOption = None,
-    device: DeviceOption = None,
-    sets: SetOption = None,
-    out: OutOption = None,
+    options: TrainingOptions,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the latest run, or the one given by --out.")
     ] = False,
-    from_scratch: ScratchOption = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only estimate the time, as fp4deploy estimate does.")
     ] = False,
-    telemetry_every: EveryOption = None,
-    tracker: TrackerOption = None,
-    model: ModelOption = None,
-    init: InitOption = None,
     engine: ForOption = None,
     arch: ArchOption = None,
 ) -> None:
     """Train the models; without --data on generated shapes. Ctrl-C is safe: --resume continues."""
-    chosen = parse_models(DEFAULT if models is None else models)
+    chosen = parse_models(DEFAULT if options.models is None else options.models)
     target = target_of(engine, arch)
-    flags: Flags = {"data": data, "classes": classes, "recipe": recipe, "task": task, "every": telemetry_every}
-    flags |= {"trackers": tracker, "model": model, "init": init}
-    flags |= {"epochs": epochs, "batch_size": batch_size, "size": size}
-    if from_scratch:
-        sets = [*(sets or []), "train.from_scratch=true"]
-    if dry_run:
-        resolved = settings(config, sets, **flags)
-        require_used(epochs, resolved, chosen)
-        run_estimate(with_formats(resolved, target), chosen)
-        return
-    if resume:
-        run = open_run(out) if out is not None else latest_run()
-        resolved = settings(run.config_path, sets, **flags)
-        if models is None:
+    if resume and not dry_run:
+        run = open_run(options.out) if options.out is not None else latest_run()
+        resolved = settings(replace(options, config=run.config_path))
+        if options.models is None:
             chosen = run.asked_models() or chosen
-        require_used(epochs, resolved, chosen)
+        require_used(options.epochs, resolved, chosen)
         with hold(run.path):
             resolved = with_formats(resolved, target)
             aimed = f", for {resolved.quant.target}" if resolved.quant.target else ""
             note(f"Continuing {shown(run.path)}: {', '.join(chosen)}{aimed}.")
             _record(run)
-            _report(run, _train(resolved, run, chosen, from_scratch, resume=True), resolved)
+            _report(run, _train(resolved, run, chosen, options.from_scratch, resume=True), resolved)
         return
-    asked = settings(config, sets, **flags)
-    require_used(epochs, asked, chosen)
-    with new_run(asked, out) as (run, resolved):
+    asked = settings(options)
+    require_used(options.epochs, asked, chosen)
+    if dry_run:
+        run_estimate(with_formats(asked, target), chosen)
+        return
+    with new_run(asked, options.out) as (run, resolved):
         resolved = with_formats(resolved, target)
-        _report(run, _train(resolved, run, chosen, from_scratch, resume=False), resolved)
+        _report(run, _train(resolved, run, chosen, options.from_scratch, resume=False), resolved)
 
 
 def _train(

@@ -19,13 +19,13 @@ from fp4deploy import __version__
 from fp4deploy.bench.environment import cpu_name
 from fp4deploy.bench.latency import time_cpu, time_cuda
 from fp4deploy.bench.runtimes.ports import Outputs, Port, fed, in_batches, named, warn_of_others
-from fp4deploy.bench.runtimes.precision import of_rest
+from fp4deploy.bench.runtimes.precision import of_layers, of_rest
 from fp4deploy.bench.runtimes.protocol import EXPORT_AGAIN, Array, Given, described, finite
 from fp4deploy.graph.capture import file_names
 from fp4deploy.models.card import ModelCard
 from fp4deploy.packed import PackedFile, PackedNetwork, activation_bytes, full_precision, plain_bytes, read_packed
 from fp4deploy.packed.capture import CapturedNetwork, graphs_enabled
-from fp4deploy.packed.graph import Input, Layer
+from fp4deploy.packed.graph import Input, Layer, is_quantized
 from fp4deploy.packed.network import Result
 from fp4deploy.packed.program import compile_mode
 from fp4deploy.plugins import why_unavailable
@@ -48,7 +48,7 @@ class PackedRuntime:
         self._network = CapturedNetwork(network, graphs_enabled(), compile_mode())
         self._missed = in_torch(self._device).missed
         self.device = torch.cuda.get_device_name(self._device) if self.cuda else cpu_name()
-        self.precision = _precision(self.card, self.cuda)
+        self.precision = _precision(file, self.cuda)
         self._memory = memory(file)
 
     @property
@@ -125,7 +125,7 @@ def memory(file: PackedFile, batch: int = 1) -> dict[str, int]:
 def card_of(file: PackedFile) -> ModelCard:
     """A card for a network that was packed without one: sizes of its example, no class names, no normalisation."""
     height, width = next((each.shape[2:4] for each in file.graph.inputs if len(each.shape) == 4), (1, 1))
-    packed = any(isinstance(node, Layer) and node.precision == "nvfp4" for node in file.graph.nodes)
+    packed = any(map(is_quantized, file.graph.nodes))
     return ModelCard(
         "nvfp4" if packed else "fp16", 1.0, (), height, width, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), False,
         architecture="own", rest=file.graph.rest,
@@ -146,7 +146,7 @@ def first_output(outputs: Result) -> torch.Tensor:
     return next(iter(outputs.values())) if isinstance(outputs, dict) else outputs[0]
 
 
-def _precision(card: ModelCard, cuda: bool) -> str:
-    if card.precision == "nvfp4":
-        return "NVFP4" if cuda else "NVFP4 (emulated)"
-    return of_rest(rest_of(card), cuda)
+def _precision(file: PackedFile, cuda: bool) -> str:
+    names = {"nvfp4": "FP4", "w4a8": "W4A8"}
+    quantized = of_layers(names.get(node.precision, "") for node in file.graph.nodes if isinstance(node, Layer))
+    return f"{quantized}{'' if cuda else ' (emulated)'}" if quantized else of_rest(rest_of(file.graph), cuda)

@@ -13,7 +13,7 @@ from fp4deploy.export.onnx.layers import layers_of, planned_layers
 from fp4deploy.models.card import ModelCard
 from fp4deploy.rest import Rest
 
-TITLES = {"FP4": "NVFP4", "FP8": "FP8", "INT8": "INT8"}
+TITLES = {"FP4": "NVFP4", "W4A8": "W4A8", "FP8": "FP8", "INT8": "INT8"}
 OF_CARDS = {"nvfp4": "NVFP4", "fp16": "FP16"}
 
 

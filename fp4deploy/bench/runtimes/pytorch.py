@@ -30,7 +30,6 @@ from fp4deploy.bench.runtimes.protocol import Array, Given, described, finite
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.plugins.runtime.cache import keep_compiled_private
 from fp4deploy.qat import load_model, quantized_layers
-from fp4deploy.qat.plan import eight_bits
 from fp4deploy.rest import rest_of
 
 MODES = {"compiled": "default", "max-autotune": "max-autotune-no-cudagraphs"}  # of torch.compile
@@ -69,7 +68,7 @@ class TorchRuntime:
             self._model = torch.compile(model, mode=MODES[form])
         self.name = f"torch {torch.__version__.partition('+')[0]} ({self._where(form)})"
         self.device = torch.cuda.get_device_name(self._device) if self.cuda else cpu_name()
-        quantized = of_layers(eight_bits(each.recipe) or "FP4" for each in quantized_layers(model).values())
+        quantized = of_layers(each.recipe.precision for each in quantized_layers(model).values())
         self.precision = f"{quantized} (emulated)" if quantized else of_rest(self._rest, self.cuda)
 
     def __repr__(self) -> str:

@@ -23,7 +23,7 @@ from torch import nn
 
 from fp4deploy.bench.records import Record
 from fp4deploy.errors import InputError
-from fp4deploy.export.lowering.forecast import forecast, forecast_eight_bits
+from fp4deploy.export.lowering.forecast import forecast, forecast_other
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.graph.costs import Work, work_of_layers
 from fp4deploy.peaks import Gpu
@@ -145,7 +145,7 @@ def _cost(layer: Any, work: Work, gpu: Gpu, conv: str) -> LayerCost:
         return 1e3 * gpu.seconds(precision, work.macs, stored + MOVED[precision] * work.read + FP16 * work.written)
 
     def eight_bits(form: str) -> float:
-        return milliseconds(forecast_eight_bits(layer, form).compute, eight)
+        return milliseconds(forecast_other(layer, form).compute, eight)
 
     times = (milliseconds(compute, packed), eight_bits("FP8"), eight_bits("INT8"), milliseconds("FP16", plain))
     return LayerCost(packed, eight, eight, plain, *times)

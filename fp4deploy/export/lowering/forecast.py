@@ -18,9 +18,10 @@ from fp4deploy.export.lowering.fp8 import why_not_fp8
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.qat.layers import TRANSPOSED, QuantizedLayer
 from fp4deploy.qat.placement import is_pointwise, is_upsampling
-from fp4deploy.qat.plan import LayerPlan, eight_bits
+from fp4deploy.qat.plan import LayerPlan
 from fp4deploy.rest import FP16, Rest
 
+NO_MX = "TensorRT builds no block scales that are powers of two; packed networks hold them"
 BLOCKED = "TensorRT has no FP4 convolution: FP4 weights are decoded for it"
 
 
@@ -43,8 +44,8 @@ def forecast(layer: nn.Module, conv: str, rest: Rest = FP16) -> Forecast:
     >>> forecast(nn.Conv2d(16, 16, 3, padding=1), "gemm").compute
     'FP4'
     """
-    if isinstance(layer, QuantizedLayer) and (form := eight_bits(layer.recipe)):
-        return forecast_eight_bits(layer, form, rest)
+    if isinstance(layer, QuantizedLayer) and layer.recipe.precision != "FP4":
+        return forecast_other(layer, layer.recipe.precision, rest)
     plain, half = rest.label, rest.name == "fp16"
     if conv == "plugin" and half and _is_plugin(layer):
         return Forecast("FP4", "FP4", "plugin: TensorRT has no FP4 convolution")
@@ -86,9 +87,11 @@ def in_fp8(model: nn.Module, plans: Iterable[LayerPlan], conv: str, rest: Rest =
     return tuple(name for name in fp4 if forecast(model.get_submodule(name), conv, rest).compute == "FP8")
 
 
-def forecast_eight_bits(layer: nn.Module, form: str, rest: Rest = FP16) -> Forecast:
-    """The forecast of a layer that is FP8 or INT8 in the model, under any `--conv` mode."""
+def forecast_other(layer: nn.Module, form: str, rest: Rest = FP16) -> Forecast:
+    """The forecast of a layer that is FP8, INT8 or W4A8 in the model, under any `--conv` mode."""
     assert isinstance(layer.weight, torch.Tensor)
+    if form == "W4A8":
+        return Forecast(rest.label, rest.label, NO_MX)
     if problem := why_not_fp8(layer.weight.shape[2:], isinstance(layer, TRANSPOSED), form):
         return Forecast(rest.label, form, problem)
     return Forecast(form, form, f"{form} as the model has it")

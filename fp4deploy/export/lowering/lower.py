@@ -42,6 +42,7 @@ from fp4deploy.export.lowering.constants import FoldResizes
 from fp4deploy.export.lowering.conv_transpose import TransposedToGemm, phases
 from fp4deploy.export.lowering.cost import prefers_fp8
 from fp4deploy.export.lowering.decode import DecodeWeights, why_decoded
+from fp4deploy.export.lowering.forecast import NO_MX
 from fp4deploy.export.lowering.fp8 import REASON, ConvToFp8, can_be_fp8
 from fp4deploy.export.lowering.gemm import ConvToGemm, geometry, is_pointwise, is_upsampling
 from fp4deploy.export.lowering.linear import CutLinear, FlattenLinear
@@ -258,6 +259,12 @@ def _requests(proto: onnx.ModelProto) -> dict[str, dict[str, str]]:
 
 
 def _check_requests(requests: dict[str, dict[str, str]], fp4: bool) -> None:
+    mixed = [name for name, request in requests.items() if request.get("precision") == "W4A8"]
+    if mixed:
+        raise InputError(
+            f"{len(mixed)} layers are W4A8 ({mixed[0]}, ...), MXFP4 weights and MXFP8 activations: {NO_MX}. "
+            "Pack the checkpoint: fp4deploy export --format packed"
+        )
     names = [name for name, request in requests.items() if request.get("precision") == "FP4"]
     if names and not fp4:
         raise InputError(

@@ -34,6 +34,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.quantize_function import QUANTIZE_OP
 from fp4deploy.export.onnx.writer import NodeWriter
 from fp4deploy.formats import E2M1_MAX, E4M3_MAX, NVFP4_BLOCK, global_amax, nvfp4_range
+from fp4deploy.formats.constants import MXFP8_BLOCK
 
 FLT_MAX = np.finfo(np.float32).max
 RANGE = np.float32(nvfp4_range())
@@ -71,7 +72,8 @@ class DecomposeFp8(ir.passes.InPlacePass):
     """QuantizeLinear to E4M3 -> Div, Clip, Cast; DequantizeLinear of E4M3 values -> Cast, Mul.
 
     ONNX Runtime 1.31 has kernels for both, and before QuantizeLinear it drops a Relu, which is right for integers whose
-    smallest value is the zero point, and wrong for E4M3. Block scales of FP4, E4M3 too, are gone by now.
+    smallest value is the zero point, and wrong for E4M3. Block scales of FP4, E4M3 too, are gone by now; those of MXFP8
+    are values that the graph computes.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -86,16 +88,15 @@ class DecomposeFp8(ir.passes.InPlacePass):
 
 
 def _is_fp8(node: ir.Node) -> bool:
-    at = {"QuantizeLinear": 2, "DequantizeLinear": 0}.get(node.op_type)
-    value = node.inputs[at] if at is not None and len(node.inputs) > at else None
-    return value is not None and value.dtype == ir.DataType.FLOAT8E4M3FN and "block_size" not in node.attributes
+    codes = {"QuantizeLinear": node.outputs[:1], "DequantizeLinear": node.inputs[:1]}.get(node.op_type, ())
+    return any(value is not None and value.dtype == ir.DataType.FLOAT8E4M3FN for value in codes)
 
 
 def _fp8_codes(writer: NodeWriter, node: ir.Node) -> ir.Value:
     x, scale = node.inputs[0], node.inputs[1]
     assert x is not None
     assert scale is not None
-    scaled = writer.add("Div", "scaled", x, scale, shape=x.shape)
+    scaled = _blockwise("Div", "scaled", writer, node, x, scale)
     low, high = (writer.constant(role, np.float32(sign * E4M3_MAX), "fp8") for role, sign in (("low", -1), ("high", 1)))
     clipped = writer.add("Clip", "clipped", scaled, low, high, shape=x.shape)
     e4m3 = ir.DataType.FLOAT8E4M3FN
@@ -114,7 +115,21 @@ def _fp8_values(writer: NodeWriter, node: ir.Node) -> ir.Value:
         sizes = [1] * len(codes.shape)
         sizes[axis] = scale.const_value.size
         scale = writer.constant("scales", scale.const_value.numpy().reshape(sizes))
-    return writer.add("Mul", "values", wide, scale, shape=codes.shape)
+    return _blockwise("Mul", "values", writer, node, wide, scale)
+
+
+def _blockwise(op: str, role: str, writer: NodeWriter, node: ir.Node, x: ir.Value, scale: ir.Value) -> ir.Value:
+    """x times, or by, its scale: one number or one a channel, or one a block, which is split off and joined again."""
+    if "block_size" not in node.attributes:
+        return writer.add(op, role, x, scale, shape=x.shape)
+    if x.shape is None:
+        raise unsupported(node, "the shape of its input is unknown")
+    axis = _attribute(node, "axis", 1) % len(x.shape)
+    split, whole = _split_shapes(node, tuple(x.shape), axis, _attribute(node, "block_size", 0))
+    blocks = writer.add("Reshape", "blocks", x, writer.constant("blocked_shape", split))
+    each = writer.add("Unsqueeze", "block_scales", scale, writer.integers("within", axis + 1))
+    result = writer.add(op, f"{role}_blocks", blocks, each)
+    return writer.add("Reshape", role, result, writer.constant("whole_shape", whole), shape=x.shape)
 
 
 def block_steps(scales: NDArray[np.float32], amax: np.float32) -> NDArray[np.float32]:
@@ -219,7 +234,7 @@ def _split_shapes(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Reshape targets [..., C/16, 16, ...] and back: sizes before the axis are copied (0), after it known or one -1."""
     extent, inner = shape[axis], shape[axis + 1 :]
-    if block != NVFP4_BLOCK or not isinstance(extent, int) or extent % block:
+    if block not in (NVFP4_BLOCK, MXFP8_BLOCK) or not isinstance(extent, int) or extent % block:
         raise unsupported(
             node, f"it quantises {extent} elements in blocks of {block}; pad them to a multiple of {NVFP4_BLOCK}"
         )

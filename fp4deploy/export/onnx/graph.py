@@ -36,7 +36,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.bf16 import WidenEnds, WidenOperators
 from fp4deploy.export.onnx.canonical import CANONICAL, FORM_KEY, IR_VERSION, LAYERS_KEY, REST_KEY, WIDE_KEY
 from fp4deploy.export.onnx.exporter import BATCH, Examples, OpenAxes, input_names, trace
-from fp4deploy.export.onnx.layer_constants import EightBitConstants, LayerConstants, expert_constants, layer_constants
+from fp4deploy.export.onnx.layer_constants import Constants, expert_constants, layer_constants
 from fp4deploy.export.onnx.markers import traceable
 from fp4deploy.export.onnx.mixed_types import one_type_of_norms
 from fp4deploy.export.onnx.naming import ForgetTracing, NameAfterModules, aliases_of
@@ -173,9 +173,9 @@ def _name_axes(graph: ir.Graph, dynamic: Dynamic, dynamic_size: bool) -> None:
             value.shape = ir.Shape([names.get(str(size), size) for size in value.shape])
 
 
-def _constants(model: nn.Module) -> tuple[dict[str, LayerConstants | EightBitConstants], dict[str, InputError]]:
+def _constants(model: nn.Module) -> tuple[dict[str, Constants], dict[str, InputError]]:
     """The constants of the quantised layers, and why others have none: an error only if the network calls the layer."""
-    found: dict[str, LayerConstants | EightBitConstants] = {}
+    found: dict[str, Constants] = {}
     refused: dict[str, InputError] = {}
     for name, layer in quantized_layers(model).items():
         try:

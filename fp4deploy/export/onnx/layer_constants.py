@@ -1,5 +1,5 @@
 """The constants that a file holds of a quantised layer: codes, block scales and the global amax of weight and input;
-of a layer in FP8 or INT8 codes and FP16 scales.
+of a layer in W4A8 codes and block scales of the weight, in FP8 or INT8 codes and FP16 scales.
 
 Both amaxes are those that runtimes use (`formats.deployed_amax`): an ONNX initialiser is the global scale A / 6E, a
 packed file holds A itself, and both describe the same numbers. The global scale stays FP32: in FP16 it would be
@@ -24,6 +24,7 @@ from fp4deploy.formats import (
     deployed_amax,
     quantize_fp8,
     quantize_int8,
+    quantize_mxfp4,
     quantize_nvfp4,
     scale_of,
 )
@@ -31,6 +32,7 @@ from fp4deploy.formats.constants import E4M3_MAX
 from fp4deploy.qat.experts import QuantExperts, contracted
 from fp4deploy.qat.layers import TRANSPOSED, QuantizedLayer
 from fp4deploy.qat.plan import crossed_groups
+from fp4deploy.qat.recipes import MXFP8, QuantSpec
 
 _EIGHT_BITS = {  # quantiser, largest code, dtype of the codes
     "fp8": (quantize_fp8, E4M3_MAX, ml_dtypes.float8_e4m3fn),
@@ -39,29 +41,37 @@ _EIGHT_BITS = {  # quantiser, largest code, dtype of the codes
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-@dataclass(frozen=True)
-class LayerConstants:
-    """What the file holds of one quantised layer.
+@dataclass(frozen=True, kw_only=True)
+class BlockConstants:
+    """What the file holds of one layer whose operands have blocks; in this class W4A8, MXFP4 weights and MXFP8 inputs.
 
-    codes: uint8 [O, K/2] with K = KH*KW*C, C a multiple of 16, low nibble first.
-    scales: float8_e4m3fn [O, K/16].
-    weight_amax, input_amax: the fp32 global amaxes as deployed.
-    e4m3_max: largest block scale of the weight, E: 448, or 256 with 4/6. The input's is 448.
+    codes: uint8 [O, K/2] with K = KH*KW*C, C whole blocks, low nibble first.
+    scales: one a block [O, K/32], uint8, E8M0 bytes.
     shape: (O, KH, KW, C) of the dequantised weight, (O, C) of a linear layer.
     order: permutation from there to the operator's own order.
     channel_axis: the axis of the input that blocks run along.
-    channels: the input's channels, padded to a multiple of 16 (with groups: those of all groups).
+    channels: the input's channels, padded to whole blocks (with groups: those of all groups).
     """
 
     codes: NDArray[np.uint8]
     scales: NDArray[Any]
-    weight_amax: Any  # np.float32; of experts one each
-    input_amax: np.float32
-    e4m3_max: int
     shape: tuple[int, ...]
     order: tuple[int, ...]
     channel_axis: int
     channels: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerConstants(BlockConstants):
+    """What the file holds of one layer in NVFP4: blocks of 16, scales float8_e4m3fn [O, K/16].
+
+    weight_amax, input_amax: the fp32 global amaxes as deployed.
+    e4m3_max: largest block scale of the weight, E: 448, or 256 with 4/6. The input's is 448.
+    """
+
+    weight_amax: Any  # np.float32; of experts one each
+    input_amax: np.float32
+    e4m3_max: int
 
 
 @dataclass(frozen=True)
@@ -85,8 +95,11 @@ class EightBitConstants:
         return self.codes.shape
 
 
-def layer_constants(name: str, layer: QuantizedLayer) -> LayerConstants | EightBitConstants:
-    """Quantise the FP32 weight of one layer exactly as `formats` does: NVFP4 tap by tap, eight bits by output channel.
+Constants = BlockConstants | EightBitConstants
+
+
+def layer_constants(name: str, layer: QuantizedLayer) -> Constants:
+    """Quantise the FP32 weight of one layer exactly as `formats` does: blocks tap by tap, eight bits by output channel.
 
     Raises:
         InputError: the layer was never calibrated, its recipe has no static engine form, or a value is not finite.
@@ -94,6 +107,8 @@ def layer_constants(name: str, layer: QuantizedLayer) -> LayerConstants | EightB
     recipe = layer.recipe
     if recipe.weight is not None and recipe.weight.in_eight_bits and layer.is_static:
         return _eight_bit_constants(name, layer, recipe.weight.format)
+    if recipe.weight is not None and (recipe.activation, recipe.weight.format) == (MXFP8, "mxfp4"):
+        return _mixed_constants(name, layer, recipe.weight)
     if recipe.weight is None or not layer.is_static or recipe.weight.format != "nvfp4" or recipe.weight.row_scaled:
         raise InputError(
             f"{name}: recipe '{recipe.name}' does not quantise weights to NVFP4 and activations with a static global "
@@ -104,26 +119,44 @@ def layer_constants(name: str, layer: QuantizedLayer) -> LayerConstants | EightB
             f"{name}: recipe '{recipe.name}' chooses 4 or 6 for activations too, which no engine does while it runs. "
             "Train with --recipe nvfp4_4o6_weight_qat."
         )
-    if reason := crossed_groups(layer, recipe):
-        raise InputError(f"{name}: {reason}. Leave it unquantised: exclude=['{name}'].")
+    _require_whole_groups(name, layer)
     amax, weight = _amax_and_weight(name, layer)
     quantized = quantize_nvfp4(
         _taps_first(layer, weight), block=recipe.weight.block, four_over_six=recipe.weight.four_over_six
     )
-    kernel = tuple(weight.shape[2:])
-    rows, channels = quantized.codes.shape[-2], 2 * quantized.codes.shape[-1]
     scales = _rows_first(quantized.scales.view(torch.uint8)).view(ml_dtypes.float8_e4m3fn)
     return LayerConstants(
-        codes=_rows_first(quantized.codes),
         scales=scales,
         weight_amax=deployed_amax(np.float32(quantized.amax.item()), quantized.e4m3_max),
         input_amax=deployed_amax(np.float32(amax)),
         e4m3_max=quantized.e4m3_max,
-        shape=(rows, *kernel, channels),
-        order=_operator_order(layer),
-        channel_axis=-1 if isinstance(layer, nn.Linear) else 1,
-        channels=channels * (layer.groups if isinstance(layer, CONVOLUTIONS) else 1),
+        **_places(layer, quantized.codes),
     )
+
+
+def _mixed_constants(name: str, layer: QuantizedLayer, spec: QuantSpec) -> BlockConstants:
+    """Of a layer in W4A8: MXFP4 tap by tap."""
+    _require_whole_groups(name, layer)
+    weight = _finite_weight(name, layer)
+    quantized = quantize_mxfp4(_taps_first(layer, weight), spec.scale_rule)
+    return BlockConstants(scales=_rows_first(quantized.scales), **_places(layer, quantized.codes))
+
+
+def _require_whole_groups(name: str, layer: QuantizedLayer) -> None:
+    if reason := crossed_groups(layer, layer.recipe):
+        raise InputError(f"{name}: {reason}. Leave it unquantised: exclude=['{name}'].")
+
+
+def _places(layer: QuantizedLayer, codes: torch.Tensor) -> dict[str, Any]:
+    """Codes uint8 [KH, KW, O, C/2] in the file's order, and the shapes around them."""
+    rows, channels = codes.shape[-2], 2 * codes.shape[-1]
+    return {
+        "codes": _rows_first(codes),
+        "shape": (rows, *layer.weight.shape[2:], channels),
+        "order": _operator_order(layer),
+        "channel_axis": -1 if isinstance(layer, nn.Linear) else 1,
+        "channels": channels * (layer.groups if isinstance(layer, CONVOLUTIONS) else 1),
+    }
 
 
 def expert_constants(name: str, experts: QuantExperts, own: str) -> LayerConstants:
@@ -170,10 +203,14 @@ def _amax_and_weight(name: str, layer: QuantizedLayer) -> tuple[float, torch.Ten
             "Show it data first: fp4deploy.calibrate(model, images), or fp4deploy train --models nvfp4. A layer "
             f"that is never called, as its module multiplies with the weight itself, is left out: exclude=['{name}']"
         )
+    return amax, _finite_weight(name, layer)
+
+
+def _finite_weight(name: str, layer: QuantizedLayer) -> torch.Tensor:
     weight = layer.weight.detach().to(torch.float32)
     if not torch.isfinite(weight).all():
         raise InputError(f"{name}: its weight holds NaN or Inf. Export an earlier checkpoint.")
-    return amax, weight
+    return weight
 
 
 def _eight_bit_constants(name: str, layer: QuantizedLayer, form: str) -> EightBitConstants:

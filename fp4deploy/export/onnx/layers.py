@@ -179,6 +179,8 @@ def _stored(weight: list[ir.Value]) -> str:
 
 
 def _precision(stored: str, quantised: bool, plan: dict[str, str]) -> str:
+    if stored in ("FP4", "INT8") and plan.get("precision") == "W4A8":
+        return "W4A8"
     if stored == "INT8" and plan.get("precision") == "FP4":
         stored = "FP4"
     if stored == "FP4":

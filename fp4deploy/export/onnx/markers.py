@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fp4deploy.errors import InputError
-from fp4deploy.export.onnx.layer_constants import CONVOLUTIONS, EightBitConstants, LayerConstants
+from fp4deploy.export.onnx.layer_constants import CONVOLUTIONS, Constants, EightBitConstants
 from fp4deploy.export.onnx.qdq import ACTIVATION_MARKER, MARKER_DOMAIN, WEIGHT_MARKER
 from fp4deploy.graph.copies import for_capture
 from fp4deploy.qat.computed import rest_tensors, torch_class
@@ -22,7 +22,7 @@ from fp4deploy.rest import Rest
 
 def traceable(
     model: nn.Module,
-    constants: dict[str, LayerConstants | EightBitConstants],
+    constants: dict[str, Constants],
     refused: dict[str, InputError],
     rest: Rest,
 ) -> nn.Module:
@@ -56,9 +56,7 @@ def _computes(module: nn.Module, *kinds: type[nn.Module]) -> bool:
     return isinstance(module, kinds) and type(module).forward in [kind.forward for kind in kinds]
 
 
-def _marking_forward(
-    name: str, layer: LayerConstants | EightBitConstants, module: nn.Module, dtype: torch.dtype
-) -> Callable[..., torch.Tensor]:
+def _marking_forward(name: str, layer: Constants, module: nn.Module, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
     """The layer's forward with two markers in place of its quantised operands."""
     shape = layer.shape if isinstance(layer, EightBitConstants) else tuple(layer.shape[axis] for axis in layer.order)
     channels = int(cast(Any, module.in_features if isinstance(module, nn.Linear) else module.in_channels))
@@ -94,9 +92,7 @@ def _marking_forward(
     return transposed_convolution if isinstance(module, TRANSPOSED) else linear
 
 
-def _marking_experts(
-    name: str, weights: dict[str, LayerConstants | EightBitConstants], dtype: torch.dtype
-) -> Callable[..., torch.Tensor]:
+def _marking_experts(name: str, weights: dict[str, Constants], dtype: torch.dtype) -> Callable[..., torch.Tensor]:
     """The experts' forward on a marker for each of their weights."""
 
     def forward(self: QuantExperts, *inputs: object, **named: object) -> Any:

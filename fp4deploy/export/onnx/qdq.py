@@ -19,6 +19,13 @@ is not FP16):
     x -> QuantizeLinear(s) -> DequantizeLinear(s)              one scale
     W E4M3 -> DequantizeLinear(axis)                           one scale a channel
 
+A layer in W4A8 has both operands in ONNX's own operators as well, in blocks of 32:
+
+    x -> (Pad C to 32s) -> p, a power of two a block (`_mx_scales`) -> QuantizeLinear(p) to E4M3 -> DequantizeLinear(p)
+    codes [O, KH*KW*C] E2M1, p [O, KH*KW*C/32] -> DequantizeLinear -> Cast -> Reshape ... as above
+
+The powers of two are FP32: DequantizeLinear takes scales of type E8M0 from opset 24 on, and these files have 23.
+
 Tracing leaves two markers a layer, ActivationQuantize and WeightQuantize; `LowerMarkers` puts these nodes in their
 place.
 """
@@ -27,16 +34,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import onnx_ir as ir
 
 from fp4deploy.errors import InputError
-from fp4deploy.export.onnx.layer_constants import EightBitConstants, LayerConstants
+from fp4deploy.export.onnx.layer_constants import BlockConstants, Constants, EightBitConstants, LayerConstants
 from fp4deploy.export.onnx.quantize_function import QUANTIZE_OP, TRT_DOMAIN, dynamic_quantize_function
 from fp4deploy.export.onnx.writer import NodeWriter
-from fp4deploy.formats import NVFP4_BLOCK, global_scale
+from fp4deploy.formats import E4M3_MAX, MXFP4_BLOCK, NVFP4_BLOCK, global_scale
+from fp4deploy.formats.constants import MXFP8_BLOCK
 from fp4deploy.rest import Rest
 
 ONNX_TYPES = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16, "fp32": ir.DataType.FLOAT}  # of the rest
@@ -48,7 +57,7 @@ WEIGHT_MARKER = "WeightQuantize"
 class LowerMarkers(ir.passes.InPlacePass):
     """Replace every marker that tracing left by its Q/DQ nodes; precondition: `layers` has each marked layer."""
 
-    def __init__(self, layers: Mapping[str, LayerConstants | EightBitConstants], rest: Rest) -> None:
+    def __init__(self, layers: Mapping[str, Constants], rest: Rest) -> None:
         super().__init__()
         self.layers, self.dtype = layers, ONNX_TYPES[rest.name]
 
@@ -66,8 +75,12 @@ class LowerMarkers(ir.passes.InPlacePass):
             layer = self.layers[name]
             if isinstance(layer, EightBitConstants):
                 value = _activation(writer, layer, node) if is_input else _weight(writer, layer)
+            elif not is_input:
+                value = _lower_weight(writer, layer)
+            elif isinstance(layer, LayerConstants):
+                value = _lower_activation(writer, layer, node)
             else:
-                value = _lower_activation(writer, layer, node) if is_input else _lower_weight(writer, layer)
+                value = _mx_activation(writer, layer, node)
             node.outputs[0].replace_all_uses_with(value)
             model.graph.remove(node, safe=True)
         if markers:
@@ -98,14 +111,9 @@ def _lower_activation(writer: NodeWriter, layer: LayerConstants, marker: ir.Node
     assert x is not None
     assert x.shape is not None
     axis = layer.channel_axis % len(x.shape)
-    padded = _replace(tuple(x.shape), axis, layer.channels)
+    whole = value = _padded(writer, x, axis, layer.channels)
+    padded = tuple(cast(Any, whole.shape))
     flat, flat_axis = _at_most_three(padded, axis, _layer_of(marker))
-    value = x
-    if x.shape[axis] != layer.channels:
-        pads = [0] * 2 * len(padded)
-        pads[len(padded) + axis] = layer.channels - cast(int, x.shape[axis])
-        value = writer.add("Pad", "padded", value, writer.integers("pads", *pads), shape=padded)
-    whole = value
     if flat != padded:
         value = _reshape(writer, value, "flat", flat)
     scale = writer.constant("global_scale", global_scale(layer.input_amax))
@@ -128,6 +136,65 @@ def _lower_activation(writer: NodeWriter, layer: LayerConstants, marker: ir.Node
         return _reshape(writer, value, "image", padded)
     extents = writer.add("Shape", "image_shape", whole, dtype=ir.DataType.INT64, shape=(len(padded),))
     return writer.add("Reshape", "image", value, extents, shape=padded)
+
+
+def _padded(writer: NodeWriter, x: ir.Value, axis: int, channels: int) -> ir.Value:
+    """Zeros behind the channels, up to whole blocks; only where some are missing."""
+    shape = tuple(cast(Any, x.shape))
+    if shape[axis] == channels:
+        return x
+    pads = [0] * 2 * len(shape)
+    pads[len(shape) + axis] = channels - shape[axis]
+    return writer.add("Pad", "padded", x, writer.integers("pads", *pads), shape=_replace(shape, axis, channels))
+
+
+def _mx_activation(writer: NodeWriter, layer: BlockConstants, marker: ir.Node) -> ir.Value:
+    """x -> Pad -> QuantizeLinear to MXFP8 -> DequantizeLinear, scales computed from x."""
+    (x,) = marker.inputs
+    assert x is not None
+    assert x.shape is not None
+    axis, e4m3 = layer.channel_axis % len(x.shape), ir.DataType.FLOAT8E4M3FN
+    x = _padded(writer, x, axis, layer.channels)
+    scales, blocks = _mx_scales(writer, x, axis), {"axis": axis, "block_size": MXFP8_BLOCK}
+    codes = writer.add(
+        "QuantizeLinear", "quantize", x, scales, dtype=e4m3, shape=x.shape, output_dtype=int(e4m3), **blocks
+    )
+    value = writer.add("DequantizeLinear", "dequantized", codes, scales, dtype=scales.dtype, shape=x.shape, **blocks)
+    return _narrow(writer, value)
+
+
+def _mx_scales(writer: NodeWriter, x: ir.Value, axis: int) -> ir.Value:
+    """The smallest power of two p of each block with a <= 448 p, a the amax; FP32, C/32 in place of C.
+
+    A logarithm finds p up to a factor of 2; comparisons with 448 p and 224 p, which are exact, decide.
+    """
+    wide, shape = ir.DataType.FLOAT, tuple(cast(Any, x.shape))
+    tail = [size if isinstance(size, int) else -1 for size in shape[axis + 1 :]]
+    if tail.count(-1) > 1:  # copied by position, which only sizes before the split are
+        tail = [size if isinstance(size, int) else 0 for size in shape[axis + 1 :]]
+    split = [*[0] * axis, shape[axis] // MXFP8_BLOCK, MXFP8_BLOCK, *tail]
+    blocks = writer.add("Reshape", "blocked", x, writer.integers("blocked_shape", *split))
+    magnitude = writer.add("Abs", "magnitude", blocks)
+    amax = writer.add("ReduceMax", "amax", magnitude, writer.integers("within", axis + 1), keepdims=0)
+    if writer.dtype != wide:
+        amax = writer.add("Cast", "amax_wide", amax, dtype=wide, to=int(wide))
+    add = partial(writer.add, dtype=wide)
+
+    def number(role: str, value: float) -> ir.Value:
+        return writer.constant(role, np.float32(value), prefix="mxfp8")
+
+    two, largest = number("two", 2.0), number("largest", E4M3_MAX)
+    amax = add("Max", "amax_bounded", amax, number("smallest", E4M3_MAX * 2.0**-126))
+    octaves = add(
+        "Div", "octaves", add("Log", "log", add("Div", "ratio", amax, largest)), number("log_two", math.log(2))
+    )
+    power = add("Pow", "power", two, add("Ceil", "exponent", octaves))
+    above = writer.add("Greater", "above", amax, add("Mul", "limit", power, largest), dtype=ir.DataType.BOOL)
+    power = add("Where", "raised", above, add("Mul", "double", power, two), power)
+    limit = add("Mul", "half_limit", power, number("half_of_largest", E4M3_MAX / 2))
+    below = writer.add("LessOrEqual", "below", amax, limit, dtype=ir.DataType.BOOL)
+    sizes = _replace(shape, axis, shape[axis] // MXFP8_BLOCK)
+    return add("Where", "scales", below, add("Div", "half", power, two), power, shape=sizes)
 
 
 def _activation(writer: NodeWriter, layer: EightBitConstants, marker: ir.Node) -> ir.Value:
@@ -165,16 +232,28 @@ def _narrow(writer: NodeWriter, value: ir.Value) -> ir.Value:
     return writer.add("Cast", "half", value, shape=value.shape, to=int(cast(ir.DataType, writer.dtype)))
 
 
-def _lower_weight(writer: NodeWriter, layer: LayerConstants) -> ir.Value:
+def _lower_weight(writer: NodeWriter, layer: BlockConstants) -> ir.Value:
     """codes, scales -> dequantise -> Cast -> Reshape OHWI -> Transpose."""
     rows, width = layer.codes.shape[0], 2 * layer.codes.shape[1]
     packed = ir.PackedTensor(layer.codes, ir.DataType.FLOAT4E2M1, shape=ir.Shape((rows, width)))
-    codes, scales = writer.constant("codes", packed), writer.constant("scales", layer.scales)
+    codes = writer.constant("codes", packed)
+    if not isinstance(layer, LayerConstants):
+        powers = np.ldexp(np.float32(1), layer.scales.astype(np.int32) - 127)
+        value = writer.add(
+            "DequantizeLinear", "dequantized", codes, writer.constant("scales", powers), dtype=ir.DataType.FLOAT,
+            shape=codes.shape, axis=1, block_size=MXFP4_BLOCK,
+        )  # fmt: skip
+        return _in_place(writer, layer, _narrow(writer, value))
+    scales = writer.constant("scales", layer.scales)
     amax = np.repeat(layer.weight_amax, layer.shape[1]) if np.ndim(layer.weight_amax) else layer.weight_amax
     scale = writer.constant("global_scale", global_scale(cast(Any, amax), layer.e4m3_max))
-    value = _dequantize(writer, codes, scales, scale, 1)
+    return _in_place(writer, layer, _dequantize(writer, codes, scales, scale, 1))
+
+
+def _in_place(writer: NodeWriter, layer: BlockConstants, value: ir.Value) -> ir.Value:
+    """A decoded weight [O, KH*KW*C] -> Reshape OHWI -> Transpose."""
     shape = tuple(layer.shape[axis] for axis in layer.order)
-    if layer.shape != (rows, width):
+    if layer.shape != tuple(cast(Any, value.shape)):
         value = _reshape(writer, value, "ohwi", layer.shape)
     if layer.order == tuple(range(len(layer.order))):
         return value

@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+import numpy as np
 import torch
 from pydantic import ValidationError
 from torch import nn
 
 from fp4deploy.errors import InputError
-from fp4deploy.export.onnx.layer_constants import EightBitConstants, LayerConstants, expert_constants, layer_constants
+from fp4deploy.export.onnx.layer_constants import (
+    BlockConstants,
+    EightBitConstants,
+    LayerConstants,
+    expert_constants,
+    layer_constants,
+)
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.graph import ir
 from fp4deploy.graph.capture import Dynamic
@@ -20,7 +27,6 @@ from fp4deploy.packed import graph as packed
 from fp4deploy.packed.graph import Form, Graph, Input, Output
 from fp4deploy.qat.experts import QuantExperts
 from fp4deploy.qat.layers import QuantizedLayer
-from fp4deploy.qat.plan import eight_bits
 from fp4deploy.rest import FP32, Rest
 
 Tensors = dict[str, torch.Tensor]
@@ -51,7 +57,7 @@ class Writer:
         self.modules = dict(model.named_modules(remove_duplicate=False))  # a module may have several names
         owned = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         self.state = {**captured.constants, **dict(owned)}
-        self.constants: dict[str, LayerConstants] = {}
+        self.constants: dict[str, BlockConstants] = {}
         self.readers = captured.readers()
         self.producers = {node.name: node for node in captured.nodes}
         self.kept = {value for _, value in captured.outputs}  # outputs of the network
@@ -71,7 +77,7 @@ class Writer:
                 found = layer_constants(node.layer, layer)
                 if isinstance(found, EightBitConstants):
                     raise InputError(
-                        f"{node.layer} is {eight_bits(layer.recipe)}, and packed networks hold NVFP4 and FP16. "
+                        f"{node.layer} is {layer.recipe.precision}, and packed networks hold NVFP4, W4A8 and FP16. "
                         "Export it with: fp4deploy export --format onnx"
                     )
                 self.constants[node.layer] = found
@@ -114,7 +120,7 @@ class Writer:
         source = self.producers.get(node.inputs.get("input", ""))
         if source is None or source.op != "concat" or source.attributes["dim"] != 1 or len(source.inputs) != 2:
             return
-        layer = self._quantized(node)
+        layer = self._in_nvfp4(node)
         first = self.captured.values[source.inputs.get("tensors.0", source.name)].shape[1]
         if (
             layer is None
@@ -136,6 +142,11 @@ class Writer:
         if node.parameters["weight"].startswith(ir.COMPUTED):
             module = self.modules.get(node.layer)
         return module if isinstance(module, QuantizedLayer) else None
+
+    def _in_nvfp4(self, node: ir.Node) -> LayerConstants | None:
+        """Of a layer that reads packed activations; one in W4A8 quantises plain ones itself."""
+        found = self.constants.get(node.layer) if self._quantized(node) is not None else None
+        return found if isinstance(found, LayerConstants) else None
 
     def _name_forms(self) -> None:
         """The forms of every value, found from its readers."""
@@ -176,12 +187,14 @@ class Writer:
         return None
 
     def _equal(self, one: str, other: str) -> bool:
-        amaxes = [self.constants[name.removesuffix(".input_amax")].input_amax for name in (one, other)]
-        return bool(amaxes[0] == amaxes[1])
+        return bool(self._input_amax(one) == self._input_amax(other))
+
+    def _input_amax(self, name: str) -> np.float32:
+        return cast(LayerConstants, self.constants[name.removesuffix(".input_amax")]).input_amax
 
     def _scale(self, reader: ir.Node | None) -> tuple[str | None, str]:
         """(the amax that a reader wants its input packed with, along which axis)."""
-        if reader is None or self._quantized(reader) is None:
+        if reader is None or self._in_nvfp4(reader) is None:
             return None, "channels"
         return f"{reader.layer}.input_amax", "last" if reader.op == "linear" else "channels"
 
@@ -300,7 +313,7 @@ class Writer:
         for form in forms:
             if form.amax is None:
                 continue
-            amax = self.constants[form.amax.removesuffix(".input_amax")].input_amax
+            amax = self._input_amax(form.amax)
             self.rest.require(form.amax, torch.tensor(amax))
             self.tensors[form.amax] = torch.tensor(amax)
 
@@ -397,7 +410,10 @@ class Writer:
         codes, scales = torch.from_numpy(constants.codes), torch.from_numpy(constants.scales.view("uint8"))
         weight_name = f"{name}.weight"
         self.tensors[f"{weight_name}.codes"] = codes.reshape(*rows, -1)
-        self.tensors[f"{weight_name}.scales"] = scales.reshape(*rows, -1).view(torch.float8_e4m3fn)
+        scales = self.tensors[f"{weight_name}.scales"] = scales.reshape(*rows, -1)
+        if not isinstance(constants, LayerConstants):
+            return {"layer": name, "precision": "w4a8", "bias": bias}
+        self.tensors[f"{weight_name}.scales"] = scales.view(torch.float8_e4m3fn)
         self.tensors[f"{weight_name}.amax"] = torch.tensor(constants.weight_amax)
         return {"layer": name, "precision": "nvfp4", "e4m3_max": constants.e4m3_max, "bias": bias}
 

@@ -140,7 +140,11 @@ def _blocks_with(differs: NDArray[np.bool_], layer: QuantizedLayer) -> int:
     if eight_bits(layer.recipe):
         return int(differs.sum())
     last = np.moveaxis(differs, layer.gemms().input_axis, -1)
-    return int(last.reshape(-1, NVFP4_BLOCK).any(-1).sum())
+    return int(last.reshape(-1, _block_of(layer)).any(-1).sum())
+
+
+def _block_of(layer: QuantizedLayer) -> int:
+    return layer.recipe.activation.block_size if layer.recipe.activation is not None else NVFP4_BLOCK
 
 
 def with_reference_inputs(portable: onnx.ModelProto, layers: list[str]) -> CutGraph:
@@ -233,7 +237,7 @@ def _run_torch(
     def hook(name: str, layer: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         x = layer.quantized_input(inputs[0])
         if not eight_bits(layer.recipe):  # whose channels are not padded
-            x = pad_to_blocks(x, (layer.gemms().input_axis % x.ndim,))
+            x = pad_to_blocks(x, (layer.gemms().input_axis % x.ndim,), _block_of(layer))
         operands[name].append(x)
         return reads(name, len(operands[name]) - 1, inputs[0]), *inputs[1:]
 

@@ -17,9 +17,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fp4deploy.formats import Mxfp4Tensor, Nvfp4Tensor, quantize_ms_eden
+from fp4deploy.formats import Mxfp4Tensor, Nvfp4Tensor
 from fp4deploy.formats.philox import draw_seed
 from fp4deploy.plugins.quantize.dispatch import quantize_mxfp4, quantize_nvfp4
+from fp4deploy.plugins.quantize.ms_eden import quantize_ms_eden
 from fp4deploy.qat.operators.quantizers import split_groups
 from fp4deploy.qat.recipes import QuantSpec
 

@@ -39,7 +39,11 @@ def _reasons(recipe: Recipe) -> list[str]:
     if recipe.straight_through:
         return ["its gradients pass straight through, so that dgrad and wgrad have no FP4 operands"]
     operands = recipe.operands()
-    wrong = [f"{name} is not quantised" for name, spec in operands.items() if spec is None]
+    wrong = [
+        f"{name} is {'not quantised' if spec is None else spec.named}"
+        for name, spec in operands.items()
+        if spec is None or not spec.in_four_bits
+    ]
     wrong += [
         f"{name} rounds 2-D blocks stochastically, which no packing kernel does"
         for name, spec in operands.items()

@@ -12,8 +12,7 @@ from __future__ import annotations
 import torch
 
 from fp4deploy import formats
-from fp4deploy.formats import MXFP4_BLOCK, NVFP4_BLOCK
-from fp4deploy.formats.ms_eden import ROTATION
+from fp4deploy.formats.ms_eden import group_of
 from fp4deploy.formats.philox import draw_seed
 from fp4deploy.plugins.quantize.dispatch import (
     fake_quantize_and_amax,
@@ -21,6 +20,7 @@ from fp4deploy.plugins.quantize.dispatch import (
     fake_quantize_nvfp4,
     finite_amax,
 )
+from fp4deploy.plugins.quantize.ms_eden import fake_quantize_ms_eden
 from fp4deploy.qat.recipes import QuantSpec
 
 _IN_EIGHT_BITS = {"fp8": formats.fake_quantize_fp8, "int8": formats.fake_quantize_int8}
@@ -45,7 +45,7 @@ def quantize_operand(
 
     Returns:
         x' in the dtype of `x` (after a Hadamard transform the contraction axis is padded to a multiple of 16, after a
-        rotation to one of 128), and the in-range mask of elements that did not saturate, for
+        rotation to whole groups), and the in-range mask of elements that did not saturate, for
         `plugins.quantize.dispatch.mask_gradient`; None where no static scale clips.
     """
     if spec is None:
@@ -68,8 +68,7 @@ def _rotate_and_quantize(
     x: torch.Tensor, spec: QuantSpec, axes: tuple[int, ...], groups: tuple[int, ...], rotation: torch.Tensor
 ) -> torch.Tensor:
     view, (axis,), split = split_groups(x, spec, axes, groups)
-    packed = formats.quantize_ms_eden(view, rotation, draw_seed(x.device), axis)
-    values = packed.dequantize(x.dtype).movedim(-1, axis)
+    values = fake_quantize_ms_eden(view, rotation, draw_seed(x.device), axis)
     for at in split:
         values = values.flatten(at, at + 1)
     return values
@@ -95,19 +94,24 @@ def quantize_and_measure(
 def split_groups(
     x: torch.Tensor, spec: QuantSpec, axes: tuple[int, ...], groups: tuple[int, ...] = (1,)
 ) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]:
-    """(view of `x`, axes of its blocks there, axes that were split): each group on an axis of its own where one would
-    not fill whole blocks; the contraction axis stays last among the axes.
+    """(view of `x`, axes of its blocks there, axes that were split): each of several groups on an axis of its own where
+    one would not fill whole blocks; the contraction axis stays last among the axes.
     """
     if spec.block == "1d":
         axes, groups = axes[-1:], groups[-1:]
     axes = tuple(axis % x.ndim for axis in axes)
-    block = ROTATION if spec.rounding == "ms_eden" else NVFP4_BLOCK if spec.format == "nvfp4" else MXFP4_BLOCK
-    split = {axis: count for axis, count in zip(axes, groups, strict=True) if x.shape[axis] // count % block}
+    sizes = {at: (count, x.shape[at] // count) for at, count in zip(axes, groups, strict=True) if count > 1}
+    split = {at: count for at, (count, size) in sizes.items() if size % _whole(spec, size)}
     shape = x.shape
     for axis, count in sorted(split.items(), reverse=True):
         x = x.unflatten(axis, (count, shape[axis] // count))
     moved = tuple(axis + sum(other <= axis for other in split) for axis in axes)
     return x, moved, tuple(sorted(split))
+
+
+def _whole(spec: QuantSpec, size: int) -> int:
+    """Elements along the contraction axis that are quantised together, of a group of `size`."""
+    return group_of(size) if spec.rounding == "ms_eden" else spec.block_size
 
 
 def _quantize_groups(
@@ -129,6 +133,8 @@ def _quantize_groups(
 def _quantize(
     x: torch.Tensor, spec: QuantSpec, axes: tuple[int, ...], amax: torch.Tensor | None, as_mask: bool, measure: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    if spec.format == "mxfp8":
+        return formats.fake_quantize_mxfp8(x, axes[-1], spec.scale_rule), None, None
     if spec.format == "mxfp4":
         return fake_quantize_mxfp4(x, axes[-1], spec.scale_rule, spec.rounding, hadamard=spec.hadamard), None, None
     if amax is not None and as_mask:  # a kernel's bits have the shape of the groups

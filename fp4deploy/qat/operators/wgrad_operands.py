@@ -109,4 +109,4 @@ def _blocks(spec: QuantSpec | None) -> Blocks | None:
         return None
     own = Blocks(spec.mx_rule, spec.rounding, spec.hadamard)
     plain = QuantSpec(spec.format, scale_rule=spec.scale_rule, rounding=spec.rounding, hadamard=spec.hadamard)
-    return own if spec == plain and not spec.in_eight_bits and spec.rounding != "ms_eden" else None
+    return own if spec == plain and spec.in_four_bits and spec.rounding != "ms_eden" else None

@@ -203,7 +203,7 @@ class Watcher:
 
 def _has_codes(spec: QuantSpec | None) -> TypeGuard[QuantSpec]:
     """The 16 codes of FP4, whose statistics these are; eight bits are described by their values."""
-    return spec is not None and not spec.in_eight_bits
+    return spec is not None and spec.in_four_bits
 
 
 def window(x: torch.Tensor, axis: int, rows: int = 32, columns: int = 64) -> torch.Tensor:

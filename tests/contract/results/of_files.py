@@ -34,7 +34,6 @@ from fp4deploy.models import InstanceHead, ModelCard
 from fp4deploy.models.checkpoint import _signed_parts
 from fp4deploy.models.heads import ClassHead
 from fp4deploy.native.plan import Constant, Gpu, Plan
-from fp4deploy.native.replay import constant_bytes
 from fp4deploy.packed.graph import Layer, weight_names
 from fp4deploy.predict import timing
 from fp4deploy.predict.choose import candidates as artefacts
@@ -51,6 +50,7 @@ from tests.contract.results.of_scores import HEADS, box_outputs
 from tests.contract.results.plain import Answer, each, plain
 from tests.data.test_label_studio import tasks
 from tests.fuzz.edits import _coco
+from tests.native.replay import constant_bytes
 from tests.packed.small_networks import packed
 from tests.predict.pointwise import Pointwise, card
 from tests.volumes import write as write_nifti

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import onnx
 import pytest
-import torch
 
 from fp4deploy import __version__
 from fp4deploy.errors import GateError, InputError, UnavailableError
@@ -322,13 +321,6 @@ class TestRtx:
         backend = BACKENDS["tensorrt-rtx"]
         answer = compile_plan(backend.load(), backend, job, io.StringIO())
         assert answer.profile == {"image": [[2, 8, 16, 3], [3, 16, 16, 3], [4, 32, 24, 3]]}
-
-    @pytest.mark.slow
-    @pytest.mark.skipif(torch.cuda.is_available(), reason="builds where there is a GPU")
-    @pytest.mark.parametrize(("option", "flag"), [("refittable", "--refittable"), ("stripped", "--strip-weights")])
-    def test_what_an_engine_without_a_gpu_cannot_be(self, model: Path, option: str, flag: str) -> None:
-        with pytest.raises(UnavailableError, match=f"cannot build with {flag} on this machine"):
-            build_engine(model, model.with_name("model.plan"), options=(option,))
 
     def test_options_that_do_not_go_together(self, model: Path) -> None:
         before = written(model.parent)

@@ -12,6 +12,7 @@ from fp4deploy import formats
 from fp4deploy.formats import FourOverSix
 from tests.formats.golden import golden_cases, golden_input
 from tests.plugins.quantize.device_cases import FLT_MAX, INPUTS, RANDOM, Header, assert_bits, generator
+from tests.samples import sample
 
 CHOICES = [FourOverSix(m, e, f) for m in ("mae", "mse") for f in (False, True) for e in (256, 448)]
 
@@ -66,8 +67,7 @@ def check(
         assert_bits(actual, reference, (what, static, name))
 
 
-@pytest.mark.parametrize("choice", [None, *CHOICES], ids=str)
-@pytest.mark.parametrize("block", ["1d", "2d"])
+@pytest.mark.parametrize(("block", "choice"), sample(["1d", "2d"], [None, *CHOICES], every=2), ids=str)
 def test_nvfp4(header: Header, block: str, choice: FourOverSix | None) -> None:
     for name, x in INPUTS.items():
         for static in (None, 0.7):

@@ -26,6 +26,7 @@ from fp4deploy.plugins.quantize import (
     layer_norm,
     learned,
     maps,
+    ms_eden,
     norm_pack,
     operators,
     pointwise_pack,
@@ -213,6 +214,13 @@ def _map(dtype: torch.dtype, *blocks: Any, columns: int = 1) -> Callable[[], obj
     return lambda: maps.fake_quantize_map(x, *blocks, places, dtype)
 
 
+def _ms_eden(x: torch.Tensor, axis: int) -> None:
+    random = torch.zeros(2, dtype=torch.int64)
+    ms_eden._ms_eden_amax(x, random, axis)
+    for packed in (False, True):
+        ms_eden._ms_eden(x, _amax(), random, random, axis, packed)
+
+
 def _gemv(rows: int, outputs: int, dtype: torch.dtype, *gpu: int) -> Callable[[], object]:
     x, out = torch.zeros(rows, 256, dtype=dtype), torch.zeros(rows, outputs, dtype=dtype)
 
@@ -248,22 +256,12 @@ def _copies(dtype: torch.dtype) -> None:
     plain.class_map(y)
 
 
-def _direct(
-    channels: tuple[int, ...], outputs: int, packed: bool = False, transposed: bool = False
-) -> Callable[[], object]:
+def _direct(channels: tuple[int, ...], outputs: int, packed: bool = False) -> Callable[[], object]:
     def exercise() -> None:
         sources = tuple(quantize_nvfp4(torch.zeros(1, 4, 4, each)) for each in channels)
-        weight = quantize_nvfp4(torch.zeros(outputs, 2 if transposed else 3, 2 if transposed else 3, sum(channels)))
-        decoded = decode_weight(weight, channels, transposed)
-        direct.conv2d(
-            sources,
-            decoded,
-            None,
-            (1, 1),
-            out_amax=_amax() if packed else None,
-            moments=not packed,
-            transposed=transposed,
-        )
+        weight = quantize_nvfp4(torch.zeros(outputs, 3, 3, sum(channels)))
+        decoded = decode_weight(weight, channels)
+        direct.conv2d(sources, decoded, None, (1, 1), out_amax=_amax() if packed else None, moments=not packed)
 
     return exercise
 
@@ -358,9 +356,11 @@ EXERCISES: list[Callable[[], object]] = [
     _map(HALF, maps.Blocks(rounding="stochastic"), maps.Blocks(None, "stochastic", hadamard=True)),
     _map(BFLOAT, None, maps.Blocks("ceil", "stochastic"), columns=3),
     _map(FLOAT, maps.Blocks(), None),
+    lambda: _ms_eden(torch.zeros(MATRIX, dtype=HALF), 1),
+    lambda: _ms_eden(torch.zeros(MATRIX, dtype=BFLOAT), 0),
     _direct((16,), 16),
     _direct((32, 32), 32),
-    _direct((32,), 16, packed=True, transposed=True),
+    _direct((32,), 16, packed=True),
     *(_depthwise(piece) for piece in depthwise.PIECES),
     _depthwise((2, 4), 6, 5, 2, BFLOAT),
     _small_k((1, 4, 4, 3), (64, 3, 3), 1, 1, FLOAT, moments=True),

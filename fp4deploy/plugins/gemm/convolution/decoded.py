@@ -246,11 +246,11 @@ class Convolution:
             return self._of_slices(tensor_maps)
         if len({*self.strides}) > 1 or (self.transposed and {*taps} != {2}):
             return None
-        if len(taps) == 2 and self._directly() and direct.is_available(device):
+        if len(taps) == 2 and not self.transposed and self._directly() and direct.is_available(device):
             with direct.fallback.guard(device):
                 return direct.conv2d(
                     *(self.sources, self.weight, self.bias, (self.paddings[0], self.paddings[1]), self.relu),
-                    *(self.dtype, self.out_amax, self.moments, self.transposed),
+                    *(self.dtype, self.out_amax, self.moments),
                 )
         if tensor_maps and warpgroup.is_available(device):
             with warpgroup.fallback.guard(device):
@@ -276,11 +276,9 @@ class Convolution:
 
     def _directly(self) -> bool:
         n, *sizes = self.sources[0].shape[:-1]
-        taps = (1, 1) if self.transposed else self.weight.shape[1:-1]
-        pixels = output_sizes(sizes, taps, self.strides, self.paddings, self.dilation)
+        pixels = output_sizes(sizes, self.weight.shape[1:-1], self.strides, self.paddings, self.dilation)
         place = (n, pixels[0], pixels[1])
-        device = self.sources[0].codes.device
-        return directly(self.weight, place, self.strides[0], self.dilation, self.transposed, device)
+        return directly(self.weight, place, self.strides[0], self.dilation, self.sources[0].codes.device)
 
     def _by_warpgroups(self) -> Result | None:
         """By `warpgroup`; None where it does not take the convolution."""
@@ -322,21 +320,13 @@ def _reshaped(x: Nvfp4Tensor, shape: Sequence[int]) -> Nvfp4Tensor:
 
 
 def directly(
-    weight: DecodedWeight,
-    pixels: tuple[int, int, int],
-    stride: int,
-    dilation: int,
-    transposed: bool,
-    device: torch.device,
+    weight: DecodedWeight, pixels: tuple[int, int, int], stride: int, dilation: int, device: torch.device
 ) -> bool:
-    """Whether a convolution of feature maps goes to `direct`.
-
-    pixels: N, height and width of the output; of a transposed convolution of the input.
-    """
+    """Whether a convolution of feature maps goes to `direct`; pixels: N, height and width of the output."""
     outputs, kh, kw, _ = weight.shape
-    if not direct.supports(weight.channels, outputs, (kh, kw), stride, dilation, transposed):
+    if not direct.supports(weight.channels, outputs, (kh, kw), stride, dilation):
         return False
-    return direct.fills_gpu(direct.variant(weight.channels, outputs, (kh, kw), transposed), pixels, device)
+    return direct.fills_gpu(direct.variant(weight.channels, outputs, (kh, kw)), pixels, device)
 
 
 def leaves_out_rows(tile: Tile, taps: Sizes, width: int, dilation: int) -> bool:

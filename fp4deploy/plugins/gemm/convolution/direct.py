@@ -7,9 +7,10 @@ channels, that takes several times as long as memory or tensor cores would. `cud
 input once into shared memory and multiplies all taps from there. The order of the sum is its own, so that results
 differ from those of `decoded` in the last bits.
 
-`supports` says for which convolutions: stride and dilation 1, at most 3 x 3 taps, sources of equal channels. With fewer
-tiles than programs that a GPU runs at a time, decoding and multiplying do not overlap, and `decoded` was as fast or
-faster: `fills_gpu` says so.
+`supports` says for which convolutions: stride and dilation 1, at most 3 x 3 taps, sources of equal channels; transposed
+ones took as long or longer than by `decoded` (135 us against 134, one image 18.2 against 13.5; one H200, 2026-11-26,
+`benchmarks/results/direct_conv_h200.json`). With fewer tiles than programs that a GPU runs at a time, decoding and
+multiplying do not overlap, and `decoded` was as fast or faster: `fills_gpu` says so.
 """
 
 from __future__ import annotations
@@ -52,7 +53,6 @@ class Variant:
     taps: Pair
     columns: int
     rows: int
-    transposed: bool
 
     @property
     def tile(self) -> Pair:
@@ -74,26 +74,24 @@ class Variant:
     def macros(self, dtype: torch.dtype, moments: bool) -> dict[str, str | int]:
         """Of `direct_conv.cu`."""
         numbers = {"C": self.channels, "SOURCES": self.sources, "KH": self.taps[0], "KW": self.taps[1]}
-        numbers |= {"OUTPUTS": self.columns, "ROWS": self.rows, "UP": int(self.transposed), "MOMENTS": int(moments)}
+        numbers |= {"OUTPUTS": self.columns, "ROWS": self.rows, "MOMENTS": int(moments)}
         return {"DTYPE": CUDA_TYPES[dtype], **numbers}
 
 
-def supports(
-    channels: tuple[int, ...], outputs: int, taps: Pair, stride: int = 1, dilation: int = 1, transposed: bool = False
-) -> bool:
+def supports(channels: tuple[int, ...], outputs: int, taps: Pair, stride: int = 1, dilation: int = 1) -> bool:
     """Whether the kernel computes a convolution.
 
-    channels: of each source; taps: height and width of the filter; transposed: of kernel and stride 2.
+    channels: of each source; taps: height and width of the filter.
     """
     same = len({*channels}) == 1 and channels[0] in CHANNELS
-    small = transposed or (max(taps) <= 3 and stride == dilation == 1)
+    small = max(taps) <= 3 and stride == dilation == 1
     return same and len(channels) <= 2 and small and outputs % 16 == 0
 
 
 def fills_gpu(chosen: Variant, pixels: tuple[int, int, int], device: torch.device) -> bool:
     """Whether there are as many tiles as programs that run at a time.
 
-    pixels: N, height and width of the output; of a transposed convolution of the input.
+    pixels: N, height and width of the output.
     """
     n, oh, ow = pixels
     return n * math.prod(chosen.tiles(oh, ow)) >= RESIDENT * num_sms(device)
@@ -104,12 +102,11 @@ def is_available(device: torch.device) -> bool:
     return device.type != "cuda" or fallback.runs(device)
 
 
-def variant(channels: tuple[int, ...], outputs: int, taps: Pair, transposed: bool) -> Variant:
+def variant(channels: tuple[int, ...], outputs: int, taps: Pair) -> Variant:
     """The variant for a convolution that the kernel `supports`."""
-    total = 4 * outputs if transposed else outputs
-    columns = next(each for each in COLUMNS if total % each == 0)
+    columns = next(each for each in COLUMNS if outputs % each == 0)
     rows = 2 if channels[0] * columns <= 16 * 16 else 1  # as many as accumulators have registers for
-    return Variant(channels[0], len(channels), (1, 1) if transposed else taps, columns, rows, transposed)
+    return Variant(channels[0], len(channels), taps, columns, rows)
 
 
 def conv2d(
@@ -121,7 +118,6 @@ def conv2d(
     dtype: torch.dtype = torch.float16,
     out_amax: torch.Tensor | None = None,
     moments: bool = False,
-    transposed: bool = False,
     chosen: Variant | None = None,
 ) -> Result:
     """relu(conv2d(concatenation of the sources, weight) + bias) on a GPU, and the moments of the output if asked for.
@@ -131,7 +127,7 @@ def conv2d(
         weight: decoded for these sources.
         bias: float32 [O].
         out_amax: float32 [], the global amax of a packed output; None gives `dtype`.
-        moments: of the rounded output, for a GroupNorm; not with `transposed`.
+        moments: of the rounded output, for a GroupNorm.
         chosen: instead of what `variant` chooses.
 
     Returns:
@@ -143,21 +139,20 @@ def conv2d(
     x, second = sources[0], sources[-1]
     n, h, w = x.shape[:3]
     outputs, kh, kw, _ = weight.shape
-    chosen = chosen or variant(tuple(16 * source.scales.shape[-1] for source in sources), outputs, (kh, kw), transposed)
-    oh, ow = (h, w) if transposed else (h + 2 * padding[0] - kh + 1, w + 2 * padding[1] - kw + 1)
+    chosen = chosen or variant(tuple(16 * source.scales.shape[-1] for source in sources), outputs, (kh, kw))
+    oh, ow = h + 2 * padding[0] - kh + 1, w + 2 * padding[1] - kw + 1
     device, (tiles_y, tiles_x) = x.codes.device, chosen.tiles(oh, ow)
-    factor = 2 if transposed else 1
-    shape = (n, factor * oh, factor * ow, outputs)
+    shape = (n, oh, ow, outputs)
     scales, found = None, None
     if out_amax is None:
         out = torch.empty(shape, dtype=dtype, device=device)
     else:
         out = torch.empty((*shape[:-1], outputs // 2), dtype=torch.uint8, device=device)
         scales = torch.empty((*shape[:-1], outputs // 16), dtype=torch.uint8, device=device)
-    if moments and not transposed:
+    if moments:
         parts = torch.empty(n * tiles_y * tiles_x, 2, 2, outputs, dtype=torch.float32, device=device)
         found = Moments(parts, math.prod(chosen.tile), tiles_y * tiles_x, chosen.tile)
-    slices = (4 * outputs if transposed else outputs) // chosen.columns
+    slices = outputs // chosen.columns
     tiles = n * tiles_y * tiles_x
     programs = min(tiles, max(1, RESIDENT * num_sms(device) // slices))
     run = kernel("direct_conv.cu", "direct_conv", SIGNATURE, chosen.macros(dtype, found is not None), device)

@@ -14,9 +14,7 @@
 //                   16 bytes for 8 channels; which one is exchanged by the pixel, so that 8 neighbouring pixels lie in
 //                   different banks
 //
-// Two sources are read as their concatenation, one after the other. With UP the weight is that of a transposed
-// convolution of kernel and stride 2: a 1 x 1 convolution with four times the outputs, each of which has its place in
-// 2 x 2 pixels.
+// Two sources are read as their concatenation, one after the other.
 //
 // The order of a sum: for each source, tap and block of 16 channels one mma. Within a block of 16, elements are in the
 // order in which decoding leaves them, the same for both operands.
@@ -26,12 +24,12 @@
 // in four adjacent lanes.
 //
 // Macros: DTYPE of the output; C channels of a source: 16, 32 or 64; SOURCES 1 or 2; KH, KW; OUTPUTS of a block, a
-// multiple of 16; ROWS; UP, MOMENTS 0 or 1.
+// multiple of 16; ROWS; MOMENTS 0 or 1.
 // x, x2: codes uint8 [N, H, W, C / 2]; their scales: E4M3 uint8 [N, H, W, C / 16]; amax: float32 []; w: float16 planes
 // [2, rows, K]; bias: float32 [O] or null; out: DTYPE [N, OH, OW, O], or codes; scales: of a packed output, or null;
 // moments: float32 [N tiles, 2, 2, O].
-// Launch: block 32 WARPS, grid (programs, columns / OUTPUTS), shared memory `shared_bytes` of direct.py. columns: O,
-// with UP 4 O. A program computes tiles blockIdx.x, blockIdx.x + gridDim.x, ...
+// Launch: block 32 WARPS, grid (programs, O / OUTPUTS), shared memory `shared_bytes` of direct.py. A program computes
+// tiles blockIdx.x, blockIdx.x + gridDim.x, ...
 #include "decode.cuh"
 #include "pack_target.cuh"
 #include "tensor_core.cuh"
@@ -53,9 +51,6 @@
 #endif
 #ifndef ROWS
 #define ROWS 2
-#endif
-#ifndef UP
-#define UP 0
 #endif
 #ifndef MOMENTS
 #define MOMENTS 0
@@ -147,12 +142,7 @@ __device__ void load_weights(const __half* w, long long rows, int K, int first, 
         const int source = step / STEPS, t = part / 2, a = part % 2, n = lane / 4, q = lane % 4;
         const int byte = 8 * (step % STEPS), column = first + 16 * group + 4 * (n / 2) + 2 * t + n % 2;
         const int at = source * PADDED + byte / 32 * 32 + 16 * a + 8 * (q % 2) + byte % 32 / 8 * 2;
-        long long row = column;
-        if (UP) {  // columns are ordered by place, rows of the planes by output
-            const int outputs = int(rows / 4);
-            row = (long long)(column % outputs) * 4 + column / outputs;
-        }
-        fragments[index] = *reinterpret_cast<const uint32_t*>(w + (q / 2) * rows * K + row * K + at);
+        fragments[index] = *reinterpret_cast<const uint32_t*>(w + (q / 2) * rows * K + (long long)column * K + at);
     }
 }
 
@@ -249,7 +239,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) direct_conv(
     uint4* const tile = fragments + SOURCES * STEPS * GROUPS * 32;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = blockIdx.y * OUTPUTS;
     begin_after_primary();
-    load_weights(w, UP ? 4LL * O : O, K, first, reinterpret_cast<uint32_t*>(fragments));
+    load_weights(w, O, K, first, reinterpret_cast<uint32_t*>(fragments));
 
     const float last_factor = SOURCES == 2 ? *x2_amax / x2_range : *x_amax / x_range;
     // No division by zero; an amax of 0 means that all values of the source are 0.
@@ -291,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) direct_conv(
         }
 
         const int item = index / per_item, ty = index % per_item / tiles_x, tx = index % tiles_x;
-        const long long base = (long long)item * OH * OW * (UP ? 4 : 1);
+        const long long base = (long long)item * OH * OW;
         float own[GROUPS][4] = {};
 #pragma unroll
         for (int strip = 0; strip < STRIPS; ++strip) {
@@ -302,8 +292,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) direct_conv(
                 const bool has = y < OH && at_x < OW;
 #pragma unroll
                 for (int group = 0; group < GROUPS; ++group) {
-                    const int column = first + 16 * group, position = UP ? column / O : 0;
-                    const int output = column - position * O + 4 * (lane % 4);
+                    const int output = first + 16 * group + 4 * (lane % 4);
                     float v[4];
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
@@ -314,9 +303,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) direct_conv(
                         v[i] = sum = float(DTYPE(value));
                         if (MOMENTS && has) own[group][i] += v[i];
                     }
-                    long long pixel = (long long)y * OW + at_x;
-                    if (UP) pixel = (2LL * y + position / 2) * 2 * OW + 2 * at_x + position % 2;
-                    write(v, out, scales, global, (base + pixel) * O + output, has);
+                    write(v, out, scales, global, (base + (long long)y * OW + at_x) * O + output, has);
                 }
             }
         }

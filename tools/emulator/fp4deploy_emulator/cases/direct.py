@@ -13,7 +13,7 @@ import torch
 from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.plugins.gemm.convolution import direct
 from fp4deploy.plugins.gemm.convolution.decoded_weight import decode_weight
-from fp4deploy.plugins.gemm.reference import conv2d_reference, conv_transpose2d_reference
+from fp4deploy.plugins.gemm.reference import conv2d_reference
 from fp4deploy.plugins.quantize.statistics import Moments
 from fp4deploy_emulator.cases.case import Case, Outcome, Setting, multiples, packed
 from fp4deploy_emulator.cases.cuda import emulated
@@ -24,14 +24,13 @@ FAMILY = "direct convolution"
 
 @dataclass(frozen=True)
 class Convolution:
-    """A direct convolution. amax: of a packed output; transposed: of kernel 2 x 2."""
+    """A direct convolution. amax: of a packed output."""
 
     channels: tuple[int, ...] = (16,)
     outputs: int = 16
     size: int = 3
     image: tuple[int, int, int] = (1, 18, 35)
     dtype: torch.dtype = torch.float16
-    transposed: bool = False
     relu: bool = True
     bias: bool = True
     amax: float | None = None
@@ -43,21 +42,17 @@ class Convolution:
             packed(setting, *self.image, channels, power=8 + i, seed=2 + i, binary=True)
             for i, channels in enumerate(self.channels)
         )
-        taps = 2 if self.transposed else self.size
-        weight = packed(setting, self.outputs, taps, taps, sum(self.channels), seed=1, weight=True)
+        weight = packed(setting, self.outputs, self.size, self.size, sum(self.channels), seed=1, weight=True)
         bias = multiples(setting, self.outputs, seed=7) if self.bias else None
         amax = None if self.amax is None else torch.tensor(self.amax)
-        padding = 0 if self.transposed else self.size // 2
+        padding = self.size // 2
         with emulated(setting, outcome):
             y, moments = direct.conv2d(
-                *(sources, decode_weight(weight, self.channels, self.transposed), bias, (padding, padding), self.relu),
-                *(self.dtype, amax, self.moments, self.transposed),
+                *(sources, decode_weight(weight, self.channels), bias, (padding, padding), self.relu),
+                *(self.dtype, amax, self.moments),
             )
         common = (self.relu, self.dtype, amax, torch.float64)
-        if self.transposed:
-            expected = conv_transpose2d_reference(sources[0], weight, bias, *common)
-        else:
-            expected = conv2d_reference(sources, weight, bias, 1, padding, 1, *common)
+        expected = conv2d_reference(sources, weight, bias, 1, padding, 1, *common)
         if isinstance(expected, Nvfp4Tensor):
             assert isinstance(y, Nvfp4Tensor)
             outcome.compare_packed(y, expected)
@@ -93,11 +88,6 @@ CASES = tuple(
         ("two sources of 16", Convolution(channels=(16, 16), outputs=32, image=(1, 5, 7), moments=True)),
         ("32 channels, 1x1, bfloat16", Convolution(channels=(32,), outputs=48, size=1, dtype=torch.bfloat16)),
         ("two sources of 32", Convolution(channels=(32, 32), outputs=32, image=(2, 9, 33), moments=True)),
-        ("transposed 2x2", Convolution(channels=(32,), transposed=True, image=(2, 9, 5))),
         ("packed output", Convolution(channels=(16,), outputs=48, image=(1, 3, 34), amax=24.0)),
-        (
-            "transposed, packed output",
-            Convolution(channels=(16,), outputs=16, transposed=True, image=(1, 3, 5), amax=24.0),
-        ),
     )
 )

@@ -14,10 +14,12 @@ import torch
 import torch.nn.functional as F
 
 from fp4deploy import formats
+from fp4deploy.formats.ms_eden import SHRINK
 from fp4deploy.graph.sizes import output_size
 from fp4deploy.plugins.gemm.grouped import SEGMENT, grouped_call, spans, stacked
 from fp4deploy.plugins.gemm.reference import matmul_reference
 from fp4deploy.plugins.gemm.training import Packed, Window, gather_call, rows_call
+from fp4deploy.plugins.quantize import ms_eden
 from fp4deploy.plugins.quantize.maps import Blocks, Columns, fake_quantize_map
 from fp4deploy.qat.operators.gemms import ConvGemms
 from fp4deploy_emulator.cases.case import Case, Outcome, Setting, multiples, normal, packed, packed_mx
@@ -159,6 +161,33 @@ class QuantizeMap:
             outcome.compare(one.contiguous(), other.contiguous())
 
 
+@dataclass(frozen=True)
+class MsEden:
+    """A tensor rotated and quantised along `axis`: its values, and its codes and scales."""
+
+    axis: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float16
+    channels_last: bool = False
+
+    def __call__(self, setting: Setting, outcome: Outcome) -> None:
+        """Launch, execute, compare."""
+        x = normal(setting, *self.shape, seed=5).to(self.dtype)
+        if self.channels_last:
+            x = x.to(memory_format=torch.channels_last)
+        rotation, seed = torch.tensor(setting.seed - 7), torch.tensor((1 << 40) + setting.seed)
+        expected = formats.quantize_ms_eden(x, rotation, seed, self.axis)
+        values = expected.dequantize(self.dtype).movedim(-1, self.axis)
+        with emulated(setting, outcome):
+            found, _, _ = ms_eden._quantized(x, rotation, seed, self.axis, packed=False)
+            codes, scales, amax = ms_eden._quantized(x, rotation, seed, self.axis, packed=True)
+        bits = torch.int32 if self.dtype == torch.float32 else torch.int16  # a zero has a sign
+        outcome.compare(found.contiguous().view(bits), values.contiguous().view(bits))
+        outcome.compare(codes, expected.codes)
+        outcome.compare(scales.view(torch.uint8), expected.scales.view(torch.uint8))
+        outcome.compare(amax * SHRINK, expected.amax)
+
+
 def _quantized(x: torch.Tensor, axis: int, blocks: Blocks) -> torch.Tensor:
     source = formats.random_hadamard(x.float(), axis) if blocks.hadamard else x.float()
     if blocks.scale_rule:
@@ -223,4 +252,11 @@ PACKING = (
         OPERANDS,
         QuantizeMap(Blocks(), None, dtypes=(torch.bfloat16, torch.bfloat16)),
     ),
+    Case("MS-EDEN along the channels", OPERANDS, MsEden(1, (2, 144, 3, 5), channels_last=True)),
+    Case("MS-EDEN along the width", OPERANDS, MsEden(3, (2, 35, 3, 40), channels_last=True)),
+    Case("MS-EDEN along rows, FP32", OPERANDS, MsEden(1, (35, 130), torch.float32)),
+    Case("MS-EDEN along tokens, BF16", OPERANDS, MsEden(0, (150, 35), torch.bfloat16)),
+    Case("MS-EDEN along 48 channels", OPERANDS, MsEden(1, (2, 48, 3, 5), channels_last=True)),
+    Case("MS-EDEN along 30 tokens, BF16", OPERANDS, MsEden(0, (30, 35), torch.bfloat16)),
+    Case("MS-EDEN along a width of 9", OPERANDS, MsEden(3, (2, 35, 3, 9), channels_last=True)),
 )
