@@ -258,7 +258,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300, help="of training")
     parser.add_argument("--spacing", type=float, default=1.0)
     parser.add_argument("--mirror", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--windows", type=int, nargs="*", default=[1, 2, 4, 8], help="mirror images at once; each compiles")
+    parser.add_argument("--windows", type=int, nargs="*", default=[1, 2, 4, 8], help="mirrored at once")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--folder", type=Path, help="to keep what is made")
     parser.add_argument("--json", type=Path)

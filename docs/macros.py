@@ -75,9 +75,11 @@ FIGURES: dict[str, Callable[..., Any]] = {
         engines.trained_for_auto, kernels.four_over_six_cost,
         kernels.wgmma_share, kernels.triton_share,
         packed.cpu_slowest, packed.input_encoding_cost, packed.packed_fp16_over_nvfp4,
-        packed.packed_networks_ratios, packed.packed_ratio, packed.packed_volumes_ratio, picture.digits_below,
+        networks.nnunet_volume, packed.packed_networks_ratios, packed.packed_ratio, packed.packed_volumes_ratio,
+        picture.digits_below,
         picture.digits_trained, picture.largest_loss, picture.qat_over_calibrated, studies.published_folds,
         training.captured_recipe, training.first_steps, training.fp4_over_best, training.fused_losses,
+        training.recipe_over_best,
         training.loading_rates, training.over_bound, training.recipe_ratios, training.step_images_per_s,
         training.step_ratio,
     )

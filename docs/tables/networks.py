@@ -262,3 +262,23 @@ def _distance_of_logits(stage: dict[str, Any]) -> str:
 def _refusal(stage: dict[str, Any]) -> str:
     """The first sentence of a stage's error."""
     return " ".join(stage.get("error", "not run").split()).partition(". ")[0].replace("|", " ")[:120]
+
+
+def nnunet_volume(form: str) -> str:
+    """Seconds of a volume from file to file, and of them those of the network: of a form, or of nnU-Net's fastest."""
+    found = result("nnunet_volume_h200")["forms"]
+    forms = [row for name, row in found.items() if name.startswith(form)]
+    best = min(forms, key=lambda row: float(row["total_s"]))
+    return f"{best['total_s']:.1f} s (network {best['seconds']['network']:.1f} s)"
+
+
+def native_networks() -> str:
+    """The C library on networks of all kinds: bytes that differ from the plan in Python, and milliseconds."""
+    rows = []
+    for row in result("native_networks_h200")["rows"]:
+        shape, differing = "x".join(map(str, row["shape"])), sum(row["different"].values())
+        times = [f"{row[key]:.3f}" for key in ("library_ms", "python_ms")]
+        cells = [str(differing), f"{row['relative']:.2g}", f"{100 * row['same_classes']:.1f} %", *times]
+        rows.append([row["network"], shape, *cells])
+    head = ["network", "input", "bytes that differ from the plan", "relative difference from `PackedNetwork`"]
+    return markdown([*head, "same classes", "library, ms", "`PackedNetwork`, ms"], rows)

@@ -1,9 +1,9 @@
 """MS-EDEN: NVFP4 whose mean is unbiased, with the randomness in the scales instead of the elements.
 
-    y  = x diag(s) H / sqrt(128)              groups of 128 rotated; H Sylvester's matrix, s = +-1 drawn anew each time
+    y  = x diag(s) H / sqrt(G)                groups of G rotated; H Sylvester's matrix, s = +-1 drawn anew each time
     d8 = E4M3(a / (A / (256 r)) / r)          block scale of a block of 16 with the amax a; r = 1.0625 * 0.93
     q  = E2M1(y * (1 / (d8 A r / (6 * 256)))) to nearest; values beyond 6 saturate, because r makes the scale smaller
-    c  = sum y^2 / sum y q'                   of each group of 128, q' what q stands for; sums in the order of elements,
+    c  = sum y^2 / sum y q'                   of each group of G, q' what q stands for; sums in the order of elements,
                                               of a block and then of the blocks
     d8 <- SR(c d8)                            to one of the two neighbouring E4M3 values, with mean c d8
 
@@ -11,6 +11,9 @@ Rounding to nearest shrinks a vector; c scales the group back so that its projec
 rotation that makes the mean of the whole unbiased (EDEN). A factor in FP32 for each group would be no NVFP4, so that it
 is folded into the block scales, whose stochastic rounding keeps the mean. With A of the rotated tensor and E = 256,
 below E4M3's 448, c d8 stays representable. The squared error is half of that of stochastic rounding.
+
+G is 128, or where the axis has fewer elements the next power of two, at least 16 (`group_of`): channels of convolutions
+and rows of small maps are fewer, and every element that pads them is multiplied.
 
 Both operands of a GEMM are rotated with the same signs, so that the rotation cancels. The signs are bits of Philox.
 
@@ -33,34 +36,41 @@ from fp4deploy.formats.e2m1 import encode_e2m1, pack_codes, round_e2m1
 from fp4deploy.formats.nvfp4 import Nvfp4Tensor
 from fp4deploy.formats.scales import FLT_MAX, block_step, constant, finite_amax
 
-ROTATION = 128  # elements that are rotated together, and have one correction
+ROTATION = 128  # elements that are rotated together at most, and have one correction
 SHRINK = 1.0625 * 0.93  # r: 17/16 lets the largest scale be rounded up, 0.93 is the clipping with the smallest error
 SIGN_STREAM = 1  # offset of the signs in the random stream of their seed
 
 
+def group_of(size: int) -> int:
+    """G of an axis: elements that are rotated together.
+
+    >>> [group_of(size) for size in (1, 16, 48, 64, 65, 4096)]
+    [16, 16, 64, 64, 128, 128]
+    """
+    return min(ROTATION, max(NVFP4_BLOCK, 1 << (max(size, 1) - 1).bit_length()))
+
+
 def rotate(x: torch.Tensor, rotation: int | torch.Tensor, inverse: bool = False) -> torch.Tensor:
-    """Rotate groups of 128 along the last axis by the signs of the seed `rotation`.
+    """Rotate groups along the last axis by the signs of the seed `rotation`.
 
     Args:
-        x: any float dtype, [..., K]; K is padded with zeros to a multiple of 128.
+        x: any float dtype, [..., K]; K is padded with zeros to a multiple of `group_of` it.
 
     Returns:
         float32 [..., K padded].
     """
-    padded = pad_to_blocks(x.to(torch.float32), (x.ndim - 1,), ROTATION)
-    groups = padded.unflatten(-1, (-1, ROTATION))
-    signs = (
-        1.0
-        - 2.0 * (philox.random_bytes(torch.Size((ROTATION,)), 0, rotation, SIGN_STREAM, device=x.device) & 1).float()
-    )
+    size = group_of(x.shape[-1])
+    groups = pad_to_blocks(x.to(torch.float32), (x.ndim - 1,), size).unflatten(-1, (-1, size))
+    random = philox.random_bytes(torch.Size((size,)), 0, rotation, SIGN_STREAM, device=x.device)
+    signs = 1.0 - 2.0 * (random & 1).float()
     y = groups if inverse else groups * signs
     stride = 1
-    while stride < ROTATION:
-        pairs = y.unflatten(-1, (ROTATION // (2 * stride), 2, stride))
+    while stride < size:
+        pairs = y.unflatten(-1, (size // (2 * stride), 2, stride))
         a, b = pairs[..., 0, :], pairs[..., 1, :]
         y = torch.stack((a + b, a - b), dim=-2).flatten(-3)
         stride *= 2
-    y = y * ROTATION**-0.5
+    y = y * size**-0.5
     return (y * signs if inverse else y).flatten(-2)
 
 
@@ -80,8 +90,8 @@ def quantize_ms_eden(
         amax: float32 [], of the rotated tensor that `x` is a part of; None takes that of `x`, rotated.
 
     Returns:
-        Packed, of shape [..., K padded to 128]; dequantised it is the rotated tensor. `rotate(..., inverse=True)`
-        of that is unbiased over both seeds.
+        Packed, of shape [..., K padded to `group_of` it]; dequantised it is the rotated tensor, and
+        `rotate(..., inverse=True)` of that is unbiased over both seeds.
 
     Raises:
         InputError: `x` is not floating point or has no axes.
@@ -105,7 +115,7 @@ def quantize_ms_eden(
     step = block_step(d8, amax, E4M3_MAX_FOUR_OVER_SIX).unsqueeze(-1)
     scaled = torch.where(step > 0, blocks * (1 / step).clamp(max=FLT_MAX), 0.0)
     q = round_e2m1(scaled)
-    group = (-1, ROTATION // NVFP4_BLOCK)
+    group = (-1, group_of(x.shape[axis]) // NVFP4_BLOCK)
     squares, projection = (
         _in_order(_in_order(each).unflatten(-1, group)).unsqueeze(-1) for each in (blocks * blocks, blocks * q * step)
     )

@@ -14,18 +14,18 @@ from fp4deploy import formats
 from fp4deploy.formats import NVFP4_BLOCK, Nvfp4Tensor
 from fp4deploy.formats.blocks import normalized_axis
 from fp4deploy.formats.constants import E4M3_MAX_FOUR_OVER_SIX
-from fp4deploy.formats.ms_eden import ROTATION, SHRINK, SIGN_STREAM
+from fp4deploy.formats.ms_eden import SHRINK, SIGN_STREAM, group_of
 from fp4deploy.plugins.quantize.dispatch import Seed, random_state, runs_on_gpu
 from fp4deploy.plugins.quantize.layout import View, dense, is_channels_last, view_along
 from fp4deploy.plugins.runtime.launch import kernel
 from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, operator
 
-SLOTS, THREADS = 32, 256
+THREADS = 256
 ANY_DEVICE = "CompositeExplicitAutograd"  # the emulator runs kernels on tensors of the CPU
 
 
 def fake_quantize_ms_eden(x: torch.Tensor, rotation: torch.Tensor, seed: torch.Tensor, axis: int = -1) -> torch.Tensor:
-    """Rotate and quantise along `axis`, and dequantise; the axis stays in its place, padded to a multiple of 128.
+    """Rotate and quantise along `axis`, and dequantise; the axis stays in its place, padded to whole groups.
 
     Args:
         x: any float dtype, [..., K, ...].
@@ -74,9 +74,10 @@ def _in_order(x: torch.Tensor, axis: int) -> tuple[torch.Tensor, View, int]:
 def _launch(
     x: torch.Tensor, view: View, middle: int, macros: dict[str, str | int | None], *tensors: torch.Tensor | None
 ) -> None:
-    macros = {"DTYPE": CUDA_TYPES[x.dtype], "INNER": int(view.inner > 1), **macros}
-    count = view.outer * -(-view.size // ROTATION)
-    blocks = count * -(-view.inner // SLOTS) if view.inner > 1 else -(-count // SLOTS)
+    group = group_of(view.size)
+    macros = {"DTYPE": CUDA_TYPES[x.dtype], "INNER": int(view.inner > 1), "BLOCKS": group // NVFP4_BLOCK, **macros}
+    count, slots = view.outer * -(-view.size // group), THREADS * NVFP4_BLOCK // group
+    blocks = count * -(-view.inner // slots) if view.inner > 1 else -(-count // slots)
     launch = kernel("ms_eden.cu", "ms_eden", "PPPPPPPqqqq", macros, x.device).launch
     launch(blocks, THREADS, x, *tensors, view.outer, view.size, view.inner, middle)
 
@@ -94,7 +95,8 @@ def _ms_eden_amax(x: torch.Tensor, rotation: torch.Tensor, axis: int) -> torch.T
 
 
 def _outputs(x: torch.Tensor, axis: int, packed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    size = -(-x.shape[axis] // ROTATION) * ROTATION
+    group = group_of(x.shape[axis])
+    size = -(-x.shape[axis] // group) * group
     if packed:
         rows = [other for at, other in enumerate(x.shape) if at != axis]
         codes = torch.empty((*rows, size // 2), dtype=torch.uint8, device=x.device)
@@ -120,5 +122,16 @@ def _ms_eden(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     x, view, middle = _in_order(x, axis)
     first, scales = _outputs(x, axis, packed)
-    _launch(x, view, middle, {"PACKED": int(packed), "MEASURE": 0}, amax, rotation, random, first, scales if packed else None, None)
+    _launch(
+        x,
+        view,
+        middle,
+        {"PACKED": int(packed), "MEASURE": 0},
+        amax,
+        rotation,
+        random,
+        first,
+        scales if packed else None,
+        None,
+    )
     return first, scales

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from fp4deploy import formats
-from fp4deploy.formats.ms_eden import ROTATION
+from fp4deploy.formats.ms_eden import group_of
 from fp4deploy.formats.philox import draw_seed
 from fp4deploy.plugins.quantize.dispatch import (
     fake_quantize_and_amax,
@@ -45,7 +45,7 @@ def quantize_operand(
 
     Returns:
         x' in the dtype of `x` (after a Hadamard transform the contraction axis is padded to a multiple of 16, after a
-        rotation to one of 128), and the in-range mask of elements that did not saturate, for
+        rotation to whole groups), and the in-range mask of elements that did not saturate, for
         `plugins.quantize.dispatch.mask_gradient`; None where no static scale clips.
     """
     if spec is None:
@@ -100,13 +100,18 @@ def split_groups(
     if spec.block == "1d":
         axes, groups = axes[-1:], groups[-1:]
     axes = tuple(axis % x.ndim for axis in axes)
-    block = ROTATION if spec.rounding == "ms_eden" else spec.block_size
-    split = {at: count for at, count in zip(axes, groups, strict=True) if count > 1 and x.shape[at] // count % block}
+    sizes = {at: (count, x.shape[at] // count) for at, count in zip(axes, groups, strict=True) if count > 1}
+    split = {at: count for at, (count, size) in sizes.items() if size % _whole(spec, size)}
     shape = x.shape
     for axis, count in sorted(split.items(), reverse=True):
         x = x.unflatten(axis, (count, shape[axis] // count))
     moved = tuple(axis + sum(other <= axis for other in split) for axis in axes)
     return x, moved, tuple(sorted(split))
+
+
+def _whole(spec: QuantSpec, size: int) -> int:
+    """Elements along the contraction axis that are quantised together, of a group of `size`."""
+    return group_of(size) if spec.rounding == "ms_eden" else spec.block_size
 
 
 def _quantize_groups(

@@ -120,6 +120,15 @@ FAULTS = {
         ),
         "words are another thread's": planted.replaced(r"(shfl\.sync\.bfly\.b32\s+\S+\s+\S+\s+)1,", r"\g<1>2,", 8),
     },
+    "MS-EDEN along the channels": {
+        "a barrier is missing": planted.without_barrier(0),
+        "elements go to another block": planted.replaced(r"(st\.shared\.(?:u32|f32)\s+\[%r\d+)\+4\]", r"\1+8]", 0),
+        "a division is no quotient": planted.replaced(r"div\.rn\.f32", "mul.rn.f32", 1),
+    },
+    "MS-EDEN along a width of 9": {
+        "a wrong atomic": planted.replaced(r"atom\.global\.max\.s32", "atom.global.min.s32", 0),
+        "stores are another channel's": planted.replaced(r"(st\.global\.u16\s+\[%rd\d+)\]", r"\1+2]", 0),
+    },
     "depthwise, 7x7": {
         "a barrier is missing": planted.without_barrier(0),
         "a product is not added": planted.replaced(

@@ -1,25 +1,28 @@
-// MS-EDEN (formats/ms_eden.py has the formulas): groups of 128 along K are rotated, quantised and their block scales
-// corrected. The tensor is (outer, K, inner) in memory; K is padded with zeros to whole groups.
+// MS-EDEN (formats/ms_eden.py has the formulas): groups along K, of 16 BLOCKS elements, are rotated, quantised and their
+// block scales corrected. The tensor is (outer, K, inner) in memory; K is padded with zeros to whole groups.
 //
-// A thread has 16 elements of a group, a block, and eight threads a group. The rotation has seven stages: four within a
-// block, three among blocks. For these the elements change hands through shared memory, so that a thread has two of each
-// block, and back. Without INNER (inner = 1) eight adjacent lanes have a group; with it a warp has the same block of 32
-// inner positions, adjacent in memory.
+// A thread has 16 elements of a group, a block, and BLOCKS threads a group. The rotation has four stages within a block
+// and log2(BLOCKS) among blocks. For these the elements change hands through shared memory, so that a thread has the same
+// elements of each block, and back. Without INNER (inner = 1) adjacent lanes have a group; with it adjacent lanes have
+// the same block of adjacent inner positions.
 //
-// Macros: DTYPE; INNER; PACKED (codes uint8 [rows, K / 2] and scales uint8 [rows, K / 16] in place of values DTYPE
-//   (outer, K, inner)); MEASURE (only the finite amax of what is rotated, into cell, zero before).
+// Macros: DTYPE; BLOCKS (1, 2, 4, 8); INNER; PACKED (codes uint8 [rows, K / 2] and scales uint8 [rows, K / 16] in place
+//   of values DTYPE (outer, K, inner)); MEASURE (only the finite amax of what is rotated, into cell, zero before).
 // Arguments: amax float32 [1], of what is rotated; rotation, random: uint64 {seed, offset}; middle: rows are numbered
 //   with the last `middle` of `outer` innermost.
-// Launch: block 256, grid ceil(outer * groups / 32), with INNER outer * groups * ceil(inner / 32).
+// Launch: block 256, which has 256 / BLOCKS slots; grid ceil(outer * groups / slots), with INNER
+//   outer * groups * ceil(inner / slots).
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include "fp4.cuh"
 
-constexpr int BLOCK = 16, BLOCKS = 8, ROTATION = BLOCK * BLOCKS, SLOTS = 32;
-constexpr int SPREAD = BLOCK + 1;                      // of a block in shared memory: no bank conflicts
-constexpr int PITCH = BLOCKS * SPREAD + (INNER ? 1 : 0);  // of a group
-constexpr float NORM = 0.08838834764831845f, SHRINK = 0.98812500000000003f;
+constexpr int BLOCK = 16, GROUP = BLOCK * BLOCKS, SLOTS = 256 / BLOCKS;
+constexpr int SHARE = BLOCK / BLOCKS;  // elements of each block that a thread has for the stages among blocks
+constexpr int SPREAD = BLOCK + 1;      // of a block in shared memory: no bank conflicts
+constexpr int PITCH = BLOCKS * SPREAD + (INNER ? 1 - BLOCKS % 2 : 0);  // of a group; odd with INNER
+constexpr float NORM = BLOCKS == 8 ? 0.08838834764831845f : BLOCKS == 4 ? 0.125f : BLOCKS == 2 ? 0.17677669529663687f : 0.25f;
+constexpr float SHRINK = 0.98812500000000003f;
 
 __device__ __forceinline__ float widen(float x) { return x; }
 __device__ __forceinline__ float widen(__half x) { return __half2float(x); }
@@ -53,10 +56,10 @@ __device__ __forceinline__ float round_stochastically(float d, uint32_t byte) {
 extern "C" __global__ void __launch_bounds__(256) ms_eden(
     const DTYPE* x, const float* amax, const uint64_t* rotation, const uint64_t* random, void* out, uint8_t* scales,
     int* cell, long long outer, long long K, long long inner, long long middle) {
-    __shared__ float shared[SLOTS * PITCH], sums[2][SLOTS][BLOCKS + 1];
+    __shared__ float shared[BLOCKS > 1 ? SLOTS * PITCH : 1], sums[2][SLOTS][BLOCKS + 1];
     const int slot = INNER ? threadIdx.x % SLOTS : threadIdx.x / BLOCKS;
     const int block = INNER ? threadIdx.x / SLOTS : threadIdx.x % BLOCKS;
-    const long long groups = (K + ROTATION - 1) / ROTATION;
+    const long long groups = (K + GROUP - 1) / GROUP;
     long long o, group, in = 0;
     bool has;
 #if INNER
@@ -68,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(256) ms_eden(
     has = at < outer * groups;
     o = outer * groups < 0xFFFFFFFFLL ? uint32_t(at) / uint32_t(groups) : at / groups, group = at - o * groups;
 #endif
-    const long long k = group * ROTATION + block * BLOCK, padded = groups * ROTATION;
+    const long long k = group * GROUP + block * BLOCK, padded = groups * GROUP;
     const DTYPE* source = x + (o * K + k) * inner + in;
     float v[BLOCK];
 #pragma unroll
@@ -79,20 +82,24 @@ extern "C" __global__ void __launch_bounds__(256) ms_eden(
     for (int i = 0; i < BLOCK; ++i)
         if (signs.w[i / 4] >> (8 * (i % 4)) & 1u) v[i] = -v[i];
     butterflies<1>(v);
-    float* own = shared + slot * PITCH;
+    if (BLOCKS > 1) {
+        float* own = shared + slot * PITCH;
 #pragma unroll
-    for (int i = 0; i < BLOCK; ++i) own[block * SPREAD + i] = v[i];
-    __syncthreads();
+        for (int i = 0; i < BLOCK; ++i) own[block * SPREAD + i] = v[i];
+        __syncthreads();
 #pragma unroll
-    for (int i = 0; i < BLOCK; ++i) v[i] = own[i / 2 * SPREAD + 2 * block + i % 2];  // two elements of each block
-    butterflies<2>(v);
+        for (int i = 0; i < BLOCK; ++i) v[i] = own[i / SHARE * SPREAD + SHARE * block + i % SHARE];
+        butterflies<SHARE>(v);
 #pragma unroll
-    for (int i = 0; i < BLOCK; ++i) own[i / 2 * SPREAD + 2 * block + i % 2] = v[i] * NORM;
-    __syncthreads();
+        for (int i = 0; i < BLOCK; ++i) own[i / SHARE * SPREAD + SHARE * block + i % SHARE] = v[i];
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < BLOCK; ++i) v[i] = own[block * SPREAD + i];
+    }
     float largest = 0.f;
 #pragma unroll
     for (int i = 0; i < BLOCK; ++i) {
-        v[i] = own[block * SPREAD + i];
+        v[i] *= NORM;
         largest = fp4::nan_max(largest, fabsf(v[i]));
     }
 #if MEASURE
