@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -34,9 +35,27 @@ from fp4deploy.rest import POSITIONS, Rest
 _NAMES = ("add", "sub", "mul", "div", "rsub", "true_divide", "multiply", "subtract", "divide")
 _METHODS = (*_NAMES, "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__")
 _IN_PLACE = ("add_", "sub_", "mul_", "div_", "__iadd__", "__isub__", "__imul__", "__itruediv__")
+_OPERANDS = (  # whose numbers are operands of ONNX's operators, in the type of the others; not attributes, in FP32
+    *("clamp", "clamp_", "clamp_min", "clamp_max", "clip", "masked_fill", "masked_fill_", "where", "lerp", "addcmul"),
+    *(
+        "addcdiv",
+        "pow",
+        "__pow__",
+        "__rpow__",
+        "remainder",
+        "fmod",
+        "__mod__",
+        "hardtanh",
+        "softplus",
+        "softshrink",
+        "pad",
+    ),
+)
 ARITHMETIC = {
-    *(getattr(torch, name) for name in _NAMES if hasattr(torch, name)),
-    *(getattr(torch.Tensor, name) for name in (*_METHODS, *_IN_PLACE) if hasattr(torch.Tensor, name)),
+    getattr(place, name)
+    for place in (torch, torch.Tensor, F)
+    for name in (*_METHODS, *_IN_PLACE, *_OPERANDS)
+    if hasattr(place, name)
 }
 DTYPE, DEVICE = torch.Tensor.dtype.__get__, torch.Tensor.device.__get__  # type: ignore[attr-defined]
 FLOAT = torch.Tensor.float
@@ -47,7 +66,7 @@ CASTS = (torch.Tensor.to, torch.Tensor.type, torch.Tensor.type_as, torch.Tensor.
 
 
 class _RestNumbers(TorchFunctionMode):
-    """Sums, differences, products and quotients of a tensor and a number, outside of quantised layers (`inside`).
+    """Functions of a tensor and a number that is an operand in the file, outside of quantised layers (`inside`).
 
     computed: the tensors that are computed from `parameters`, which has buffers, too, or positions, and from nothing
     else. wide: those that are FP32 in the file since the code says so.
@@ -79,7 +98,7 @@ class _RestNumbers(TorchFunctionMode):
         )
         wide = any(each in self.wide for each in read)
         if not computed and not wide and func in ARITHMETIC and any(_is_floating(each) for each in args):
-            args = tuple(self.rest.rounded(each) if isinstance(each, float) else each for each in args)
+            args, kwargs = tree_map_only(float, self.rest.rounded, (args, kwargs))
         if not computed and any(each in self.computed for each in read):
             args, kwargs = tree_map_only(torch.Tensor, self._rounded, (args, kwargs))
         of_a_tensor = self.of_a_tensor and kwargs.get("dtype") is torch.float32  # that of the rest in the file

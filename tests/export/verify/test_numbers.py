@@ -16,7 +16,7 @@ import fp4deploy as fd
 from fp4deploy.export.verify import tensors
 from fp4deploy.export.verify.numbers import rest_numbers
 from fp4deploy.qat import deployed
-from fp4deploy.rest import FP16
+from fp4deploy.rest import BF16, FP16
 from tests.samples import sample
 
 SCALE = 32**-0.5  # 0.17676 in FP16
@@ -33,6 +33,46 @@ class Scaled(nn.Module):
         x = self.middle(self.first(x) * SCALE)
         x *= 0.3
         return self.last(torch.softmax((0.1 - x) / 0.0007, 1))
+
+
+OPERANDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # of ONNX's operators: BF16 in a file of BF16
+    "clamp": lambda x: x.clamp(min=0.123, max=1.777),
+    "clamp_min": lambda x: x.clamp_min(0.123),
+    "clip": lambda x: torch.clip(x, max=0.123),
+    "masked_fill": lambda x: x.masked_fill(x < 0, -3.333),
+    "where": lambda x: torch.where(x < 0, x, 1.237),
+    "pow": lambda x: x.abs().pow(2.237) + (x.abs() + 1) ** 0.333 + 1.237**x,
+    "remainder": lambda x: x % 1.237,
+    "hardtanh": lambda x: F.hardtanh(x, -0.777, 0.777),
+    "softplus": lambda x: F.softplus(x, beta=1.237),
+    "softshrink": lambda x: F.softshrink(x, 0.1237),
+    "lerp": lambda x: torch.lerp(x, x.roll(1, 1), 0.237),
+    "addcmul": lambda x: torch.addcmul(x, x, x, value=0.237) + torch.addcdiv(x, x, x * x + 1, value=0.237),
+    "alpha": lambda x: torch.add(x, x.roll(1, 1), alpha=0.237),
+    "pad": lambda x: F.pad(x, (1, 1), value=1.237),
+    "arithmetic": lambda x: (1.237 - x) / 0.1237,
+    "an attribute": lambda x: F.leaky_relu(x, 0.1237) + F.elu(x, 1.237),  # FP32 in the file, too
+}
+
+
+class Operands(nn.Module):
+    """A map through every function, each an output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.first(x)
+        return {name: self.last(function(x)) for name, function in OPERANDS.items()}
+
+
+def test_every_kind_of_number_is_the_files() -> None:
+    torch.manual_seed(0)
+    model, x = deployed(Operands().eval(), BF16), torch.randn(1, 3, 9, 9).half().float()
+    found = fd.verify(model, fd.export_graph(model, x, rest="bf16"), [x])
+    assert found.passed
+    assert found.largest < 2e-6  # of float32; a number that is not rounded moves its output by 1e-5 and more
 
 
 def prepared() -> tuple[nn.Module, torch.Tensor]:
