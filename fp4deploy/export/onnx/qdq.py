@@ -145,8 +145,8 @@ def _padded(writer: NodeWriter, x: ir.Value, axis: int, channels: int, layer: st
         return x
     if not isinstance(shape[axis], int):
         raise InputError(
-            f"{layer} contracts an axis of open size ({shape[axis]}), which has no fixed number of blocks. Export without "
-            f"--dynamic-size (dynamic_size=False), or leave the layer in FP16: --set quant.exclude=[{layer}]."
+            f"{layer} contracts an axis of open size ({shape[axis]}), which has no fixed number of blocks. Export "
+            f"without --dynamic-size (dynamic_size=False), or leave the layer in FP16: --set quant.exclude=[{layer}]."
         )
     pads = [0] * 2 * len(shape)
     pads[len(shape) + axis] = channels - shape[axis]
