@@ -67,7 +67,7 @@ FAULTS: dict[str, Seeded] = {
         "tests/qat/test_framework.py -k any_batch_size",
     ),
     "a linear layer's 3-D activation is quantised along the second axis": Seeded(
-        LAYERS, "channel_axis=-1 if isinstance(layer, nn.Linear) else 1", "channel_axis=1", f"{FORMS} -k linear"
+        LAYERS, '"channel_axis": -1 if isinstance(layer, nn.Linear) else 1', '"channel_axis": 1', f"{FORMS} -k linear"
     ),
     "a linear layer's 4-D activation is quantised along the second axis": Seeded(
         QDQ,
@@ -89,7 +89,7 @@ FAULTS: dict[str, Seeded] = {
         LAYERS, "return weight.permute(*taps, 1, 0)", "return weight.permute(*taps, 0, 1)", f"{FORMS} -k transposed"
     ),
     "channels are padded in front": Seeded(
-        QDQ, "pads[len(padded) + axis] =", "pads[axis] =", f"{FORMS} -k convolution"
+        QDQ, "pads[len(shape) + axis] =", "pads[axis] =", f"{FORMS} -k convolution"
     ),
     "im2col pads the bottom and the right as the top and the left": Seeded(
         GEMM, 'writer.integers("pads", 0, 0, top, left, 0, 0, bottom, right)',

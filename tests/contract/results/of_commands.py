@@ -53,7 +53,7 @@ FP16 = "runs/r/fp16/best.safetensors"
 CHANGING = re.compile(r"[0-9.]+ ?(s|ms)\b|[0-9a-f]{64}|\d{4}-\d\d-\d\dT[^\"\s]+")  # times and digests
 OF_THE_MACHINE = ("device", "runtime", "backend", "environment", "latency_ms", "images_per_s", "created", "sha256", "at", "seconds",
                   "timed_runs", "size_bytes", "text", "bytes", "written_by", "pixels",
-                  "evidence", "cores", "cpu")  # fmt: skip
+                  "evidence", "cores", "cpu", "measured")  # fmt: skip
 
 
 def prepared(folder: Path) -> None:
