@@ -11,11 +11,12 @@ from docs.tables.steps import span
 
 
 def projected() -> str:
-    """Projected from published peaks; nothing was measured on a Blackwell GPU."""
+    """By the time model, with its error bar; nothing was measured on a Blackwell GPU."""
     rows = []
     for row in result("roofline_projected")["totals"]:
-        times = [f"{row[name] / 1e3:.2f}" for name in ("fp16_us", "nvfp4_us")]
-        rows.append([row["gpu"], *times, f"{row['speedup']:.2f}"])
+        times = [[row[f"{side}_{part}us"] / 1e3 for part in ("", "low_", "high_")] for side in ("fp16", "nvfp4")]
+        cells = [f"{ms:.2f} ({low:.2f} to {high:.2f})" for ms, low, high in times]
+        rows.append([row["gpu"], *cells, f"{row['speedup']:.2f}"])
     return markdown(["projected", "FP16, ms", "NVFP4, ms", "ratio"], rows)
 
 

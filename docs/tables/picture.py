@@ -99,6 +99,27 @@ def parity() -> str:
     return markdown(["data; network; split", "", "settings", "seeds", "score", "minus the control"], rows)
 
 
+W4A8 = {  # networks and data of the whole picture, trained again beside W4A8
+    "w4a8_camvid_h200": "CamVid; smp Unet(resnet34)",
+    "w4a8_dsb2018_h200": "DSB2018; smp Unet(resnet34)",
+    "w4a8_coco_h200": "COCO samples, persons; EfficientNet-Lite0 UNet",
+}
+
+
+def w4a8() -> str:
+    """W4A8 between NVFP4 and FP8, trained and calibrated: gaps to the control of the same seed."""
+    formats = {"fp4": "NVFP4", "w4a8": "W4A8", "fp8": "FP8"}
+    rows = []
+    for name, label in W4A8.items():
+        found = result(name)["variants"]
+        split = "test" if found["w4a8"]["gap_test"] else "best"
+        gaps = [shown(found[f"{how}{form}"][f"gap_{split}"]) for how in ("", "ptq_") for form in formats]
+        control = spread(found["control"][split])
+        rows.append([f"{label}; {'test' if split == 'test' else 'validation'}", control, *gaps])
+    heads = [f"{form}, {how}" for how in ("QAT", "calibrated") for form in formats.values()]
+    return markdown(["data; network; split", "FP16 control, mIoU", *heads], rows)
+
+
 def largest_loss() -> str:
     """The default layers' largest loss after QAT that its interval shows: gap, data and network."""
     found = []
@@ -140,13 +161,14 @@ def recipe_evidence() -> str:
         claimed = (each for each in result("claim_h200")["gaps"] if (each["data"], each["network"]) == (data, "unet_1"))
         gaps.append({each["recipe"]: gap(each) for each in claimed})
     gaps += [_tuned(f"engine_{data}_h200", "gap_test") for data in ("camvid", "dsb2018", "coco_samples")]
+    gaps.append(_tuned("w4a8_dsb2018_h200", "gap_test"))
     gaps += [{name: gap(value) for name, value in _digit_gaps(name).items()} for name in DIGITS]
     names = dict.fromkeys((*RECIPES, *(name for column in gaps for name in column)))
     rows = [[f"`{name}`", *(column.get(name, NOT_MEASURED) for column in gaps)] for name in names]
     head = ["recipe", "step over the best FP16", "CamVid, fine-tuned", "boxes of nuclei, fine-tuned, AP"]
     head += [f"{data}, from random weights" for data in ("CamVid", "DSB2018")]
     head += [f"{data}, UNet 0.25, fine-tuned, test" for data in ("CamVid", "DSB2018")]
-    head += ["COCO samples, Lite0 UNet, fine-tuned, validation"]
+    head += ["COCO samples, Lite0 UNet, fine-tuned, validation", "DSB2018, Unet(resnet34), fine-tuned, test"]
     return markdown([*head, *DIGITS.values()], rows)
 
 
@@ -156,7 +178,7 @@ def _tuned(name: str, score: str = "gap_best") -> dict[str, str]:
     for variant, row in result(name)["variants"].items():
         settings = dict(each.split("=", 1) for each in row["settings"])
         recipe = json.loads(settings.get("recipe", '"nvfp4_qat"' if variant == "qat" else "null"))
-        if recipe and settings.keys() <= {"recipe", "quant.percentile"}:
+        if recipe and row["model"] == "nvfp4" and settings.keys() <= {"recipe", "quant.percentile"}:
             found[SAME_RECIPE.get(recipe, recipe)] = _with_seeds(row[score])
     return found
 

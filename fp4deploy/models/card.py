@@ -24,6 +24,7 @@ from fp4deploy.rest import RestName
 from fp4deploy.system.schema import Bool, Float, Name, parse_json, validated
 
 CARD_KEY = "fp4deploy.card"
+FORMATS = ("fp8", "int8", "w4a8")  # that layers may have in place of NVFP4 (`qat.recipes.LAYER_FORMATS`)
 HEADS = ("centres", "set", "label", "fcos", "fcos_relu", "retinanet")  # `method` of a head
 AGAIN = "Export or train the model again."
 
@@ -49,9 +50,9 @@ class ModelCard:
 
     `height` and `width` are in pixels, `mean` and `std` in units of [0, 1] RGB; `background` says that class 0 stands
     for everything unlabelled (COCO layouts) rather than for a class of its own (semantic masks). `include` and
-    `exclude` are the patterns that chose the quantised layers, `fp8` and `int8` those of them in these formats; None
-    for the default choice. `task` is "semantic", "instance", "detection" or "classification", and `head` the layout of
-    the output of all but the first.
+    `exclude` are the patterns that chose the quantised layers, those named as one of `FORMATS` say which of them have
+    that format; None for the default choice. `task` is "semantic", "instance", "detection" or "classification", and
+    `head` the layout of the output of all but the first.
     `target`: the engine whose precision each layer has, as `train --for` names it: "rtx sm120".
     `digits`: the model encodes the image in several FP4 terms before its first layer (`models.input_encoding`); its
     input is the same.
@@ -77,6 +78,7 @@ class ModelCard:
     exclude: Patterns | None = None
     fp8: Patterns | None = None
     int8: Patterns | None = None
+    w4a8: Patterns | None = None
     target: Name | None = None
     task: TaskName = "semantic"
     head: Annotated[InstanceHead | ClassHead | DetectionHead, Field(discriminator="method")] | None = None
@@ -85,6 +87,11 @@ class ModelCard:
     output: Name | None = None
     rest: RestName = "fp16"
     volume: VolumeInput | None = None
+
+    @property
+    def formats(self) -> dict[str, tuple[str, ...] | None]:
+        """The patterns of each of `FORMATS`."""
+        return {name: getattr(self, name) for name in FORMATS}
 
     @property
     def size(self) -> Size:
@@ -135,16 +142,9 @@ class ModelCard:
     def to_json(self) -> str:
         """Serialise; `from_json` gives the same card back."""
         fields = dataclasses.asdict(self)
-        for name, usual in (
-            ("arguments", {}),
-            ("output", None),
-            ("fp8", None),
-            ("int8", None),
-            ("target", None),
-            ("rest", "fp16"),
-            ("volume", None),
-        ):  # older versions do not know them
-            if fields[name] == usual:
+        usual = {"arguments": {}, "rest": "fp16"} | dict.fromkeys(("output", *FORMATS, "target", "volume"))
+        for name in usual:  # older versions do not know them
+            if fields[name] == usual[name]:
                 del fields[name]
         return json.dumps(fields, sort_keys=True)
 

@@ -8,7 +8,7 @@ from fp4deploy.models.volumes import VOLUME
 from fp4deploy.packed.file import PackedFile
 from fp4deploy.packed.graph import Form, Layer, Linear, Node, is_quantized, named, tensors_of
 from fp4deploy.packed.memory import activation_bytes, full_precision, plain_bytes
-from fp4deploy.packed.network import has_kernel
+from fp4deploy.packed.network import has_kernel, has_mixed_kernel
 from fp4deploy.packed.shapes import Shape, Shapes, shapes_of, weight_shape
 from fp4deploy.rest import rest_of
 
@@ -68,7 +68,7 @@ def _row(file: PackedFile, node: Node, shapes: Shapes) -> tuple[Any, ...]:
         axis = -1 if isinstance(node, Linear) else 1
         shape = weight_shape(file.graph, node, sum(shapes[name][axis] for name in node.inputs))
         if node.precision == "w4a8":
-            precision = "W4A8 decoded"
+            precision = "W4A8" if has_mixed_kernel(node) else "W4A8 decoded"
         elif node.precision == "nvfp4":
             precision = "FP4" if has_kernel(node, shape[1:-1]) else "FP4 decoded"
     elif f"{named(node)}.weight" in names:

@@ -46,8 +46,9 @@ from typing import Any, cast
 import torch
 
 from fp4deploy.errors import InputError
-from fp4deploy.formats import Mxfp4Tensor, Nvfp4Tensor, fake_quantize_mxfp8
+from fp4deploy.formats import Mxfp4Tensor, Nvfp4Tensor, fake_quantize_mxfp8, quantize_mxfp8
 from fp4deploy.formats.round_trip import round_trip_nvfp4
+from fp4deploy.graph.sizes import output_size, transposed_size
 from fp4deploy.models.input_encoding import encode_input
 from fp4deploy.packed.file import PackedFile
 from fp4deploy.packed.graph import (
@@ -61,6 +62,7 @@ from fp4deploy.packed.graph import (
     Linear,
     Node,
     Norm,
+    axes_of,
     constants_of,
     weight_names,
 )
@@ -71,10 +73,12 @@ from fp4deploy.packed.producers import Move, Produce, Step, label, moved, normal
 from fp4deploy.packed.shapes import Shape, expected, fitting, shapes_of, weight_order, weight_shape
 from fp4deploy.packed.wide import wide_activations
 from fp4deploy.plugins.aot.compile import triton_version
+from fp4deploy.plugins.gemm.arguments import capability_of
 from fp4deploy.plugins.gemm.convolution import decoded, plain, warpgroup
 from fp4deploy.plugins.gemm.convolution.decoded_weight import DecodedWeight, decode_weight, supports
 from fp4deploy.plugins.gemm.dispatch import TAPS, conv2d, conv_transpose2d, matmul
 from fp4deploy.plugins.gemm.reference import matmul_reference
+from fp4deploy.plugins.gemm.training import POINTWISE, Window, gather_gemm
 from fp4deploy.plugins.gemm.triton.variants import VOLUMES
 from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4
 from fp4deploy.plugins.quantize.norm_pack import FeatureMap, OutputForm, coefficients, norm_relu_pack
@@ -141,9 +145,11 @@ class PackedNetwork:
         self.by_default = on_gpu and weights is None and plain == "torch" and not marks and not mixed
         self._decodes = weights != "packed" and self.has_kernels and decoded.available(self.device)
         self._compiles = on_cpu or triton_version() is not None
+        self.has_mixed_kernels = on_gpu and triton_version() is not None and capability_of(self.device) >= 90
         self._own = plain == "kernel" and self.device.type == "cuda"
         self._packed: dict[str, Nvfp4Tensor] = {}
         self._mixed: dict[str, torch.Tensor] = {}  # weights of W4A8, decoded to float32, in the file's order of axes
+        self._codes: dict[str, Mxfp4Tensor] = {}  # or as a kernel reads them, [O, KH, KW, C]
         self._decoded: dict[str, DecodedWeight] = {}
         self._wide: dict[tuple[str, torch.dtype], torch.Tensor] = {}  # decoded, in the file's order of axes
         self._taps: dict[str, list[int]] = {}
@@ -286,6 +292,8 @@ class PackedNetwork:
         found = self._plain.get(node.layer, self._mixed.get(node.layer))
         if found is not None:
             return found.nbytes
+        if node.layer in self._codes:
+            return self._codes[node.layer].codes.nbytes + self._codes[node.layer].scales.nbytes
         if node.layer not in self._packed:
             return self._wide[node.layer, self.decoded_dtype].nbytes
         weight = self._packed[node.layer]
@@ -295,7 +303,8 @@ class PackedNetwork:
         """What a node or step computes with on this device, for a table: "FP4, weight decoded at load"."""
         plain = rest_of(self._dtype_of(node)).label
         if isinstance(node, Layer) and node.precision == "w4a8":
-            return "W4A8 as TF32" if self.device.type == "cuda" else "W4A8 as FP32"
+            decoded_as = "TF32" if self.device.type == "cuda" else "FP32"
+            return "W4A8" if node.layer in self._codes else f"W4A8 as {decoded_as}"
         if not isinstance(node, Layer) or node.precision != "nvfp4":
             return plain
         if node.layer in self._decoded:
@@ -402,6 +411,8 @@ class PackedNetwork:
             if y is not None:
                 return self.forms(y, node.outputs)
         if node.precision == "w4a8":
+            if node.layer in self._codes:
+                return self.forms(self._multiply_mixed(node, cast(torch.Tensor, inputs[0]), bias), node.outputs, pack)
             sources = [fake_quantize_mxfp8(cast(torch.Tensor, x).float(), _axis(node)) for x in inputs]
             weight = self._mixed[node.layer].permute(weight_order(node, self._mixed[node.layer].ndim))
             with _tf32(True):
@@ -420,6 +431,22 @@ class PackedNetwork:
                 sources = [channels_last(sources[0].to(self.dtype))]
         y = convolve(node, sources, weight, None if bias is None else bias.to(dtype)).to(self.dtype)
         return self.forms(y if isinstance(node, Linear) else channels_last(y), node.outputs, pack)
+
+    def _multiply_mixed(self, node: Layer, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """A layer in W4A8 by the kernel: the activation is quantised, the weight stays packed."""
+        weight, linear = self._codes[node.layer], isinstance(node, Linear)
+        rows = x.flatten(0, -2)[None, None] if linear else channels_last(x).movedim(1, -1)
+        window, sizes = POINTWISE, rows.shape[1:3]
+        if not linear:
+            place = cast("Conv2d | ConvTranspose2d", node)
+            steps = (place.stride, place.padding, place.dilation)
+            window = Window(*(cast(Any, tuple(each)) for each in (weight.shape[1:3], *steps)))
+            sizes = torch.Size(fitted_size(place, rows.shape[1:3], weight.shape[1:3]))
+        inverse = isinstance(node, ConvTranspose2d)
+        packed = quantize_mxfp8(rows.float())
+        y = gather_gemm(packed, weight, window, (sizes[0], sizes[1]), self.dtype, bias, inverse)
+        y = y.relu_() if getattr(node, "relu", False) else y
+        return y.reshape(*x.shape[:-1], -1) if linear else y.movedim(-1, 1)
 
     def _convolve(self, node: Conv2d, inputs: list[torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
         """A layer in 16 bits by the kernel of this package."""
@@ -511,7 +538,13 @@ class PackedNetwork:
         if node.precision == "w4a8":
             codes, scales = (tensors[name].to(self.device) for name in names)
             shape = torch.Size(weight_shape(self.graph, node, sum(sources)))
-            self._mixed[node.layer] = Mxfp4Tensor(codes, scales, shape).dequantize()
+            weight4 = Mxfp4Tensor(codes, scales, shape)
+            if not self._decodes and self.has_mixed_kernels and has_mixed_kernel(node):
+                rows = (1, 1) if isinstance(node, Linear) else ()
+                codes, scales = (part.view(part.shape[0], *rows, *part.shape[1:]) for part in (codes, scales))
+                self._codes[node.layer] = Mxfp4Tensor(codes, scales, torch.Size((shape[0], *rows, *shape[1:])))
+            else:
+                self._mixed[node.layer] = weight4.dequantize()
             return
         if node.precision != "nvfp4":
             kept = tensors[names[0]].to(self.device, self.dtype)
@@ -592,6 +625,22 @@ def has_kernel(node: Layer, taps: Sequence[int]) -> bool:
         whole = not any((*place.padding, *place.output_padding)) and dilations <= {1}
         return whole and place.stride == list(taps) and {*taps} <= {1, 2}
     return math.prod(taps) <= TAPS
+
+
+def has_mixed_kernel(node: Layer) -> bool:
+    """Whether a kernel multiplies the operands of a layer in W4A8: linear ones, and of images those of one group."""
+    if isinstance(node, Linear):
+        return True
+    place = cast("Conv2d | ConvTranspose2d", node)
+    return place.groups == 1 and axes_of(place) == 2
+
+
+def fitted_size(node: Conv2d | ConvTranspose2d, sizes: Sequence[int], taps: Sequence[int]) -> list[int]:
+    """Pixels of a convolution's output along each axis."""
+    steps = list(zip(sizes, taps, node.stride, node.padding, node.dilation, strict=True))
+    if not isinstance(node, ConvTranspose2d):
+        return [output_size(*each) for each in steps]
+    return [transposed_size(*each, more) for each, more in zip(steps, node.output_padding, strict=True)]
 
 
 def is_decoded(node: Layer, sources: tuple[int, ...], taps: Sequence[int]) -> bool:

@@ -69,6 +69,7 @@ def quantize(
     exclude: Selection = None,
     fp8: Selection = None,
     int8: Selection = None,
+    w4a8: Selection = None,
     fp16_macs: float = 0.0,
     fp8_macs: float = 0.0,
     correction: str = "norm",
@@ -86,7 +87,7 @@ def quantize(
         images: model inputs, such as normalised images [N, 3, H, W]: one batch or several, on the model's device, as of
             `qat.calibrate`: tensors, dicts of arguments, or samples of a DataLoader.
         method: one of `methods.METHODS`.
-        include, exclude, fp8, int8: which layers, as of `prepare`.
+        include, exclude, fp8, int8, w4a8: which layers, as of `prepare`.
         fp16_macs, fp8_macs: shares of the multiply-accumulates of the quantised layers. The layers that lose most in
             FP4 for their work (`qat.sensitive`) stay in FP16, and become FP8, as far as they fit into them.
         correction: "none", "bias", "norm" or "both" (`correction`).
@@ -117,7 +118,7 @@ def quantize(
         for parameter in reference.parameters():
             parameter.requires_grad_(False)
         example = arguments_of(model, batches[0])
-        prepare(model, chosen.recipe, include, exclude, fp8, example, int8)
+        prepare(model, chosen.recipe, include, exclude, fp8, example, int8, w4a8)
         result = Result(method, chosen.recipe, correction, count)
         for form, share in (("fp16", fp16_macs), ("fp8", fp8_macs)):
             if not share:
@@ -131,7 +132,7 @@ def quantize(
                 with_names(each, names) if names and form == own else each
                 for own, each in (("fp16", exclude), ("fp8", fp8))
             )
-            prepare(model, chosen.recipe, include, exclude, fp8, example, int8)
+            prepare(model, chosen.recipe, include, exclude, fp8, example, int8, w4a8)
         say(f"Activations: {activations or chosen.activations} over {result.images} images.")
         report("activations", 0, None)
         with autocast(batches[0]):

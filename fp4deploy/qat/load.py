@@ -87,7 +87,8 @@ def _uncalibrated(network: nn.Module, card: ModelCard) -> list[str]:
 def prepare_as(model: nn.Module, card: ModelCard) -> nn.Module:
     """`prepare` a model, in place, by the recipe and the choice of layers that its card names."""
     image = torch.empty(2, *card.input_shape, device="meta")
-    return prepare(model, card.recipe or "nvfp4_qat", card.include, card.exclude, card.fp8, image, card.int8)
+    recipe = card.recipe or "nvfp4_qat"
+    return prepare(model, recipe, card.include, card.exclude, example_inputs=image, **card.formats)
 
 
 def _prepare_as_written(model: nn.Module, card: ModelCard, path: Path) -> None:
@@ -104,7 +105,8 @@ def _prepare_as_written(model: nn.Module, card: ModelCard, path: Path) -> None:
     ends = {plan.name for plan in layer_plan(model, card.recipe) if plan.reason.startswith(("first", "output"))}
     if written - planned - ends or planned - written - {registered[0], registered[-1]}:
         return
-    prepare(model, card.recipe or "nvfp4_qat", lambda name, _: name in written, None, card.fp8, int8=card.int8)
+    recipe = card.recipe or "nvfp4_qat"
+    prepare(model, recipe, lambda name, _: name in written, example_inputs=None, **card.formats)
 
 
 def deployed(model: nn.Module, rest: Rest = FP16) -> nn.Module:
@@ -132,7 +134,8 @@ def round_to_deployed(model: nn.Module, rest: Rest = FP16) -> None:
     for name, tensor in rest_tensors(model, rest):
         masked = not isinstance(tensor, nn.Parameter)  # a buffer may hold -Inf
         rest.require(name, tensor[tensor.isfinite()] if masked else tensor)
-        tensor.copy_(tensor.to(rest.dtype))
+        once = tensor[tuple(slice(None) if step else slice(1) for step in tensor.stride())]  # of what is expanded
+        once.copy_(once.to(rest.dtype))
     for layer in quantized_layers(model).values():
         if layer.input_amax is not None:
             layer.input_amax.requires_grad_(False)

@@ -8,8 +8,8 @@ input channels (as one that reads a second image), and everything that is not a 
 functions). A subclass with a forward of its own is quantised where that is still one product (`computed`).
 A layer that no quantised class implements (another subclass, an embedding) says so.
 
-Of the layers that are quantised, those that `fp8` and `int8` name are in these formats; by default the recipe decides
-(`Recipe.fp8`).
+Of the layers that are quantised, those that `fp8`, `int8` and `w4a8` name are in these formats; by default the recipe
+decides (`Recipe.fp8`).
 """
 
 from __future__ import annotations
@@ -61,17 +61,18 @@ def layer_plan(
     fp8: Selection = None,
     example_inputs: Inputs | None = None,
     int8: Selection = None,
+    w4a8: Selection = None,
 ) -> list[LayerPlan]:
     """Plan every layer with weights, in the model's order. A prepared model is described as it is.
 
-    What `prepare` would do to it is planned when `include`, `exclude`, `fp8` or `int8` is given.
+    What `prepare` would do to it is planned when `include`, `exclude` or a format is given.
 
     Args:
         recipe: None plans a model that stays in FP16.
         include: name, glob or keyword, several, or predicate(name, module) (`qat.selection`); given, exactly these
             layers are quantised.
         exclude: likewise; these stay in high precision.
-        fp8, int8: likewise; of the quantised layers these have that format. None leaves the choice to the recipe.
+        fp8, int8, w4a8: likewise; of the quantised layers these have that format. None leaves the choice to the recipe.
         example_inputs: what the forward takes, for a network whose first and output layers are found neither by
             tracing nor with an assumed input (`qat.ends`).
 
@@ -86,7 +87,7 @@ def layer_plan(
     2 FP16 output layer: its error goes straight into the logits
     """
     with opened(model, is_quantized):
-        return planned(model, recipe, include, exclude, fp8, int8, example_inputs)
+        return planned(model, recipe, include, exclude, {"fp8": fp8, "int8": int8, "w4a8": w4a8}, example_inputs)
 
 
 def planned(
@@ -94,11 +95,10 @@ def planned(
     recipe: str | Recipe | None,
     include: Selection,
     exclude: Selection,
-    fp8: Selection,
-    int8: Selection,
+    selections: Mapping[str, Selection],
     example_inputs: Inputs | None,
 ) -> list[LayerPlan]:
-    """`layer_plan`, attention open (`qat.attention`)."""
+    """`layer_plan`, attention open (`qat.attention`); selections: by the formats of `recipes.LAYER_FORMATS`."""
     layers = _layers_with_weights(model)
     lazy = next((name for name, layer in layers if any(map(is_lazy, layer.parameters(recurse=False)))), None)
     if lazy is not None:
@@ -110,17 +110,17 @@ def planned(
         return [LayerPlan(name, _kind(layer), "FP16", "FP16 model") for name, layer in layers]
     chosen = find_recipe(recipe)
     included, excluded = (predicate_of(each, dict(layers)) for each in (include, exclude))
-    eight = eight_of(fp8, int8, dict(layers))
+    formats = formats_of(selections, dict(layers))
     # Once: it tries a subclass's forward.
     impossible = {name: _reason_impossible(layer, chosen) for name, layer in layers}
     ends = ends_of(model, is_gemm, example_inputs) if include is None else Ends((), ())  # it traces a copy
     of_groups = {
-        name: crossed_groups(layer, recipe_of(chosen, name, layer, eight))
+        name: crossed_groups(layer, recipe_of(chosen, name, layer, formats))
         for name, layer in layers
         if not impossible[name] and not expert_weights(layer)
     }
     require_possible(include, impossible | of_groups)
-    as_it_is = include is None and exclude is None and not eight
+    as_it_is = include is None and exclude is None and not formats
     prepared = as_it_is and any(isinstance(layer, QuantizedLayer | QuantExperts) for _, layer in layers)
     plans = []
     for name, layer in layers:
@@ -135,7 +135,9 @@ def planned(
             reason = kept or described(layer, quantised)
             plans.append(LayerPlan(name, _kind(layer), "FP16" if kept else EXPERTS, reason))
             continue
-        own = layer.recipe if prepared and isinstance(layer, QuantizedLayer) else recipe_of(chosen, name, layer, eight)
+        own = (
+            layer.recipe if prepared and isinstance(layer, QuantizedLayer) else recipe_of(chosen, name, layer, formats)
+        )
         precision = "FP16" if kept else own.precision
         plans.append(LayerPlan(name, _kind(layer), precision, kept or _quantized_reason(layer, own)))
     return plans
@@ -147,29 +149,29 @@ def eight_bits(recipe: Recipe) -> str:
     return spec.named if spec is not None and spec.in_eight_bits else ""
 
 
-Eight = Mapping[str, Predicate]  # format in eight bits -> which layers have it
+Formats = Mapping[str, Predicate]  # format of `recipes.LAYER_FORMATS` -> which layers have it
 
 
-def eight_of(fp8: Selection, int8: Selection, names: Mapping[str, object]) -> Eight:
+def formats_of(selections: Mapping[str, Selection], names: Mapping[str, object]) -> Formats:
     """The selections that are given, as predicates."""
-    chosen = {"fp8": predicate_of(fp8, names), "int8": predicate_of(int8, names)}
+    chosen = {name: predicate_of(selection, names) for name, selection in selections.items()}
     return {name: predicate for name, predicate in chosen.items() if predicate is not None}
 
 
-def recipe_of(recipe: Recipe, name: str, layer: nn.Module, eight: Eight = MappingProxyType({})) -> Recipe:
-    """What one quantised layer gets of a recipe: the recipe, or its form in eight bits.
+def recipe_of(recipe: Recipe, name: str, layer: nn.Module, formats: Formats = MappingProxyType({})) -> Recipe:
+    """What one quantised layer gets of a recipe: the recipe, or its form in another format.
 
-    eight: which layers are in eight bits; without any, the recipe decides.
+    formats: which layers are in which; without any, the recipe decides.
 
     Raises:
-        InputError: it is to be in eight bits, and the recipe has no such form, or in two formats at once.
+        InputError: it is to be in a format that the recipe has no form of, or in two at once.
     """
-    formats = [each for each, chosen in eight.items() if chosen(name, layer)]
-    if len(formats) > 1:
-        raise InputError(f"{name} is among the layers of both fp8 and int8. Leave it out of one.")
-    if not eight and recipe.fp8 == "convolutions" and not is_single_gemm(layer):
-        formats = ["fp8"]
-    return recipe.in_eight_bits(formats[0]) if formats and not eight_bits(recipe) else recipe
+    own = [each for each, chosen in formats.items() if chosen(name, layer)]
+    if len(own) > 1:
+        raise InputError(f"{name} is among the layers of both {own[0]} and {own[1]}. Leave it out of one.")
+    if not formats and recipe.fp8 == "convolutions" and not is_single_gemm(layer):
+        own = ["fp8"]
+    return recipe.in_format(own[0]) if own and recipe.precision == "FP4" else recipe
 
 
 def _layers_with_weights(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -210,6 +212,8 @@ def _reason_to_keep(
         return _crossed_inputs(channels, groups)
     if not name:  # the model is this one layer, and whoever prepares it means it
         return None
+    if name in ends.lent:
+        return "never called: its module multiplies with the weight itself"
     if name in ends.first:
         return f"first layer: reads the image ({channels} input channels, a block has {NVFP4_BLOCK})"
     if channels <= NVFP4_BLOCK // 4:
@@ -263,7 +267,9 @@ def _reason_impossible(layer: nn.Module, recipe: Recipe) -> str | None:
 
 
 def _hooked(layer: nn.Module) -> str | None:
-    """A weight or bias that is no parameter but an attribute, which a hook sets before each forward."""
+    """A weight or bias that is no parameter but an attribute, which a hook sets before each forward; a new forward."""
+    if "forward" in vars(layer):
+        return "its forward was replaced by another one, which the quantised layer would not call"
     set_by_hook = [name for name in ("weight", "bias") if isinstance(vars(layer).get(name), torch.Tensor)]
     if not set_by_hook:
         return None

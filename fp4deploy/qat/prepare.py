@@ -20,7 +20,7 @@ from fp4deploy.qat.experts import PRECISION as EXPERTS
 from fp4deploy.qat.experts import attach, detach, experts_of
 from fp4deploy.qat.fp4_gemms.requirements import PRODUCTS, require_packed
 from fp4deploy.qat.layers import QUANTIZED, QuantizedLayer
-from fp4deploy.qat.plan import LayerPlan, eight_of, is_gemm, is_quantized, planned, recipe_of
+from fp4deploy.qat.plan import LayerPlan, formats_of, is_gemm, is_quantized, planned, recipe_of
 from fp4deploy.qat.ranges import Ranges
 from fp4deploy.qat.recipes import Recipe, find_recipe
 from fp4deploy.qat.selection import Selection
@@ -35,12 +35,13 @@ def prepare(
     fp8: Selection = None,
     example_inputs: Inputs | None = None,
     int8: Selection = None,
+    w4a8: Selection = None,
 ) -> nn.Module:
     """Fake-quantise the layers that `layer_plan` chooses, in place; parameters, names, biases and hooks stay.
 
     A prepared model can be prepared again: with another recipe for the same layers, or for others by `include` or
-    `exclude`; `fp8` and `int8` choose those in these formats, and `example_inputs` is as of `layer_plan`. Static scales
-    that were calibrated stay. `restore` undoes it.
+    `exclude`; `fp8`, `int8` and `w4a8` choose those in these formats, and `example_inputs` is as of `layer_plan`.
+    Static scales that were calibrated stay. `restore` undoes it.
 
     Raises:
         InputError: unknown recipe, a pattern that matches nothing, or a model with no layer to quantise.
@@ -51,11 +52,11 @@ def prepare(
     >>> print(str(prepare(nn.Linear(64, 32))).partition("nvfp4_qat: ")[2])
     X NVFP4 RN static along C, W^T NVFP4 RN along C, G -, W -, G^T -, X (dW) -, straight-through)
     """
-    chosen = find_recipe(recipe)
+    chosen, selections = find_recipe(recipe), {"fp8": fp8, "int8": int8, "w4a8": w4a8}
     with opened(model, is_quantized):
-        plans = {plan.name: plan for plan in planned(model, chosen, include, exclude, fp8, int8, example_inputs)}
+        plans = {plan.name: plan for plan in planned(model, chosen, include, exclude, selections, example_inputs)}
         names = [name for name, plan in plans.items() if plan.precision != "FP16"]
-        eight = eight_of(fp8, int8, plans)
+        formats = formats_of(selections, plans)
         if not names:
             raise InputError(_nothing_to_quantize(model, plans))
         calibrated = {name: layer.input_amax for name, layer in quantized_layers(model).items()}
@@ -66,7 +67,7 @@ def prepare(
                 attach(layer, chosen)
                 continue
             layer.__class__ = quantized_class(layer)
-            layer.attach(recipe_of(chosen, name, layer, eight), calibrated.get(name), name)  # type: ignore[operator]
+            layer.attach(recipe_of(chosen, name, layer, formats), calibrated.get(name), name)  # type: ignore[operator]
         return model
 
 

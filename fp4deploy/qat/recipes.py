@@ -29,6 +29,7 @@ global scale of a tensor instead of one for each 128 elements, and `WeightReset`
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from fp4deploy.errors import InputError, suggest
 from fp4deploy.formats import MXFP4_BLOCK, NVFP4_BLOCK, FourOverSix
@@ -293,15 +294,19 @@ class Recipe:
             )
         return wrong
 
-    def in_eight_bits(self, form: str = "fp8") -> Recipe:
-        """This recipe for a layer in "fp8" or "int8": the same name, timing and decay, another format of both operands.
+    def in_format(self, form: str = "fp8") -> Recipe:
+        """This recipe for a layer in one of `LAYER_FORMATS`: the same name, timing and decay, other operands.
 
         Raises:
-            InputError: its gradients are quantised, or its amax is learned.
+            InputError: of FP8 and INT8, its gradients are quantised, or its amax is learned.
         """
-        scale = self.activation.scale if self.activation else "static"
-        operands = {"activation": QuantSpec(form, scale=scale), "weight": QuantSpec(form, row_scaled=True)}
-        return replace(self, **operands, fp8="none", weight_reset=None)  # type: ignore[arg-type]
+        activation, weight = LAYER_FORMATS[form]
+        changed: dict[str, Any] = {"weight": weight, "fp8": "none", "weight_reset": None}
+        if activation.scale == "static" and self.activation:
+            activation = replace(activation, scale=self.activation.scale)
+        elif activation.scale == "dynamic":
+            changed |= {"amax_timing": "current", "amax_learned": False}
+        return replace(self, activation=activation, **changed)
 
     def operands(self) -> dict[str, QuantSpec | None]:
         """The six specs by name, in the table's order."""

@@ -119,7 +119,7 @@ class Config(Section):
                 "weights; leave out one"
             )
         if self.quant.fp8_macs:
-            checked(find_recipe(self.recipe), Recipe.in_eight_bits)
+            checked(find_recipe(self.recipe), Recipe.in_format)
         return self
 
     @model_validator(mode="after")

@@ -36,6 +36,7 @@ from fp4deploy.errors import InputError, Interrupted, suggest
 from fp4deploy.graph.copies import copied
 from fp4deploy.models import ModelCard, load_weights, read_card
 from fp4deploy.models.build import network_for
+from fp4deploy.models.card import FORMATS
 from fp4deploy.models.initial import load_initial
 from fp4deploy.models.spec import UNET
 from fp4deploy.qat import calibrate_percentile, find_recipe, prepare_as, quantized_layers, set_products
@@ -381,10 +382,11 @@ def rest_trained_for(config: Config) -> RestName:
 def model_card(config: Config, model: str, data: SegmentationDataset) -> ModelCard:
     """The card of one model of a run."""
     quantized = model in QUANTIZED_MODELS
-    include, exclude, fp8, int8 = (
-        tuple(patterns) if quantized and patterns is not None else None
-        for patterns in (config.quant.include, config.quant.exclude, config.quant.fp8, config.quant.int8)
-    )
+    chosen = {
+        name: tuple(patterns) if quantized and patterns is not None else None
+        for name in ("include", "exclude", *FORMATS)
+        for patterns in (getattr(config.quant, name),)
+    }
     volume = volume_input(config, data)
     mean, std = (IMAGE_MEAN, IMAGE_STD) if volume is None else ((value,) * len(volume.channels) for value in (0.0, 1.0))
     return ModelCard(
@@ -403,10 +405,7 @@ def model_card(config: Config, model: str, data: SegmentationDataset) -> ModelCa
         background=data.background,
         recipe=config.recipe if quantized else None,
         rest=rest_trained_for(config),
-        include=include,
-        exclude=exclude,
-        fp8=fp8,
-        int8=int8,
+        **chosen,
         target=config.quant.target if quantized else None,
         task=config.task,
         head=make_head(config, data),

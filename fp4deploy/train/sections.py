@@ -294,6 +294,7 @@ class QuantSection(Section):
         description="likewise, of layers that stay in FP16, which packed networks have as well; chosen before fp8_macs",
     )
     int8: list[str] | None = Field(None, description="likewise, of layers that are INT8")
+    w4a8: list[str] | None = Field(None, description="likewise, of layers with MXFP4 weights and MXFP8 activations")
     target: str | None = Field(None, description="the engine that fp8 was chosen for; train --for sets both")
     equalize: bool = Field(
         False,

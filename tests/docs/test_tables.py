@@ -107,6 +107,7 @@ def rows_of(table: str) -> list[list[str]]:
 def test_no_set_is_missing_in_the_whole_picture(macros: ModuleType) -> None:
     """Of every sweep the variants in default layers that three seeds finished; and the largest loss stands first."""
     shown = {(name, qat) for _, name, _, _, qat in macros.picture.WHOLE_PICTURE}
+    shown |= {(name, "fp4") for name in macros.picture.W4A8}  # the same networks and data, in a table of their own
     for path in macros.results.RESULTS.glob("*_h200.json"):
         for name, row in macros.result(path.stem).get("variants", {}).items():
             own = all(each.startswith(("data.", "model.spec")) for each in row["settings"])

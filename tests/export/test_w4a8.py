@@ -8,6 +8,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
+import torch.nn.functional as F
 from onnx import helper
 from torch import nn
 
@@ -18,11 +19,14 @@ from fp4deploy.export.onnx.graph import export_graph
 from fp4deploy.export.onnx.layers import layers_of, planned_layers
 from fp4deploy.export.to_onnx import export_onnx, portable_name
 from fp4deploy.export.to_packed import pack
-from fp4deploy.formats import fake_quantize_mxfp4, fake_quantize_mxfp8
+from fp4deploy.formats import Mxfp4Tensor, Mxfp8Tensor, fake_quantize_mxfp4, fake_quantize_mxfp8
+from fp4deploy.models.card import FORMATS
 from fp4deploy.packed import PackedNetwork, read_packed
 from fp4deploy.packed.describe import describe_packed
+from fp4deploy.plugins.gemm.training import Window
 from fp4deploy.qat import layer_plan, prepare
 from fp4deploy.qat.load import deployed
+from fp4deploy.qat.recipes import LAYER_FORMATS
 
 
 class Mixed(nn.Module):
@@ -79,7 +83,53 @@ def test_a_packed_file_has_the_weight_and_computes_the_same(model: nn.Module, tm
     assert torch.equal(found, deployed(model).body(seen).relu())
     assert network.precision_of(body) == "W4A8 as FP32"
     rows = {row[0]: row[2] for row in describe_packed(file)[2]}
-    assert rows["body"] == "W4A8 decoded"
+    assert (rows["body"], rows["skip"]) == ("W4A8", "W4A8 decoded")
+
+
+def multiplied(x: Mxfp8Tensor, w: Mxfp4Tensor, window: Window, pixels: tuple[int, int], *rest: object) -> torch.Tensor:
+    """What `gather_gemm` computes."""
+    dtype, bias, inverse = rest
+    source, filters = x.dequantize().permute(0, 3, 1, 2), w.dequantize()
+    if inverse:
+        more = [size - (n - 1) * s + 2 * p - d * (k - 1) - 1 for size, n, k, s, p, d in zip(
+            pixels, source.shape[2:], window.kernel, window.stride, window.padding, window.dilation, strict=True
+        )]  # fmt: skip
+        y = F.conv_transpose2d(
+            source, filters.permute(3, 0, 1, 2), bias, window.stride, window.padding, more, 1, window.dilation
+        )
+    else:
+        y = F.conv2d(source, filters.permute(0, 3, 1, 2), bias, window.stride, window.padding, window.dilation)
+    assert tuple(y.shape[2:]) == pixels
+    return y.permute(0, 2, 3, 1).to(dtype)
+
+
+def test_a_kernel_gets_the_places_of_each_layer(
+    model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With kernels as on Blackwell, here torch in their place; the layer of two groups has none."""
+    pack(model, tmp_path / "mixed.fp4", example_inputs=torch.randn(2, 3, 16, 16), verify=False)
+    decoded, network = (PackedNetwork(read_packed(tmp_path / "mixed.fp4")) for _ in range(2))
+    monkeypatch.setattr("fp4deploy.packed.network.gather_gemm", multiplied)
+    network.has_mixed_kernels = True
+    shapes = {"body": (1, 24, 9, 8), "up": (2, 40, 4, 5), "point": (1, 6, 7, 64), "skip": (1, 64, 6, 6)}
+    for node in (node for node in network.graph.nodes if getattr(node, "layer", "") in shapes):
+        x = torch.randn(shapes[node.layer])
+        network._load_weight(node, (x.shape[-1 if node.op == "linear" else 1],))
+        (expected,), (found,) = decoded.run_node(node, [x]), network.run_node(node, [x])
+        assert network.precision_of(node) == ("W4A8 as FP32" if node.layer == "skip" else "W4A8")
+        assert found.shape == expected.shape
+        torch.testing.assert_close(found, expected)
+
+
+def test_single_layers_of_an_nvfp4_model_are_in_it() -> None:
+    mixed = prepare(Mixed(), "nvfp4_qat+delayed", w4a8=["body", "up"], fp8="point")
+    found = {plan.name: plan.precision for plan in layer_plan(mixed)}
+    assert found == {"stem": "FP16", "body": "W4A8", "skip": "FP4", "up": "W4A8", "point": "FP8", "head": "FP16"}
+    assert [name for name, _ in mixed.named_buffers()] == ["skip.input_amax", "point.input_amax"]
+    assert mixed.body.recipe.name == mixed.skip.recipe.name
+    assert tuple(LAYER_FORMATS) == FORMATS
+    with pytest.raises(InputError, match="up is among the layers of both fp8 and w4a8"):
+        prepare(Mixed(), w4a8="up", fp8=["up", "body"])
 
 
 def test_groups_that_a_block_would_cross_stay_out() -> None:

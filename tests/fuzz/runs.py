@@ -88,7 +88,9 @@ def _timed() -> bytes:
 
 
 def _use_timed(path: Path) -> object:
-    found = with_measured(dict.fromkeys("ab", LayerCost(1, 2, 2, 4, 0.1, 0.1, 0.1, 0.1)), measured_layers(path)[0])
+    found = with_measured(
+        dict.fromkeys("ab", LayerCost(1, 1, 2, 2, 4, 0.1, 0.1, 0.1, 0.1, 0.1)), measured_layers(path)[0]
+    )
     assert all(math.isfinite(cost.of(each, "ms")) for cost in found.values() for each in ("FP16", *cost.precisions))
     return found
 

@@ -117,7 +117,7 @@ def test_only_recipes_with_resets_are_followed() -> None:
     for step in range(STEPS):
         resets.update(step)
     assert not resets.state()
-    assert replace(RECIPES["nvfp4_fp8_qat"], weight_reset=WeightReset()).in_eight_bits().weight_reset is None
+    assert replace(RECIPES["nvfp4_fp8_qat"], weight_reset=WeightReset()).in_format().weight_reset is None
 
 
 def test_a_reset_without_codes_or_room_is_refused() -> None:

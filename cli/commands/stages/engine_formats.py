@@ -89,8 +89,9 @@ def layers_in_fp8(card: ModelCard, target: str) -> tuple[str, ...]:
 
     network = network_for(card, "The configuration")
     image = torch.empty(2, *card.input_shape, device="meta")
-    plans = layer_plan(network, card.recipe, card.include, card.exclude, (), image, card.int8)
+    others = card.formats | {"fp8": ()}
+    plans = layer_plan(network, card.recipe, card.include, card.exclude, example_inputs=image, **others)
     found = in_fp8(network, plans, "auto", rest_of(card))
-    others = sum(plan.precision == "FP4" for plan in plans) - len(found)
-    note(f"For {target}, --conv auto: {counted(len(found), 'layer')} in FP8, {others} in NVFP4.")
+    left = sum(plan.precision == "FP4" for plan in plans) - len(found)
+    note(f"For {target}, --conv auto: {counted(len(found), 'layer')} in FP8, {left} in NVFP4.")
     return found

@@ -72,6 +72,10 @@ def quantize(
         list[str] | None,
         typer.Option("--int8", help="Quantised layers that are INT8, a pattern; repeatable.", show_default="none"),
     ] = None,
+    w4a8: Annotated[
+        list[str] | None,
+        typer.Option("--w4a8", help="Quantised layers that are W4A8, a pattern; repeatable.", show_default="none"),
+    ] = None,
     fp16_macs: Annotated[
         float,
         typer.Option(
@@ -152,7 +156,7 @@ def quantize(
     expect(model)
     aim = target_of(engine, arch)
     settings = {"correction": correction, "activations": activations, "iterations": iterations, "seed": seed}
-    layers = {"include": include, "exclude": exclude, "fp8": fp8, "int8": int8}
+    layers = {"include": include, "exclude": exclude, "fp8": fp8, "int8": int8, "w4a8": w4a8}
     if aim is not None and checkpoint is not None and (checkpoint.is_dir() or checkpoint.suffix == ".onnx"):
         raise InputError("--for is for checkpoints. A folder of nnU-Net takes --fp8; an .onnx file has its own layers.")
     of_checkpoints = checkpoint is None or not (nnunet.is_folder(checkpoint) or checkpoint.suffix == ".onnx")
@@ -164,8 +168,9 @@ def quantize(
                 "--config, --digits, --size, --mean, --std and --outputs are not for a folder of nnU-Net, which says "
                 "what its networks read; it takes --include, --exclude, --fp8 and --fold."
             )
-        if int8:
-            raise InputError("--int8 is not for a folder of nnU-Net; --method int8 has all its layers in INT8.")
+        if int8 or w4a8:
+            option = "int8" if int8 else "w4a8"
+            raise InputError(f"--{option} is not for a folder of nnU-Net; --method {option} has all its layers so.")
         given = {"include": include, "exclude": exclude, "fp8": fp8, "rest": rest, "batch": batch, **settings}
         nnunet.quantize(checkpoint, fold, data, out, method=method, patches=images, **given)
         return
@@ -254,7 +259,7 @@ def _formats(source: Path, target: str, layers: Layers, recipe: str, digits: boo
 
     if layers["fp8"] is not None:
         raise InputError("--for chooses the layers in FP8, and --fp8 or --config names some. Leave out one of them.")
-    card, chosen = read_card(source), _tuples({name: layers[name] for name in ("include", "exclude", "int8")})
+    card, chosen = read_card(source), _tuples({name: each for name, each in layers.items() if name != "fp8"})
     named = rest_of(rest or card).name
     card = dataclasses.replace(card, recipe=recipe, digits=digits or card.digits, rest=named, **chosen)
     return list(layers_in_fp8(card, target))
@@ -319,12 +324,15 @@ def _tuples(layers: Layers) -> dict[str, Any]:
 
 def _layers(config: Path, given: bool) -> Layers:
     """The choice of layers in a settings file."""
+    from fp4deploy.models.card import FORMATS
     from fp4deploy.train import load_config
 
     if given:
-        raise InputError("--config brings its own choice of layers: leave out --include, --exclude, --fp8 and --int8.")
+        raise InputError(
+            "--config brings its own choice of layers: leave out --include, --exclude, --fp8, --int8 and --w4a8."
+        )
     quant = load_config(config, []).quant
-    chosen = {"include": quant.include, "exclude": quant.exclude, "fp8": quant.fp8, "int8": quant.int8}
+    chosen = {name: getattr(quant, name) for name in ("include", "exclude", *FORMATS)}
     if all(each is None for each in chosen.values()):
         raise InputError(f"{config} chooses no layers: it has none of quant.{', quant.'.join(chosen)}.")
     return chosen

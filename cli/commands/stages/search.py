@@ -79,6 +79,7 @@ def search(
         layers=list(found.chosen.layers),
         fp8=list(found.chosen.fp8),
         int8=list(found.chosen.int8),
+        w4a8=list(found.chosen.w4a8),
         **{key_of(found.metric): found.chosen.score},
         drop_points=found.drop,
         bytes=found.chosen.bytes,

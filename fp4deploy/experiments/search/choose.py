@@ -1,8 +1,8 @@
 """The choice of precisions as an integer linear programme, solved exactly (scipy's HiGHS).
 
-x_lp = 1 puts layer l into precision p, FP4, FP8 or INT8, at most one of them; a layer without either is FP16. Errors of
-different layers are close to independent, so their powers add: the error of a placement is estimated as sum e_lp x_lp,
-with e_lp the squared error of the logits that layer l alone causes in precision p, over their power. Either
+x_lp = 1 puts layer l into precision p, FP4, W4A8, FP8 or INT8, at most one of them; a layer without one is FP16. Errors
+of different layers are close to independent, so their powers add: the error of a placement is estimated as sum e_lp
+x_lp, with e_lp the squared error of the logits that layer l alone causes in precision p, over their power. Either
 
     least_cost    max  sum (saved_lp) x_lp    with  sum e_lp x_lp <= error         sum_p x_lp <= 1
     least_error   min  sum e_lp x_lp          with  sum (saved_lp) x_lp >= saving  sum_p x_lp <= 1

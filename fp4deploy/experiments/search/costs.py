@@ -1,12 +1,13 @@
-"""What a layer costs in FP4, FP8, INT8 and FP16: bytes of its weights, and its time, from one of two sources.
+"""What a layer costs in FP4, W4A8, FP8, INT8 and FP16: bytes of its weights, and its time, from one of two sources.
 
-**The roofline** of `peaks`: a projection, not a measurement. FP4 tensor cores count only where the engine multiplies in
-FP4 (`lowering.forecast`): in TensorRT-RTX's default form a 3x3 convolution of FP4 weights is multiplied in FP8, and FP4
-saves bytes in the file alone.
+**The time model** (`timing.library`): a projection, not a measurement. FP4 tensor cores count only where the engine
+multiplies in FP4 (`lowering.forecast`): in TensorRT-RTX's default form a 3x3 convolution of FP4 weights is multiplied
+in FP8, and FP4 saves bytes in the file alone. W4A8 saves them as well and nothing else: no kernel multiplies it, and
+its time is that of the decoded product in FP16.
 
 **Layers measured** by `profile` in packed networks (`measured_layers`): the model packed in FP16, and quantised and
-packed in FP4, each layer as the step that runs. A layer that was not timed in FP4 stays FP16, and none is in eight
-bits, which packed networks do not hold. Norms and poolings, which also write the packed activations, are the same in
+packed in FP4, each layer as the step that runs. A layer that was not timed in FP4 stays FP16, and none is in another
+format, which was not timed. Norms and poolings, which also write the packed activations, are the same in
 every placement and not counted.
 """
 
@@ -24,16 +25,21 @@ from torch import nn
 from fp4deploy.bench.records import Record
 from fp4deploy.errors import InputError
 from fp4deploy.export.lowering.forecast import forecast, forecast_other
-from fp4deploy.formats import NVFP4_BLOCK
+from fp4deploy.formats import MXFP4_BLOCK, NVFP4_BLOCK
 from fp4deploy.graph.costs import Work, work_of_layers
 from fp4deploy.peaks import Gpu
+from fp4deploy.qat.plan import crossed_groups
+from fp4deploy.qat.recipes import RECIPES
 from fp4deploy.qat.telemetry.collect import contracted_axis
 from fp4deploy.system.schema import Count, Float, Name, read_json, validated
+from fp4deploy.timing.library import library_time
+from fp4deploy.timing.model import error_bar
 
 FP16, FP8, FP4 = 2.0, 1.0, 4.5 / 8  # bytes an element; FP4 with its block scales
 MOVED = {"FP16": FP16, "FP8": FP8, "INT8": FP8, "FP4": FP4}
-PRECISIONS = ("FP4", "FP8", "INT8")
-PROJECTED = "projected: roofline of published peaks"
+W4A8 = 4.25 / 8
+PRECISIONS = ("FP4", "W4A8", "FP8", "INT8")
+PROJECTED = "projected: time model"
 MEASURED = "measured: layers of packed networks"
 MAX_MS = 1e9  # of one layer
 
@@ -43,10 +49,12 @@ class LayerCost:
     """One layer: bytes of its weights, and milliseconds for one image, in each precision; None: not measured."""
 
     bytes_fp4: float
+    bytes_w4a8: float
     bytes_fp8: float
     bytes_int8: float
     bytes_fp16: float
     ms_fp4: float | None
+    ms_w4a8: float | None
     ms_fp8: float | None
     ms_int8: float | None
     ms_fp16: float
@@ -99,6 +107,8 @@ def measured_layers(path: Path) -> tuple[dict[tuple[str, str], float], str]:
     for network in networks:
         own: dict[tuple[str, str], float] = {}
         for row in network.layers:  # a layer that is used twice has two
+            if row.precision.startswith("W4A8"):
+                continue
             key = (row.layer, "FP4" if row.precision.startswith("FP4") else "FP16")
             own[key] = own.get(key, 0.0) + row.ms / network.batch
         found |= own
@@ -119,9 +129,21 @@ def with_measured(costs: Mapping[str, LayerCost], times: Mapping[tuple[str, str]
             "file: fp4deploy profile --engine FP16.fp4 --engine NVFP4.fp4 --json FILE"
         )
     return {
-        name: replace(cost, ms_fp4=times.get((name, "FP4")), ms_fp8=None, ms_int8=None, ms_fp16=times[name, "FP16"])
+        name: replace(
+            cost,
+            ms_fp4=times.get((name, "FP4")),
+            ms_w4a8=None,
+            ms_fp8=None,
+            ms_int8=None,
+            ms_fp16=times[name, "FP16"],
+        )
         for name, cost in costs.items()
     }
+
+
+def projected() -> str:
+    """What projected times are, with the error bar of the model."""
+    return f"{PROJECTED}, {error_bar('library')}, and nobody knows for other GPUs and libraries"
 
 
 def layer_costs(
@@ -135,17 +157,35 @@ def layer_costs(
 def _cost(layer: Any, work: Work, gpu: Gpu, conv: str) -> LayerCost:
     weight = layer.weight
     axis = contracted_axis(layer)
-    padded = weight.numel() // weight.shape[axis] * (weight.shape[axis] + -weight.shape[axis] % NVFP4_BLOCK)
-    packed, eight, plain = FP4 * padded + 4, FP8 * weight.numel() + 2 * weight.shape[1 - axis], FP16 * weight.numel()
+
+    def padded(block: int) -> int:
+        return weight.numel() // weight.shape[axis] * (weight.shape[axis] + -weight.shape[axis] % block)
+
+    packed, mixed = FP4 * padded(NVFP4_BLOCK) + 4, W4A8 * padded(MXFP4_BLOCK)
+    eight, plain = FP8 * weight.numel() + 2 * weight.shape[1 - axis], FP16 * weight.numel()
     compute = forecast(layer, conv).compute
     if compute == "FP4" and gpu.fp4 is None:
         compute = "FP16"
 
+    outputs = weight.shape[1 - axis]
+    product = (work.written / outputs, outputs, work.macs / work.written)
+
     def milliseconds(precision: str, stored: float) -> float:
-        return 1e3 * gpu.seconds(precision, work.macs, stored + MOVED[precision] * work.read + FP16 * work.written)
+        moved = stored + MOVED[precision] * work.read + FP16 * work.written
+        return library_time(precision, *product, moved, gpu).ms
 
-    def eight_bits(form: str) -> float:
-        return milliseconds(forecast_other(layer, form).compute, eight)
+    def other(form: str, stored: float) -> float:
+        return milliseconds(forecast_other(layer, form).compute, stored)
 
-    times = (milliseconds(compute, packed), eight_bits("FP8"), eight_bits("INT8"), milliseconds("FP16", plain))
-    return LayerCost(packed, eight, eight, plain, *times)
+    return LayerCost(
+        bytes_fp4=packed,
+        bytes_w4a8=mixed,
+        bytes_fp8=eight,
+        bytes_int8=eight,
+        bytes_fp16=plain,
+        ms_fp4=milliseconds(compute, packed),
+        ms_w4a8=None if crossed_groups(layer, RECIPES["w4a8_qat"]) else other("W4A8", mixed),
+        ms_fp8=other("FP8", eight),
+        ms_int8=other("INT8", eight),
+        ms_fp16=milliseconds("FP16", plain),
+    )

@@ -59,6 +59,7 @@ def recipe(found: Found, checkpoint: Path) -> str:
         "exclude": None,
         "fp8": list(chosen.fp8) or None,
         "int8": list(chosen.int8) or None,
+        "w4a8": list(chosen.w4a8) or None,
     }
     heading = f"# {found.budget.kind}={found.budget.most:g}: {_sentence(found, found.chosen)}\n"
     return heading + yaml.safe_dump(settings, sort_keys=False)
@@ -78,9 +79,7 @@ def render(found: Found) -> str:
     ]
     points = [
         [
-            f"{len(point.layers)}",
-            f"{len(point.fp8)}",
-            f"{len(point.int8)}",
+            *(f"{len(layers)}" for layers in point.placed.values()),
             f"{100 * point.score:.2f}",
             f"{100 * (found.fp16.score - point.score):.2f}",
             f"{point.bytes / 1e6:.2f}",
@@ -93,7 +92,15 @@ def render(found: Found) -> str:
             f"# Search: {found.budget.kind}={found.budget.most:g}, method {found.method}, {found.images} images\n",
             f"Chosen: {_sentence(found, found.chosen)} Times for {found.gpu} are {found.latency}.\n",
             tables.markdown(
-                ("layers in FP4", "in FP8", "in INT8", f"{found.metric} %", "drop, points", "MB", "ms"), points
+                (
+                    "layers in FP4",
+                    *(f"in {each}" for each in PRECISIONS[1:]),
+                    f"{found.metric} %",
+                    "drop, points",
+                    "MB",
+                    "ms",
+                ),
+                points,
             ),
             "Each layer alone in every precision: signal to error of the logits in dB, weights, time:\n",
             tables.markdown(
@@ -114,8 +121,7 @@ def _microseconds(cost: LayerCost, precision: str) -> str:
 
 
 def _precision(point: Point, name: str) -> str:
-    placed = zip(PRECISIONS, (point.layers, point.fp8, point.int8), strict=True)
-    return next((precision for precision, layers in placed if name in layers), "FP16")
+    return next((precision for precision, layers in point.placed.items() if name in layers), "FP16")
 
 
 def _sentence(found: Found, point: Point) -> str:

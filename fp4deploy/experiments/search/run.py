@@ -20,10 +20,10 @@ from fp4deploy.experiments.search.choose import Option, Placement, least_cost, l
 from fp4deploy.experiments.search.costs import (
     MEASURED,
     PRECISIONS,
-    PROJECTED,
     LayerCost,
     layer_costs,
     measured_layers,
+    projected,
     with_measured,
 )
 from fp4deploy.experiments.search.study import Labelled, Measurements, Record
@@ -71,9 +71,10 @@ class Budget:
 
 @dataclass(frozen=True)
 class Point:
-    """A placement: layers in FP4, in FP8 and in INT8, estimated error, cost, and its measured score."""
+    """A placement: layers in FP4, W4A8, FP8 and INT8, estimated error, cost, and its measured score."""
 
     layers: tuple[str, ...]
+    w4a8: tuple[str, ...]
     fp8: tuple[str, ...]
     int8: tuple[str, ...]
     error: float
@@ -82,13 +83,20 @@ class Point:
     score: float
 
     @property
+    def placed(self) -> dict[str, tuple[str, ...]]:
+        """Layers by precision, in the order of `PRECISIONS`."""
+        return dict(zip(PRECISIONS, (self.layers, self.w4a8, self.fp8, self.int8), strict=True))
+
+    @property
     def quantized(self) -> tuple[str, ...]:
         """All layers that are not FP16."""
-        return self.layers + self.fp8 + self.int8
+        return tuple(layer for layers in self.placed.values() for layer in layers)
 
     def counts(self, among: str = "") -> str:
-        """ "3 layers in FP4, 2 in FP8, 1 in INT8"; among: what stands behind the first number."""
-        return f"{len(self.layers)}{among} layers in FP4, {len(self.fp8)} in FP8, {len(self.int8)} in INT8"
+        """ "3 layers in FP4, 0 in W4A8, 2 in FP8, 1 in INT8"; among: what stands behind the first number."""
+        (first, four), *others = self.placed.items()
+        rest = "".join(f", {len(layers)} in {precision}" for precision, layers in others)
+        return f"{len(four)}{among} layers in {first}{rest}"
 
 
 @dataclass(frozen=True)
@@ -102,7 +110,7 @@ class Found:
     errors: dict[str, dict[str, float]]  # layer -> its precisions -> relative squared error of the logits
     costs: dict[str, LayerCost]
     gpu: str
-    latency: str  # what the times are: `costs.PROJECTED` or `costs.MEASURED`
+    latency: str  # what the times are: `costs.projected` or `costs.MEASURED`
     method: str
     images: int
     metric: str  # of the task: "mIoU" or "top-1"
@@ -134,7 +142,7 @@ def search(
     say: Say = lambda text: None,
     progress: Phase = lambda phase, done, of: None,
 ) -> Found:
-    """Choose the layers of an FP16 checkpoint that go to FP4, FP8 and INT8.
+    """Choose the layers of an FP16 checkpoint that go to FP4, W4A8, FP8 and INT8.
 
     Args:
         images: of the training split to calibrate on, and of the validation split to measure on.
@@ -185,10 +193,13 @@ def search(
 
         def point(placement: Placement) -> Point:
             chosen = dict(placement)
-            four, eight, whole = (tuple(name for name in names if chosen.get(name) == each) for each in PRECISIONS)
+            four, mixed, eight, whole = (
+                tuple(name for name in names if chosen.get(name) == each) for each in PRECISIONS
+            )
             parts = [(costs[name], chosen.get(name, "FP16")) for name in names]
             return Point(
                 four,
+                mixed,
                 eight,
                 whole,
                 sum(errors[option] for option in placement),
@@ -208,7 +219,7 @@ def search(
             say(f"  {last.counts()}: {task.metric} {100 * last.score:.2f} %, {last.bytes / 1e6:.2f} MB")
         chosen = _choose(budget, task.metric, fp16, points, errors, saved, point)
         by_layer = {name: {each: errors[name, each] for each in costs[name].precisions} for name in names}
-        latency = PROJECTED if times is None else MEASURED
+        latency = projected() if times is None else MEASURED
         return Found(
             budget, chosen, fp16, tuple(points), by_layer, costs, timed_on, latency, method, images, task.metric
         )

@@ -24,7 +24,7 @@ from fp4deploy.metrics import LabelScore, SegmentationScore
 from fp4deploy.ptq import quantize
 from fp4deploy.ptq.forward import deployed_in
 from fp4deploy.qat.load import round_to_deployed
-from fp4deploy.qat.recipes import EIGHT_BITS
+from fp4deploy.qat.recipes import LAYER_FORMATS
 from fp4deploy.rest import FP16, Rest
 from fp4deploy.system.files import append_line
 from fp4deploy.system.schema import MAX_BYTES, Name, records, whole_lines
@@ -106,7 +106,7 @@ class Measurements:
         found = copy.deepcopy(self.model)
         if options:
             names = tuple(layer for layer, _ in options)
-            eight = {form: tuple(layer for layer, each in options if each == form.upper()) for form in EIGHT_BITS}
+            eight = {form: tuple(layer for layer, each in options if each == form.upper()) for form in LAYER_FORMATS}
             chosen: dict[str, Any] = {"include": names, **eight, "correction": "none"}
             with deployed_in(self.rest):
                 quantize(found, self.calibration, self.method, **chosen, progress=lambda *_: None)

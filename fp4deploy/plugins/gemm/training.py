@@ -1,4 +1,5 @@
-"""Launching the GEMMs of a training step (`triton.training`): operands packed in NVFP4 or MXFP4, outputs plain.
+"""Launching the GEMMs of a training step (`triton.training`): operands packed in NVFP4 or MXFP4, outputs plain; of
+W4A8 the forward, MXFP8 by MXFP4.
 
     gather_gemm   [N, H, W, C] x [outputs, KH, KW, C] -> [N, OH, OW, outputs]     forward and dgrad
     rows_gemm     [N, rows, P] x [N, columns, P] -> [rows, columns]               wgrad
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fp4deploy.formats import E2M1_MAX, Mxfp4Tensor, Nvfp4Tensor
+from fp4deploy.formats import E2M1_MAX, Mxfp4Tensor, Mxfp8Tensor, Nvfp4Tensor
 from fp4deploy.plugins.aot.spec import Call, Launch
 from fp4deploy.plugins.gemm.arguments import capability_of, require_32_bit, run
 from fp4deploy.plugins.gemm.triton.tiles import FILL, NATIVE_FROM, NATIVE_NARROW, NATIVE_WIDE, Tile
@@ -45,7 +46,7 @@ POINTWISE = Window((1, 1), (1, 1), (0, 0), (1, 1))
 
 
 def gather_gemm(
-    x: Packed,
+    x: Packed | Mxfp8Tensor,
     weight: Packed,
     window: Window,
     pixels: Pair,
@@ -57,7 +58,7 @@ def gather_gemm(
 
     Args:
         x: packed [N, H, W, C].
-        weight: packed [outputs, KH, KW, C], of the format of `x`.
+        weight: packed [outputs, KH, KW, C], of the format of `x`; MXFP4 where that is MXFP8.
         window: of the convolution.
         pixels: height and width of the output.
         dtype: of the output, float16, bfloat16 or float32.
@@ -104,7 +105,7 @@ def rows_gemm(a: Packed, b: Packed, segments: torch.Tensor | None = None) -> tor
 
 
 def gather_call(
-    x: Packed,
+    x: Packed | Mxfp8Tensor,
     weight: Packed,
     window: Window,
     out: torch.Tensor,
@@ -116,8 +117,9 @@ def gather_call(
 ) -> Call:
     """The launch of `gather_gemm_kernel` into `out` [N, OH, OW, outputs]."""
     batch, oh, ow, outputs = out.shape
-    m, cb, mx = batch * oh * ow, x.codes.shape[-1], isinstance(x, Mxfp4Tensor)
-    tile = tile or gather_tile(m, outputs, capability)
+    m, cb, mx = batch * oh * ow, weight.codes.shape[-1], isinstance(weight, Mxfp4Tensor)
+    mixed = isinstance(x, Mxfp8Tensor)
+    tile = tile or (WIDE if mixed else gather_tile(m, outputs, capability))  # larger ones spill on SM120
     constants = {
         "KH": window.kernel[0],
         "KW": window.kernel[1],
@@ -126,6 +128,7 @@ def gather_call(
         "BIAS": bias is not None,
         "OUT": TYPES[out.dtype],
         **_constants(tile, capability, asm),
+        "X8": mixed,
     }
     types = _operand_types("x") | _operand_types("w") | {"bias": "*fp32", "out": f"*{TYPES[out.dtype]}"}
     types |= dict.fromkeys((*GATHER_SIZES, *GATHER_STEPS), "i32") | {"x_range": "fp32", "w_range": "fp32"}
@@ -204,14 +207,14 @@ def _operand_types(name: str) -> dict[str, str]:
     return {name: "*u8", f"{name}_scales": "*u8", f"{name}_amax": "*fp32"}
 
 
-def _operand(x: Packed) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _operand(x: Packed | Mxfp8Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     scales = x.scales.view(torch.uint8).contiguous()
-    codes = x.codes.contiguous()
+    codes = x.codes.view(torch.uint8).contiguous()
     codes, scales = (t if t.data_ptr() % 16 == 0 else t.clone() for t in (codes, scales))
     return codes, scales, x.amax if isinstance(x, Nvfp4Tensor) else codes
 
 
-def _range(x: Packed) -> float:
+def _range(x: Packed | Mxfp8Tensor) -> float:
     return E2M1_MAX * x.e4m3_max if isinstance(x, Nvfp4Tensor) else 1.0
 
 

@@ -94,11 +94,11 @@ def drawn(tuned: bool) -> Any:
         return _points(curves.draw_curves(epochs, tuned)), epochs
 
 
-COST = LayerCost(100, 200, 210, 400, 0.5, 0.6, None, 1.25)
-POINTS = tuple(Point(names[:1], names[1:2], names[2:], 0.01 * n, 5e6 / n, 3.0 / n, 0.61 - 0.013 * n)
+COST = LayerCost(100, 110, 200, 210, 400, 0.5, 0.55, 0.6, None, 1.25)
+POINTS = tuple(Point(names[:1], (), names[1:2], names[2:], 0.01 * n, 5e6 / n, 3.0 / n, 0.61 - 0.013 * n)
                for n, names in enumerate((("a", "b", "c"), ("a", "b"), ("b",)), 1))  # fmt: skip
-SEARCH = Found(Budget("drop", 1.0), POINTS[1], Point((), (), (), 0.0, 8e6, 4.0, 0.61), POINTS,
-               {name: {"FP4": 0.1, "FP8": 0.01, "INT8": 0.02} for name in "abc"}, dict.fromkeys("abc", COST),
+SEARCH = Found(Budget("drop", 1.0), POINTS[1], Point((), (), (), (), 0.0, 8e6, 4.0, 0.61), POINTS,
+               {name: {"FP4": 0.1, "W4A8": 0.05, "FP8": 0.01, "INT8": 0.02} for name in "abc"}, dict.fromkeys("abc", COST),
                "B200", PROJECTED, "amax", 7, "mIoU")  # fmt: skip
 STUDY = Study("c", "fp16", 4, [
     TensorTails("a", "Conv2d", what, kept, 100 + n, 3.5 * n or None, 2.5, 20.0 - n, 0.01 * n)

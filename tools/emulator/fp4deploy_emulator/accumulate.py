@@ -12,6 +12,9 @@
 each times the significands of its two scales and with their exponents added, and c are aligned and cut off at F = 35
 bits. NVFP4 has a scale for 16 elements (UE4M3), MXFP4 one for 32 (UE8M0), which two of these sums share.
 
+**FP8 with block scales** (MXFP8, K = 32). Each product is a term of its own, times the two powers of two of its row and
+column, F = 25.
+
 **FP16 and BF16** (K = 16). Each product is a term of its own, F = 25 (24 before SM90, which also take 8 products a
 step instead of 16).
 
@@ -40,6 +43,8 @@ BLOCKS = {"ue4m3": 16, "ue8m0": 32}  # elements of a block scale, by its type
 DEPTH = 64  # elements of one FP4 instruction
 FRACTION = 35
 ZERO = -139
+EIGHTHS_DEPTH = 32  # elements of one FP8 instruction with block scales, which share a scale
+EIGHTHS_FRACTION, EIGHTHS_ZERO = 25, -133
 NAN = np.uint32(0x7FFFFFFF).view(np.float32)
 # Twice the value of each E2M1 code.
 DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
@@ -81,6 +86,34 @@ def block_scaled(
         part = slice(k, k + DEPTH)
         c = step(a[..., part], b[..., part], a_scales[..., scales], b_scales[..., scales], c, scale_type)
     return c
+
+
+def block_scaled_fp8(a: Array, b: Array, a_scales: Array, b_scales: Array, c: Array, model: str = "hardware") -> Array:
+    """c + a b^T of E4M3 codes with one UE8M0 scale for 32 elements: one instruction.
+
+    Args:
+        a, b: codes, uint8 [..., M, 32] and [..., N, 32].
+        a_scales, b_scales: bytes, uint8 [..., M] and [..., N].
+        c: float32 [..., M, N].
+
+    Returns:
+        float32 [..., M, N].
+    """
+    if model == "mmasim":
+        return _fp8_mmasim(a, b, a_scales, b_scales, c)
+    x, y = _e4m3_values(a), _e4m3_values(b)
+    (scale_a, power_a), (scale_b, power_b) = _unsigned_e8m0(a_scales), _unsigned_e8m0(b_scales)
+    scale = scale_a[..., :, None] * scale_b[..., None, :]  # 1 or NaN
+    power = power_a[..., :, None] + power_b[..., None, :]
+    if model == "exact":  # multiples of 2^-18 below 2^23
+        dot = x.astype(np.float64) @ np.swapaxes(y, -1, -2).astype(np.float64)
+        dot = np.ldexp(dot * scale, power)
+        return _nearest(dot, np.zeros_like(dot), c)
+    (sa, ea), (sb, eb) = _split(x, -6), _split(y, -6)
+    significand = sa[..., :, None, :] * sb[..., None, :, :]
+    exponent = ea[..., :, None, :] + eb[..., None, :, :] + power[..., None]
+    exponent = np.where(significand == 0, EIGHTHS_ZERO, exponent)
+    return _aligned_sum(significand * scale[..., None], exponent, c, EIGHTHS_FRACTION, EIGHTHS_ZERO, axis=-1)
 
 
 def plain(a: Array, b: Array, c: Array, numbers: HalfPrecision, smallest: int = -14, model: str = "hardware") -> Array:
@@ -132,6 +165,12 @@ def _unsigned_e4m3(scales: Array) -> tuple[Array, Array]:
     field, mantissa = (code >> 3).astype(np.int32), (code & 7) / 8
     significand = np.where(field > 0, 1 + mantissa, mantissa)
     return np.where(code == 0x7F, np.nan, significand), np.maximum(field, 1) - 7
+
+
+def _e4m3_values(codes: Array) -> Array:
+    """float32 of E4M3 bytes."""
+    significand, exponent = _unsigned_e4m3(codes)
+    return np.where(codes >= 0x80, -1, 1).astype(np.float32) * np.ldexp(significand, exponent).astype(np.float32)
 
 
 def _unsigned_e8m0(scales: Array) -> tuple[Array, Array]:
@@ -230,6 +269,20 @@ def _block_mmasim(a: Array, b: Array, a_scales: Array, b_scales: Array, c: Array
         return torch.from_numpy((DOUBLED[x] / 2).astype(np.float16))
 
     return _called(model, (values(a), values(b)), c, (scales(a_scales), scales(b_scales)))
+
+
+def _fp8_mmasim(a: Array, b: Array, a_scales: Array, b_scales: Array, c: Array) -> Array:
+    import torch
+
+    numbers = EIGHTHS_FRACTION, "RZ-FP32", EIGHTHS_DEPTH, EIGHTHS_ZERO
+    model = _mmasim().MMA_ST_FDPA(*numbers, "e4m3", "e4m3")
+
+    def typed(x: Array, kind: torch.dtype) -> Any:
+        return torch.from_numpy(np.ascontiguousarray(x)).view(kind)
+
+    elements = (typed(x, torch.float8_e4m3fn) for x in (a, b))
+    scales = (typed(x[..., None], torch.float8_e8m0fnu) for x in (a_scales, b_scales))
+    return _called(model, (next(elements), next(elements)), c, tuple(scales))
 
 
 def _plain_mmasim(a: Array, b: Array, c: Array, numbers: HalfPrecision, smallest: int) -> Array:

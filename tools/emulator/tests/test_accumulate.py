@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from fp4deploy_emulator.accumulate import DOUBLED, Array, block_scaled, half_precision, plain
+from fp4deploy_emulator.accumulate import DOUBLED, Array, block_scaled, block_scaled_fp8, half_precision, plain
 
 RANDOM = np.random.default_rng
 NAN_SCALE = 0x7F
@@ -102,6 +102,27 @@ def test_block_scaled_mxfp4_equals_mmasim(kind: str) -> None:
         operands = _operands_mx(kind, seed)
         ours, theirs = (block_scaled(*operands, model, "ue8m0").view(np.uint32) for model in ("hardware", "mmasim"))
         assert (ours == theirs).all(), (kind, seed, int((ours != theirs).sum()))
+
+
+@pytest.mark.parametrize("kind", ["random", "cancellation", "zeros", "not finite", "far apart", "NaN scales"])
+def test_block_scaled_fp8_equals_mmasim(kind: str) -> None:
+    random = RANDOM(5)
+    a, b = (random.integers(0, 256, (rows, 32), dtype=np.uint8) & 0xFE for rows in (16, 8))  # no NaN
+    sa, sb = (random.integers(110, 140, rows, dtype=np.uint8) for rows in (16, 8))
+    c = (random.standard_normal((16, 8)) * 2.0 ** random.integers(-20, 20, (16, 8))).astype(np.float32)
+    if kind == "cancellation":
+        a[:, 16:], b[:, 16:] = a[:, :16] ^ 0x80, b[:, :16]
+    elif kind == "zeros":
+        a[:, ::2], b[:, 1::2], c[::2] = 0, 0x80, -0.0
+    elif kind == "not finite":
+        c = random.choice(np.array([np.inf, -np.inf, np.nan, 1], np.float32), c.shape)
+        a[0, 0] = 0x7F
+    elif kind == "far apart":
+        sa, sb = (random.integers(0, 255, rows, dtype=np.uint8) for rows in (16, 8))
+    elif kind == "NaN scales":
+        sa[3] = sb[2] = 0xFF
+    ours, theirs = (block_scaled_fp8(a, b, sa, sb, c, model).view(np.uint32) for model in ("hardware", "mmasim"))
+    assert (ours == theirs).all(), int((ours != theirs).sum())
 
 
 @pytest.mark.parametrize("capability", [80, 90])

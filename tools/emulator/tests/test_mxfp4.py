@@ -1,4 +1,6 @@
-"""Faults planted into the MXFP4 instructions of training GEMMs: scales of 32 elements, half a register or word each."""
+"""Faults planted into instructions with UE8M0 scales: MXFP4 of training GEMMs, half a register or word of scales each;
+MXFP8 of W4A8, a byte.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,12 @@ FAULTS = {
         "the scales of A are the upper half": planted.replaced(REGISTERS, r"\1{ 2, 0 }\2{ 0, 0 };", 0),
         "registers of a fragment are swapped": planted.swapped_operands(0),
         "the scales of B are the upper half": planted.replaced(REGISTERS, r"\1{ 0, 0 }\2{ 2, 0 };", 0),
+        "barriers are missing in the loop": planted.without_first_barriers(),
+    },
+    ("sm_120", "W4A8 conv 3x3, stride 2"): {
+        "the scales of A and B change places": planted.swapped_scales(0),
+        "the scales of A are the next byte": planted.replaced(REGISTERS, r"\1{ 1, 0 }\2{ 0, 0 };", 0),
+        "registers of a fragment are swapped": planted.swapped_operands(0),
         "barriers are missing in the loop": planted.without_first_barriers(),
     },
     ("sm_100", "wgrad, MXFP4"): {

@@ -19,6 +19,10 @@ the last one padded with zeros. The contraction is N * H * W long and the output
 splits, each computed by programs of its own; the caller adds them, always in the same order. With `segments` nothing is
 cut or added: each segment of the only image's pixels, the rows of one expert, has a sum of its own, out[segment].
 
+**W4A8** (`X8` of gather_gemm_kernel): x is MXFP8, w MXFP4. E2M1 values are E4M3 values too, so codes of w become bytes
+of E4M3 in registers and one instruction of kind mxf8f6f4 takes both operands: Triton 3.7 has it for e4m3 by e4m3 on
+SM100 and SM120, and for e4m3 by e2m1 on SM100 alone (on SM120 that becomes BF16).
+
 NVFP4 is decoded to float16 as in `decode`. An MXFP4 value, E2M1 times a power of two, is exact in bfloat16, whose
 exponent has the range of E8M0. Triton's interpreter cannot multiply bfloat16; without ASM these are float32.
 """
@@ -66,6 +70,7 @@ def gather_gemm_kernel(
     BK: tl.constexpr,  # bytes of a step: 2 BK elements
     NATIVE: tl.constexpr,
     ASM: tl.constexpr,
+    X8: tl.constexpr,  # x is E4M3, uint8 [batch, H, W, 2 CB]
 ):
     BLOCK: tl.constexpr = 16 if MX else 8  # bytes that share a scale
     CB = CB // BLOCK * BLOCK  # no change of the value; it tells the compiler how wide the loads can be
@@ -94,13 +99,20 @@ def gather_gemm_kernel(
         pixel = (item * H + iy) * W + ix
         left, left_scales = (first + byte < CB)[None, :], (first // BLOCK + scale < CB // BLOCK)[None, :]
         at, at_scale = (first + byte)[None, :], (first // BLOCK + scale)[None, :]
-        a = tl.load(x + (pixel * CB)[:, None] + at, mask=reads[:, None] & left, other=0)
+        if X8:
+            element = (2 * first + tl.arange(0, 2 * BK))[None, :]
+            a = tl.load(x + (pixel * (2 * CB))[:, None] + element, mask=reads[:, None] & (element < 2 * CB), other=0)
+        else:
+            a = tl.load(x + (pixel * CB)[:, None] + at, mask=reads[:, None] & left, other=0)
         sa = tl.load(x_scales + (pixel * (CB // BLOCK))[:, None] + at_scale, mask=reads[:, None] & left_scales, other=0)
         b = tl.load(w + ((row + tap) * CB)[:, None] + at, mask=has[:, None] & left, other=0)
         sb = tl.load(
             w_scales + ((row + tap) * (CB // BLOCK))[:, None] + at_scale, mask=has[:, None] & left_scales, other=0
         )
-        acc = _multiply(acc, a, sa, b, sb, BM, BN, BK, MX, NATIVE, ASM)
+        if X8:
+            acc = _multiply_mixed(acc, a, sa, b, sb, BM, BN, BK, NATIVE, ASM)
+        else:
+            acc = _multiply(acc, a, sa, b, sb, BM, BN, BK, MX, NATIVE, ASM)
     if not MX:
         acc = (acc * left_scale) * right_scale  # one after the other: their product may underflow
     if BIAS:
@@ -189,6 +201,39 @@ def _multiply(
         acc = tl.dot(a_even, tl.trans(b_even), acc)
         acc = tl.dot(a_odd, tl.trans(b_odd), acc)
     return acc
+
+
+@triton.jit
+def _multiply_mixed(
+    acc, a, sa, b, sb, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NATIVE: tl.constexpr, ASM: tl.constexpr
+):
+    """acc + a b^T of E4M3 bytes a [BM, 2 BK], E2M1 codes b [BN, BK], and their scales, E8M0 [rows, BK // 16]."""
+    w = tl.interleave(_as_e4m3(b & 15), _as_e4m3(b >> 4))
+    a, w = a.to(tl.float8e4nv, bitcast=True), w.to(tl.float8e4nv, bitcast=True)
+    if NATIVE:
+        acc = tl.dot_scaled(a, sa, "e4m3", tl.trans(w), sb, "e4m3", acc)
+    else:  # exact: four significant bits times a power of two
+        left, right = a.to(tl.float32) * _powers(sa, BM, BK), w.to(tl.float32) * _powers(sb, BN, BK)
+        if ASM:
+            left, right = left.to(tl.bfloat16), right.to(tl.bfloat16)
+        acc = tl.dot(left, tl.trans(right), acc)
+    return acc
+
+
+@triton.jit
+def _as_e4m3(code):
+    """The E4M3 byte of an E2M1 code: the exponent moves up by six; 1/2 is no subnormal number any more."""
+    size = code & 7
+    byte = tl.where(size > 1, (size << 2) + 0x30, size * 0x30)
+    return (byte | ((code & 8) << 4)).to(tl.uint8)
+
+
+@triton.jit
+def _powers(scales, ROWS: tl.constexpr, BYTES: tl.constexpr):
+    """float32 [ROWS, 2 BYTES] of E8M0 bytes [ROWS, BYTES // 16]."""
+    bits = tl.where(scales == 0, 1 << 22, scales.to(tl.int32) << 23)
+    wide = tl.where(scales == 0xFF, float("nan"), bits.to(tl.float32, bitcast=True))
+    return tl.reshape(tl.broadcast_to(tl.expand_dims(wide, 2), (ROWS, BYTES // 16, 32)), (ROWS, 2 * BYTES))
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from fp4deploy.formats.ms_eden import SHRINK
 from fp4deploy.graph.sizes import output_size
 from fp4deploy.plugins.gemm.grouped import SEGMENT, grouped_call, spans, stacked
 from fp4deploy.plugins.gemm.reference import matmul_reference
-from fp4deploy.plugins.gemm.training import Packed, Window, gather_call, rows_call
+from fp4deploy.plugins.gemm.training import POINTWISE, Packed, Window, gather_call, rows_call
 from fp4deploy.plugins.quantize import ms_eden
 from fp4deploy.plugins.quantize.maps import Blocks, Columns, fake_quantize_map
 from fp4deploy.qat.operators.gemms import ConvGemms
@@ -54,6 +54,33 @@ class InputGradient:
         call = gather_call(source, filters, self.window, out, None, True, setting.capability)
         _emulate(setting, outcome, call, out)
         outcome.compare(out, dx.permute(0, 2, 3, 1).float().contiguous())
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Y [1, OH, OW, outputs] of a convolution in W4A8: MXFP8 activations, MXFP4 weight."""
+
+    channels: int = 72
+    outputs: int = 20
+    size: tuple[int, int] = (9, 8)
+    window: Window = STRIDE_2
+    dtype: torch.dtype = torch.float32
+
+    def __call__(self, setting: Setting, outcome: Outcome) -> None:
+        """Launch, execute, compare."""
+        weight = packed_mx(setting, self.outputs, *self.window.kernel, self.channels, seed=1, weight=True)
+        values = multiples(setting, 1, *self.size, self.channels, seed=2)
+        values[..., ::9] = 448 * values[..., ::9].sign()  # every block has a scale of 1 or so, and codes of all sizes
+        source = formats.quantize_mxfp8(values)
+        bias = multiples(setting, self.outputs, seed=7)
+        operands = (each.dequantize(torch.float64) for each in (source, weight))
+        x, filters = (each.permute(0, 3, 1, 2) for each in operands)
+        steps = (self.window.stride, self.window.padding, self.window.dilation)
+        expected = F.conv2d(x, filters, bias.double(), *steps).permute(0, 2, 3, 1).to(self.dtype).contiguous()
+        out = torch.empty(expected.shape, dtype=self.dtype)
+        call = gather_call(source, weight, self.window, out, bias, False, setting.capability)
+        _emulate(setting, outcome, call, out)
+        outcome.compare(out, expected)
 
 
 @dataclass(frozen=True)
@@ -201,12 +228,19 @@ def _emulate(setting: Setting, outcome: Outcome, call: Any, out: torch.Tensor, w
     outcome.add(emulate_triton(call, setting.arch, outputs, setting.model, setting.edit, setting.grid, setting.gpu))
 
 
-INPUT, WEIGHT, OPERANDS, GROUPED = "dgrad", "wgrad", "training operands", "grouped"
+INPUT, WEIGHT, OPERANDS, GROUPED, MIXED = "dgrad", "wgrad", "training operands", "grouped", "W4A8"
 SHIFTED = Window((2, 3), (1, 2), (0, 2), (2, 1))
 GEMMS = (
     Case("dgrad 3x3, stride 2", INPUT, InputGradient()),
     Case("dgrad 2x3, stride 1x2, dilation 2", INPUT, InputGradient(24, 40, (7, 8), SHIFTED)),
     Case("dgrad 3x3, MXFP4", INPUT, InputGradient(104, pack=packed_mx)),
+    Case("W4A8 conv 3x3, stride 2", MIXED, Mixed(), lambda capability: capability in (90, 120)),
+    Case(
+        "W4A8 pointwise, FP16",
+        MIXED,
+        Mixed(40, 70, (5, 6), POINTWISE, torch.float16),
+        lambda capability: capability in (90, 120),
+    ),
     Case("wgrad, two splits", WEIGHT, WeightGradient()),
     Case("wgrad, one pixel", WEIGHT, WeightGradient(1, 5, 7, 1, 1)),
     Case("wgrad, MXFP4", WEIGHT, WeightGradient(pixels=150, pack=packed_mx)),

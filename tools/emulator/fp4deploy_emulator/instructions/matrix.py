@@ -1,19 +1,22 @@
 """mma.sync: a warp multiplies matrices whose elements its lanes hold in registers.
 
-Source: PTX ISA, "Warp Level Matrix Instructions: mma", "Matrix Fragments for mma.m16n8k16" and "... m16n8k64", and
-"Block Scaling for mma.sync". With lane = 4 g + t:
+Source: PTX ISA, "Warp Level Matrix Instructions: mma", "Matrix Fragments for mma.m16n8k16", "... m16n8k32" and
+"... m16n8k64", and "Block Scaling for mma.sync". With lane = 4 g + t:
 
 | fragment | lane holds |
 |---|---|
 | accumulator 16 x 8, 4 registers | rows g and g + 8, columns 2 t and 2 t + 1 |
 | A, k16 of 16 bits, 4 registers | rows g, g + 8; elements 2 t, 2 t + 1, then 8 more |
 | B, k16 of 16 bits, 2 registers | column g; elements 2 t, 2 t + 1, then 8 more |
+| A, k32 of 8 bits, 4 registers | rows g, g + 8; elements 4 t to 4 t + 3, then 16 more |
+| B, k32 of 8 bits, 2 registers | column g; elements 4 t to 4 t + 3, then 16 more |
 | A, k64 of 4 bits, 4 registers | rows g, g + 8; elements 8 t to 8 t + 7, then 32 more |
 | B, k64 of 4 bits, 2 registers | column g; elements 8 t to 8 t + 7, then 32 more |
 | scales of A | row g + 8 (t % 2), of the lanes that thread-id-a selects |
 | scales of B | column g, of the lanes that thread-id-b selects |
 
-A row has four UE4M3 scales, all bytes of the register, or two UE8M0 scales, the bytes from byte-id on (0 or 2).
+A row of E2M1 has four UE4M3 scales, all bytes of the register, or two UE8M0 scales, the bytes from byte-id on (0 or 2);
+one of E4M3 a single UE8M0 scale, any byte.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4deploy_emulator.accumulate import BLOCKS, DEPTH, block_scaled, half_precision, plain
+from fp4deploy_emulator.accumulate import BLOCKS, DEPTH, block_scaled, block_scaled_fp8, half_precision, plain
 from fp4deploy_emulator.faults import Hazard, UnknownInstruction
 from fp4deploy_emulator.instructions.data import spread
 from fp4deploy_emulator.machine import WARP, Active, Machine, Step, implements
@@ -32,9 +35,10 @@ from fp4deploy_emulator.ptx import Entry, Immediate, Instruction, Operand, Vecto
 
 Array = NDArray[Any]
 LANE = np.arange(WARP)
-SELECTORS = "the byte id is 0, or 2 where a row has two scales; the thread id 0, 1 (A), 0 to 3 (B)"
+SELECTORS = "the byte id is 0, or 2 where a row has two scales, or 0 to 3 of one; the thread id 0, 1 (A), 0 to 3 (B)"
 ROW, COLUMN = LANE // 4, LANE % 4
 M, N = 16, 8
+EIGHTHS = ("kind::mxf8f6f4", "scale_vec::1X", "ue8m0")
 SCALED = {
     ("kind::mxf4nvf4", "scale_vec::4X", "ue4m3"),
     ("kind::mxf4nvf4", "scale_vec::2X", "ue8m0"),
@@ -50,14 +54,21 @@ def registers(m: Machine, active: Active, sources: list[Reader], warps: Array) -
 
 @implements("mma")
 def multiply(entry: Entry, instruction: Instruction) -> Step:
-    """mma.sync.m16n8k16 of FP16 and BF16, and .m16n8k64 of E2M1 with a scale for 16 or 32 elements."""
+    """mma.sync.m16n8k16 of FP16 and BF16, .m16n8k64 of E2M1 with a scale for 16 or 32 elements, .m16n8k32 of E4M3 with
+    one for 32."""
     parts = instruction.parts
     if "block_scale" in parts:
         kind = next(part for part in parts if part.startswith("kind::"))
         size = next((part for part in parts if part.startswith("scale_vec::")), "")
+        if (
+            (kind, size, parts[-1]) == EIGHTHS
+            and "m16n8k32" in parts
+            and parts[-5:-1] == ("f32", "e4m3", "e4m3", "f32")
+        ):
+            return _block_scaled(entry, instruction, "ue8m0", 1)
         if "m16n8k64" not in parts or (kind, size, parts[-1]) not in SCALED:
             raise UnknownInstruction("this block-scaled mma is not implemented")
-        return _block_scaled(entry, instruction, parts[-1])
+        return _block_scaled(entry, instruction, parts[-1], DEPTH // BLOCKS[parts[-1]])
     if "m16n8k16" not in parts or parts[-4:] not in (("f32", "f16", "f16", "f32"), ("f32", "bf16", "bf16", "f32")):
         raise UnknownInstruction("this shape or type of mma is not implemented")
     return _halves(entry, instruction, parts[-2] == "bf16")
@@ -92,9 +103,9 @@ def operand_matrix(values: Array, elements: int) -> Array:
 
 
 def unpack(values: Array, elements: int) -> Array:
-    """Registers -> [..., elements]: codes of four bits, or bits of halves."""
-    if elements == 2:
-        return values[..., None].view(np.uint16)
+    """Registers -> [..., elements]: codes of four bits, bytes, or bits of halves."""
+    if elements != 8:
+        return values[..., None].view({2: np.uint16, 4: np.uint8}[elements])
     return (values[..., None] >> np.arange(0, 32, 4, dtype=np.uint32) & np.uint32(15)).astype(np.uint8)
 
 
@@ -120,13 +131,14 @@ def _halves(entry: Entry, instruction: Instruction, bfloat: bool) -> Step:
     return run
 
 
-def _block_scaled(entry: Entry, instruction: Instruction, scale_type: str) -> Step:
+def _block_scaled(entry: Entry, instruction: Instruction, scale_type: str, count: int) -> Step:
+    """count: scales of a row; one is that of E4M3 elements."""
     results = writers(entry, instruction.operands[0])
     a, b, c = (readers(entry, each, "b32") for each in instruction.operands[1:4])
     scales = [reader(entry, instruction.operands[i], "b32") for i in (4, 6)]
-    count = DEPTH // BLOCKS[scale_type]
     selectors = [_selector(entry, instruction.operands[i]) for i in (5, 7)]
-    possible = ({0, 4 - count}, {0, 1}), ({0, 4 - count}, set(range(4)))
+    first_bytes = set(range(0, 4, count))
+    possible = (first_bytes, {0, 1}), (first_bytes, set(range(4)))
     for chosen, sets in zip(selectors, possible, strict=True):
         if any(isinstance(value, int) and value not in valid for value, valid in zip(chosen, sets, strict=True)):
             raise UnknownInstruction(SELECTORS)
@@ -137,7 +149,8 @@ def _block_scaled(entry: Entry, instruction: Instruction, scale_type: str) -> St
             [_selected(m, active, value, valid) for value, valid in zip(chosen, sets, strict=True)]
             for chosen, sets in zip(selectors, possible, strict=True)
         )
-        left, right = (operand_matrix(registers(m, active, each, warps), 8) for each in (a, b))
+        elements = 4 if count == 1 else 8
+        left, right = (operand_matrix(registers(m, active, each, warps), elements) for each in (a, b))
         before = accumulators(registers(m, active, c, warps).view(np.float32))
         held = registers(m, active, scales, warps)  # [warps, 32, 2]
         lane = 4 * np.arange(8)
@@ -147,7 +160,11 @@ def _block_scaled(entry: Entry, instruction: Instruction, scale_type: str) -> St
             np.ascontiguousarray(x)[..., None].view(np.uint8)[..., first : first + count]
             for x, first in ((rows, byte_a), (columns, byte_b))
         )
-        _write(m, active, results, block_scaled(left, right, of_a, of_b, before, m.launch.model, scale_type))
+        if count == 1:
+            after = block_scaled_fp8(left, right, of_a[..., 0], of_b[..., 0], before, m.launch.model)
+        else:
+            after = block_scaled(left, right, of_a, of_b, before, m.launch.model, scale_type)
+        _write(m, active, results, after)
 
     return run
 
