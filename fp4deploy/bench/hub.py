@@ -23,6 +23,17 @@ def is_of_hub(name: Path | str) -> bool:
     return str(name).startswith(PREFIX) and "/" in str(name)
 
 
+def require_repository(name: str) -> None:
+    """Refuse what is no ORG/NAME, before anything is written or sent.
+
+    Raises:
+        InputError: naming it.
+    """
+    found = _NAME.match(PREFIX + name)
+    if found is None or found[1] != name or ".." in name:
+        raise InputError(f"'{name}' is no repository of the hub. Write ORG/NAME, of letters, digits, - _ and .")
+
+
 def from_hub(name: Path | str) -> Path:
     """The file that a name means, downloaded where it is not in the cache.
 

@@ -137,7 +137,7 @@ def channel_widths(scale: float) -> tuple[int, ...]:
     if any(width < GROUPS or width % GROUPS for width in widths):
         raise InputError(
             f"A UNet of scale {scale:g} would have {', '.join(map(str, widths))} channels, and GroupNorm needs "
-            f"multiples of {GROUPS}. Valid scales are multiples of 0.125: 0.125, 0.25, 0.5, 1.0, ..."
+            f"multiples of {GROUPS}. Valid scales are multiples of 0.125, such as 0.25 and 1.0."
         )
     return widths
 

@@ -83,7 +83,8 @@ class Pipeline:
     def __init__(self, runtime: Runtime) -> None:
         card = runtime.card
         if card.head is not None or card.volume is not None:
-            raise InputError("A pipeline gives the class of each pixel of an image, and this model another output.")
+            what = "another output" if card.volume is None else "volumes"
+            raise InputError(f"A pipeline gives the class of each pixel of an image, and this model is of {what}.")
         on: OnDevice = runtime if hasattr(runtime, "on_device") else _ByHost(runtime)  # type: ignore[assignment]
         self._card, self.device, self._network = card, on.where, on.on_device
         self._prepared, self._classes = _prepared, _classes

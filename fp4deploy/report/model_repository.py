@@ -18,6 +18,7 @@ from typing import Protocol
 
 import yaml
 
+from fp4deploy.bench.hub import require_repository
 from fp4deploy.errors import InputError, UnavailableError, named_cause
 from fp4deploy.report.collect import collect
 from fp4deploy.report.markdown import render_markdown
@@ -42,8 +43,9 @@ def write_model_repository(run: Run, out: Path, name: str = "ORG/NAME") -> list[
     """Write the folder of a run; only a folder that this function wrote is replaced. Returns the files' names.
 
     Raises:
-        InputError: the run has no checkpoint that can be read, or the folder something else.
+        InputError: the run has no checkpoint that can be read, the folder something else, or `name` is no ORG/NAME.
     """
+    require_repository(name)
     report = collect(run, read_run(run)).model_copy(update={"data": Path(run.path / "data").name})
     files = {run.checkpoint(model) for model in run.models()}
     files |= {path for path in run.export_dir.glob("*") if path.suffix in (".onnx", ".fp4")}

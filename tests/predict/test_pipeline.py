@@ -88,5 +88,5 @@ def test_fewer_images_than_a_batch(tmp_path: Path) -> None:
 def test_models_without_a_map_of_classes(untrained: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = open_runtime(untrained.checkpoint("fp16"))
     monkeypatch.setattr(runtime, "card", replace(runtime.card, head=ClassHead("label", 3)))
-    with pytest.raises(InputError, match="another output"):
+    with pytest.raises(InputError, match="is of another output"):
         Pipeline(runtime)

@@ -75,6 +75,15 @@ def test_a_run_comes_back_from_the_hub(run: Run, hub: Cache, tmp_path: Path) -> 
     assert from_hub(f"hf:me/nuclei@{COMMIT}/fp16/best.safetensors").parent.name == "fp16"
 
 
+@pytest.mark.parametrize("name", ["nuclei", "me/nuclei/more", "me/nuclei@v1", "hf:me/nuclei", "../x", ""])
+def test_a_name_that_is_no_repository_is_refused_before_anything_is_written(
+    run: Run, tmp_path: Path, name: str
+) -> None:
+    with pytest.raises(InputError, match=r"is no repository of the hub\. Write ORG/NAME"):
+        write_model_repository(run, tmp_path / "hub", name)
+    assert not any(tmp_path.iterdir())
+
+
 def test_names_that_are_not_there(hub: Cache, tmp_path: Path) -> None:
     assert not is_of_hub("hf:vit")
     for name in ("hf:me/nuclei/../../x", "hf:/x", "hf:me//x"):
