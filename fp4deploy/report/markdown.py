@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from fp4deploy.bench import tables
-from fp4deploy.report.html import described
-from fp4deploy.report.model import ENGINE_HEAD, ModelEntry, ReportData, engine_row
+from fp4deploy.report.model import ENGINE_HEAD, ModelEntry, ReportData, described, engine_row
 from fp4deploy.tasks import TASKS
 
 
