@@ -178,7 +178,7 @@ def _tuned(name: str, score: str = "gap_best") -> dict[str, str]:
     for variant, row in result(name)["variants"].items():
         settings = dict(each.split("=", 1) for each in row["settings"])
         recipe = json.loads(settings.get("recipe", '"nvfp4_qat"' if variant == "qat" else "null"))
-        if recipe and settings.keys() <= {"recipe", "quant.percentile"}:
+        if recipe and row["model"] == "nvfp4" and settings.keys() <= {"recipe", "quant.percentile"}:
             found[SAME_RECIPE.get(recipe, recipe)] = _with_seeds(row[score])
     return found
 

@@ -81,6 +81,21 @@ def test_other_floating_point_types_are_weights(tmp_path: Path, dtype: torch.dty
     assert torch.equal(model.state_dict()[WEIGHT], tensors[WEIGHT].float())
 
 
+@pytest.mark.parametrize("name", network().state_dict())
+def test_counters_alone_may_be_missing(tmp_path: Path, name: str) -> None:
+    """Tools that fold or convert batch norms leave them out; an average over all batches is not continued."""
+    state = network().state_dict()
+    path = tmp_path / "w.pth"
+    torch.save({each: value + 1 for each, value in state.items() if each != name}, path)
+    model = network()
+    if name == COUNT:
+        load_initial(model, path)
+        assert torch.equal(model.state_dict()[WEIGHT], state[WEIGHT] + 1)
+    else:
+        with pytest.raises(InputError, match=f"1 tensor missing .{name}"):
+            load_initial(model, path)
+
+
 @pytest.mark.parametrize(
     "wrap",
     [

@@ -30,7 +30,10 @@ FAULTS: dict[str, Seeded] = {
         "fp4deploy/packed/memory.py", "blocks = -(-channels // NVFP4_BLOCK)", "blocks = channels // NVFP4_BLOCK"
     ),
     "packed: digits of the input take its memory": Seeded(
-        "fp4deploy/packed/memory.py", "total += rest.bytes * math.prod(read)", "total += rest.bytes * math.prod(shape)"
+        "fp4deploy/packed/memory.py",
+        "total += rest.bytes * math.prod(read)",
+        "total += rest.bytes * math.prod(shape)",
+        "tests/packed/test_memory.py -k digits_counts",
     ),
     "predict: an image has to be larger on both sides to be cut": Seeded(
         "fp4deploy/predict/predictor.py",
@@ -41,9 +44,13 @@ FAULTS: dict[str, Seeded] = {
         "fp4deploy/predict/predictor.py",
         "kept = int((found.scores >= self.min_score).sum())",
         "kept = int((found.scores > self.min_score).sum())",
+        "tests/predict/test_predictor.py -k just_the_least",
     ),
     "gate: an entry is not found by its path": Seeded(
-        "fp4deploy/bench/gate/baseline.py", "if artefact in (name, entries[place].path)]", "if artefact == name]"
+        "fp4deploy/bench/gate/baseline.py",
+        "if artefact in (name, entries[place].path)]",
+        "if artefact == name]",
+        "tests/bench/test_gate.py -k one_of_several_entries",
     ),
     "gate: the baseline is measured on all images": Seeded(
         "fp4deploy/bench/gate/baseline.py", "timeout=timeout, limit=limit, like=like", "timeout=timeout, like=like"
@@ -52,6 +59,7 @@ FAULTS: dict[str, Seeded] = {
         "fp4deploy/report/collect.py",
         'pairs.setdefault(suffix, (by["nvfp4"], by["fp16"]))',
         'pairs[suffix] = (by["nvfp4"], by["fp16"])',
+        "tests/report/test_report.py -k first_pair",
     ),
     "report: what began from scratch was fine-tuned": Seeded(
         "fp4deploy/report/collect.py",
@@ -80,7 +88,10 @@ FAULTS: dict[str, Seeded] = {
         "fp4deploy/train/schedule.py", "return peak * (step + 1) / rising", "return peak * step / rising"
     ),
     "telemetry: a low nibble of 15 flips the high one": Seeded(
-        "fp4deploy/qat/telemetry/statistics.py", "_total(differing > 15)", "_total(differing >= 15)"
+        "fp4deploy/qat/telemetry/statistics.py",
+        "_total(differing > 15)",
+        "_total(differing >= 15)",
+        "tests/qat/test_telemetry_statistics.py -k every_pair_of_bytes",
     ),
     "interop: blocks over two axes have a scale's format": Seeded(
         "fp4deploy/interop/modelopt.py", "if len(blocks) > 1:", "if len(blocks) > 2:"
@@ -113,6 +124,7 @@ FAULTS: dict[str, Seeded] = {
         "fp4deploy/models/initial.py",
         "if name.startswith(prefix) and name not in given and not _is_counter(name)]",
         "if name.startswith(prefix) and name not in given]",
+        "tests/models/test_initial.py -k counters_alone",
     ),
     "audit: a size of 0 in a Reshape is nothing": Seeded(
         "fp4deploy/audit/operands.py",
