@@ -2,8 +2,8 @@
 
     python -m benchmarks.roofline_training --json benchmarks/results/roofline_training_projected.json
 
-**Nothing here was measured on a Blackwell GPU.** As in `roofline`, each pass takes max(operations / peak, bytes /
-bandwidth), and every real kernel is slower. The passes of a convolution that FP4 takes:
+**Nothing here was measured on a Blackwell GPU.** Each pass takes max(operations / peak, bytes / bandwidth), the
+roofline of the peaks in `fp4deploy.peaks`, and every real kernel is slower. The passes of a convolution that FP4 takes:
 
 | pass | FP16 reads and writes | FP4 reads and writes |
 |---|---|---|
@@ -26,11 +26,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.roofline import LABEL, STATEMENT, Work, layers, seconds
+from benchmarks.roofline import LABEL, Work, layers
 from fp4deploy.experiments.search.costs import FP4, FP16
-from fp4deploy.peaks import GPUS
+from fp4deploy.peaks import GPUS, Gpu
 
 FP32 = 4.0
+STATEMENT = "Projected from published peaks. Nothing was measured on a Blackwell GPU."
 
 
 def passes(work: Work, first: bool) -> list[Work]:
@@ -56,6 +57,13 @@ def passes(work: Work, first: bool) -> list[Work]:
     return found
 
 
+def seconds(work: Work, gpu: Gpu, nvfp4: bool) -> float:
+    """The roofline: H200 multiplies FP4 operands at its FP16 peak."""
+    peak = gpu.fp4 if nvfp4 and work.fp4_operands and gpu.fp4 is not None else gpu.fp16
+    moved = work.bytes_nvfp4 if nvfp4 else work.bytes_fp16
+    return max(work.operations / (peak * 1e12), moved / (gpu.bandwidth * 1e12))
+
+
 def _norm(name: str, moved: float) -> Work:
     return Work(name, "norm", 0.0, moved, moved, False, ())
 
@@ -78,7 +86,7 @@ def main() -> None:
             for work in works:
                 sums = by_pass.setdefault(work.kind, [0.0, 0.0])
                 for side, nvfp4 in enumerate((False, True)):
-                    sums[side] += 1e3 * seconds(work, gpu, nvfp4)[0]
+                    sums[side] += 1e3 * seconds(work, gpu, nvfp4)
             fp16, fp4 = (sum(sums[side] for sums in by_pass.values()) for side in (0, 1))
             parts = {kind: {"fp16_ms": sums[0], "fp4_ms": sums[1]} for kind, sums in by_pass.items()}
             row = {"label": LABEL, "gpu": gpu.name, "scale": scale, "fp16_ms": fp16, "fp4_ms": fp4}

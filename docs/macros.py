@@ -34,6 +34,7 @@ from docs.tables import (  # noqa: E402
     picture,
     results,
     studies,
+    timing,
     training,
 )
 from docs.tables.accuracy import ABLATION as ABLATION  # noqa: E402
@@ -78,6 +79,7 @@ FIGURES: dict[str, Callable[..., Any]] = {
         networks.nnunet_volume, packed.packed_networks_ratios, packed.packed_ratio, packed.packed_volumes_ratio,
         picture.digits_below,
         picture.digits_trained, picture.largest_loss, picture.qat_over_calibrated, studies.published_folds,
+        timing.held_out_layers, timing.layer_shapes, timing.ours_over, timing.product_rate,
         training.captured_recipe, training.first_steps, training.fp4_over_best, training.fused_losses,
         training.recipe_over_best,
         training.loading_rates, training.over_bound, training.recipe_ratios, training.step_images_per_s,
@@ -87,7 +89,7 @@ FIGURES: dict[str, Callable[..., Any]] = {
 TEXTS: dict[str, Callable[..., str]] = {"commands": commands, "public_names": names.public_names}
 TABLES: dict[str, Callable[..., str]] = {
     name: function
-    for module in (accuracy, engines, kernels, names, networks, packed, picture, studies, training)
+    for module in (accuracy, engines, kernels, names, networks, packed, picture, studies, timing, training)
     for name, function in inspect.getmembers(module, inspect.isfunction)
     if function.__module__ == module.__name__ and not name.startswith("_") and name not in FIGURES | TEXTS
 }

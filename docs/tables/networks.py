@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 from docs.tables.results import markdown, result
@@ -10,11 +11,12 @@ from docs.tables.steps import span
 
 
 def projected() -> str:
-    """Projected from published peaks; nothing was measured on a Blackwell GPU."""
+    """By the time model, with its error bar; nothing was measured on a Blackwell GPU."""
     rows = []
     for row in result("roofline_projected")["totals"]:
-        times = [f"{row[name] / 1e3:.2f}" for name in ("fp16_us", "nvfp4_us")]
-        rows.append([row["gpu"], *times, f"{row['speedup']:.2f}"])
+        times = [[row[f"{side}_{part}us"] / 1e3 for part in ("", "low_", "high_")] for side in ("fp16", "nvfp4")]
+        cells = [f"{ms:.2f} ({low:.2f} to {high:.2f})" for ms, low, high in times]
+        rows.append([row["gpu"], *cells, f"{row['speedup']:.2f}"])
     return markdown(["projected", "FP16, ms", "NVFP4, ms", "ratio"], rows)
 
 
@@ -182,6 +184,33 @@ def first_hour() -> str:
         name = " ".join(words[: 3 if words[1] == "data" else 2])
         rows.append([f"`{name}`", f"{row['seconds']:.0f}", f"{row['cpu_seconds']:.0f}"])
     return markdown(["command", "seconds", "of a processor"], rows, 1)
+
+
+def nnunet_commands() -> str:
+    """The commands of docs/nnunet.md: seconds of a processor and the largest resident set on the CPU."""
+    rows = []
+    for row in result("nnunet_walk_cpu")["rows"]:
+        words = row["command"].split()
+        target = next((after for word, after in pairwise(words) if word in ("--out", "-o")), "")
+        name = " ".join(words[: 2 if words[0] == "fp4deploy" else 1])
+        rows.append([f"`{name}`", target, f"{row['cpu_seconds']:.0f}", f"{row['peak_mb']:,}", "not measured"])
+    return markdown(["command", "writes", "seconds of a processor", "host memory, MB", "GPU memory"], rows, 2)
+
+
+def nnunet_forms() -> str:
+    """Accuracy and size of what docs/nnunet.md compares."""
+    found = result("nnunet_walk_cpu")
+    names = {"fp16": "FP16, packed", "nvfp4": "NVFP4, packed", "torch": "NVFP4, nnU-Net's own predictor"}
+    rows = []
+    for form, name in names.items():
+        scores, size = found["scores"][form], found["network_bytes"].get(form)
+        cells = [
+            " / ".join(f"{100 * each:.1f}" for each in scores["dice"]),
+            " / ".join(f"{each:.1f}" for each in scores["hd95_mm"]),
+        ]
+        unlike = "" if form == "fp16" else f"{100 * scores['unlike_fp16'][0]:.2f} %"
+        rows.append([name, *cells, unlike, f"{size / 1e3:,.0f}" if size else ""])
+    return markdown(["", "Dice, %", "95 % Hausdorff, mm", "voxels unlike FP16", "network, kB"], rows, 1)
 
 
 def fuzzed_networks(name: str = "fuzz_networks_cpu") -> str:

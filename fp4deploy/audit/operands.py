@@ -62,6 +62,7 @@ class Operand:
     contracted: blocks run along the contraction axis alone; None without blocks, or where they cannot be followed.
     axis, rank, extent: the blocked axis where the tensor is quantised (negative: from the end), the number of its axes
         and the axis' size there; 0 where unknown.
+    shifted: the codes have a zero point other than 0.
     """
 
     format: str
@@ -74,6 +75,7 @@ class Operand:
     rank: int = 0
     extent: int = 0
     tensorrt: bool = False
+    shifted: bool = False
 
     @property
     def quantized(self) -> bool:
@@ -93,7 +95,7 @@ class Operand:
 class Multiplication:
     """One GEMM or convolution: its node, operator, operands, and the shape of its weight (() where unknown).
 
-    bias: format of a bias whose type is not that of the operands, "" where they agree.
+    bias: format of a bias whose type is not that of the operands, or whose codes are decoded; "" where they agree.
     """
 
     name: str
@@ -174,6 +176,10 @@ def other_readers(model: onnx.ModelProto) -> list[Reader]:
 
 
 def _other_bias(node: ir.Node) -> str:
+    decoded = node.inputs[2].producer() if len(node.inputs) > 2 and node.inputs[2] is not None else None
+    if decoded is not None and decoded.op_type == "DequantizeLinear":
+        codes = decoded.inputs[0]
+        return codes.dtype.name if codes is not None and codes.dtype is not None else ""
     operand, bias = _format(node.inputs[0]), _format(node.inputs[2]) if len(node.inputs) > 2 else ""
     return bias if bias and operand and bias != operand else ""
 
@@ -241,12 +247,15 @@ def _dequantized(node: ir.Node, path: list[ir.Node], names: list[str], contracte
     form = "FP4" if dynamic else "FP8" if node.op_type != "DequantizeLinear" else _code_format(codes)
     size = node.attributes["block_size"].as_int() if "block_size" in node.attributes else 0
     axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 1
+    zero = node.inputs[2].const_value if len(node.inputs) > 2 and node.inputs[2] is not None else None
+    shifted = zero is not None and bool(np.any(zero.numpy().astype(np.float32)))
     if not size:
         shape = _shape(scale)
-        return Operand(form, "channel" if math.prod(shape or (1,)) > 1 else "tensor", tensorrt=foreign)
+        scaling = "channel" if math.prod(shape or (1,)) > 1 else "tensor"
+        return Operand(form, scaling, tensorrt=foreign, shifted=shifted)
     scales = "E8M0" if node.op_type == "TRT_MXFP8DequantizeLinear" else _scale_format(scale)
     blocked = _blocked(form, scales, size, axis, _sizes(codes), path, names, contracted, dynamic)
-    return replace(blocked, tensorrt=foreign)
+    return replace(blocked, tensorrt=foreign, shifted=shifted)
 
 
 def _code_format(codes: ir.Value | None) -> str:

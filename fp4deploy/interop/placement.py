@@ -4,7 +4,7 @@ A convolution or GEMM is INT8 or FP8 where a DequantizeLinear stands right befor
 quantisation-aware training put quantisers behind modules instead, and a network compiled of such a file has layers that
 decode and multiply in FP16, or is refused. What is found and done, in this order:
 
-1. A quantised bias becomes the constant that it decodes to. The same numbers.
+1. A quantised bias, or number of a BatchNormalization, becomes the constant that it decodes to. The same numbers.
 2. UINT8, or codes with a zero point, become INT8 without one, of a range as large on both sides: fewer steps. Codes
    that have no sign clip like a Relu, which is written where the values may be negative.
 3. A quantised operand that passes a Relu, a pooling, a resizing or a change of layout first gets a pair right before
@@ -71,14 +71,16 @@ def with_placed_quantizers(model: onnx.ModelProto) -> tuple[onnx.ModelProto, lis
 
 
 def _decode_biases(graph: ir.Graph) -> Iterator[Edit]:
-    for node in _gemms(graph):
-        bias = node.inputs[2] if len(node.inputs) > 2 else None
-        decoder = _producer(bias, DEQUANTIZE)
+    placed = [(node, 2) for node in _gemms(graph)]
+    placed += [(node, place) for node in graph if node.op_type == "BatchNormalization" for place in range(1, 5)]
+    for node, place in placed:
+        decoder = _producer(node.inputs[place] if len(node.inputs) > place else None, DEQUANTIZE)
         values = _decoded(decoder) if decoder is not None else None
         if decoder is not None and values is not None:
+            what = "bias" if place == 2 else ("scale", "mean", "variance")[place // 2]
             writer = NodeWriter(graph, _name(node), before=node, dtype=decoder.outputs[0].dtype)
-            node.replace_input_with(2, writer.constant("bias", values))
-            yield Edit(_name(node), "its bias is a constant, and no longer quantised", True)
+            node.replace_input_with(place, writer.constant(what, values))
+            yield Edit(_name(node), f"its {what} is a constant, and no longer quantised", True)
 
 
 def _make_symmetric(graph: ir.Graph) -> Iterator[Edit]:

@@ -31,7 +31,13 @@ from fp4deploy.models.pickled import numbers_of_numpy
 CONTAINERS = ("state_dict", "model_state_dict", "model", "network_weights")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 NOT_NEGATIVE = ("running_var", "num_batches_tracked")
-WRAPPERS = ("module.", "_orig_mod.")  # of DataParallel and AveragedModel, of torch.compile
+WRAPPERS = (  # of DataParallel and AveragedModel, of torch.compile, of FSDP, of Lightning Fabric
+    "module.",
+    "_orig_mod.",
+    "_fsdp_wrapped_module.",
+    "_forward_module.",
+)
+LEVELS = 3  # of dicts around a state dict
 AVERAGED = "n_averaged"  # the counter of AveragedModel
 OUTER = ("model.", "net.", "network.")  # attributes of Lightning modules and trainers that hold the network
 _CLASSIFIERS = ("fc.", "classifier.", "head.", "last_linear.")  # of a backbone trained to classify
@@ -107,18 +113,41 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     Raises:
         InputError: the file is missing or damaged, or holds something else than tensors.
     """
-    found = read_containers(path)
-    for name in CONTAINERS:
-        if isinstance(found, Mapping) and isinstance(found.get(name), Mapping):
-            found = found[name]
-    if not isinstance(found, Mapping) or not all(isinstance(value, torch.Tensor) for value in found.values()):
-        raise InputError(f"{path} holds no state dict: it has to map names to tensors.")
+    found = _inner(read_containers(path))
+    if not _is_state(found):
+        held = ", ".join(map(str, _held(found)[:8]))
+        choose = f" It holds several: {held}. Save the one that is meant." if held else ""
+        raise InputError(f"{path} holds no state dict: it has to map names to tensors.{choose}")
     tensors = {str(name): value for name, value in found.items()}
     if any(name.startswith(WRAPPERS) for name in tensors):
         tensors.pop(AVERAGED, None)
     while start := next((each for each in WRAPPERS if tensors and all(name.startswith(each) for name in tensors)), ""):
         tensors = _without(tensors, start)
     return tensors
+
+
+def _inner(found: Any) -> Any:
+    """The state dict inside dicts of a trainer: under a name that is known for it, or the only one."""
+    for _ in range(LEVELS):
+        held = _held(found)
+        known = [name for name in CONTAINERS if name in held]
+        if _is_state(found) or not (known or len(held) == 1):
+            break
+        found = found[known[0] if known else held[0]]
+    return found
+
+
+def _held(found: Any) -> list[Any]:
+    """Under which keys something holds a state dict, or a dict with one of the known names."""
+    if not isinstance(found, Mapping):
+        return []
+    inner = [(key, value) for key, value in found.items() if isinstance(value, Mapping)]
+    return [key for key, value in inner if key in CONTAINERS or _is_state(value) or value.keys() & set(CONTAINERS)]
+
+
+def _is_state(found: Any) -> bool:
+    """Names with tensors."""
+    return isinstance(found, Mapping) and bool(found) and all(isinstance(each, torch.Tensor) for each in found.values())
 
 
 def _without(tensors: Mapping[str, torch.Tensor], start: str) -> dict[str, torch.Tensor]:

@@ -98,7 +98,8 @@ class CapturedNetwork:
             if len(self._runs) >= SHAPES:
                 del self._runs[next(iter(self._runs))]
             wanted = [torch.int64 if each.dtype == "int64" else dtype for each in self.network.graph.inputs]
-            static = tuple(x.to(device, each).clone() for x, each in zip(inputs, wanted, strict=True))
+            with torch.inference_mode(False):  # else no call outside of that mode could write to them
+                static = tuple(x.to(device, each).clone() for x, each in zip(inputs, wanted, strict=True))
             self._runs[shapes] = static, *self._run(static)
         static, run, _ = self._runs[shapes]
         for held, x in zip(static, inputs, strict=True):

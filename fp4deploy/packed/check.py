@@ -57,7 +57,7 @@ from fp4deploy.packed.graph import (
     tensors_of,
     weight_names,
 )
-from fp4deploy.packed.operators import COMPLEX, FUNCTIONS, aten_function
+from fp4deploy.packed.operators import COMPLEX, NUMBERS, aten_function
 from fp4deploy.packed.shapes import Shapes, shapes_of, weight_shape
 from fp4deploy.rest import rest_of
 
@@ -225,7 +225,7 @@ def _check_outputs(graph: Graph, writer: Node | Input, forms: dict[str, Form]) -
 def _check_node(node: Node) -> None:
     """What the fields of one node do not say by themselves."""
     if isinstance(node, Activation):
-        count = FUNCTIONS[node.function][0]
+        count = NUMBERS.get(node.function, 0)
         _require(len(node.parameters) == count, f"{node.function} takes {count} numbers")
         _require(node.function != "softplus" or node.parameters[0] > 0, "the first number of softplus is positive")
     elif isinstance(node, Arithmetic):

@@ -202,7 +202,7 @@ LATER_FUNCTIONS = (  # not in packed/3
 
 
 class Activation(Step):
-    """An activation function; `parameters` are its numbers in torch's order (`operators.FUNCTIONS`)."""
+    """An activation function; `parameters` are its numbers in torch's order (`operators.NUMBERS`)."""
 
     op: Literal["activation"] = "activation"
     function: Literal[

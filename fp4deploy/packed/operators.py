@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.graph.sizes import evaluate
 from fp4deploy.packed.graph import (
-    LATER_FUNCTIONS,
     Activation,
     AdaptivePool,
     Affine,
@@ -133,49 +132,7 @@ def aten_function(name: str) -> torch._ops.OpOverload:
     return found
 
 
-FUNCTIONS: dict[str, tuple[int, Callable[..., torch.Tensor]]] = {  # name -> how many numbers, function
-    "relu": (0, F.relu),
-    "relu6": (0, F.relu6),
-    "leaky_relu": (1, F.leaky_relu),
-    "elu": (1, F.elu),
-    "selu": (0, F.selu),
-    "silu": (0, F.silu),
-    "gelu": (0, F.gelu),
-    "gelu_tanh": (0, lambda x: F.gelu(x, approximate="tanh")),
-    "hardswish": (0, F.hardswish),
-    "hardsigmoid": (0, F.hardsigmoid),
-    "clamp": (2, torch.clamp),
-    "sigmoid": (0, torch.sigmoid),
-    "tanh": (0, torch.tanh),
-    "softplus": (2, F.softplus),
-    "mish": (0, F.mish),
-    **{
-        name: (0, getattr(torch, name))
-        for name in LATER_FUNCTIONS
-    },
-}  # fmt: skip
-CONVOLUTIONS: dict[str, Callable[..., torch.Tensor]] = {
-    "conv1d": F.conv1d,
-    "conv2d": F.conv2d,
-    "conv3d": F.conv3d,
-    "conv_transpose1d": F.conv_transpose1d,
-    "conv_transpose2d": F.conv_transpose2d,
-    "conv_transpose3d": F.conv_transpose3d,
-}
-COMPARISONS: dict[str, Callable[..., torch.Tensor]] = {
-    "greater": torch.gt,
-    "greater_equal": torch.ge,
-    "less": torch.lt,
-    "less_equal": torch.le,
-    "equal": torch.eq,
-    "not_equal": torch.ne,
-}
-POOLS: dict[str, tuple[Callable[..., torch.Tensor], ...]] = {  # over one, two and three axes
-    "max_pool": (F.max_pool1d, F.max_pool2d, F.max_pool3d),
-    "avg_pool": (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d),
-    "max": (F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d),
-    "avg": (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d),
-}
+NUMBERS = {"leaky_relu": 1, "elu": 1, "clamp": 2, "softplus": 2}  # how many numbers an activation function has
 
 
 def compute(node: Step, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
@@ -195,9 +152,10 @@ def convolve(node: Layer, inputs: list[torch.Tensor], weight: torch.Tensor, bias
     x = torch.cat(inputs, 1) if len(inputs) > 1 else inputs[0]
     if isinstance(node, ConvTranspose2d):
         places = (node.stride, node.padding, node.output_padding, node.groups, node.dilation)
-        return CONVOLUTIONS[node.op](x, weight, bias, *places)
+        y: torch.Tensor = getattr(F, node.op)(x, weight, bias, *places)
+        return y
     if isinstance(node, Conv2d):
-        y = CONVOLUTIONS[node.op](x, weight, bias, node.stride, node.padding, node.dilation, node.groups)
+        y = getattr(F, node.op)(x, weight, bias, node.stride, node.padding, node.dilation, node.groups)
         return y.relu() if node.relu else y
     y = F.linear(x, weight, bias)
     return y.relu() if isinstance(node, Linear) and node.relu else y
@@ -244,27 +202,29 @@ def _activation(node: Activation, inputs: list[torch.Tensor], _: Context) -> tor
     if node.function == "clamp":
         low, high = node.parameters  # FP16's ends are no limits to numbers of a larger range
         return torch.clamp(inputs[0], low if low > -FP16.largest else None, high if high < FP16.largest else None)
-    return FUNCTIONS[node.function][1](inputs[0], *node.parameters)
+    if node.function == "gelu_tanh":
+        return F.gelu(inputs[0], approximate="tanh")
+    function: Any = getattr(F, node.function, None) or getattr(torch, node.function)
+    return function(inputs[0], *node.parameters)
 
 
 def _arithmetic(node: Arithmetic, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
     other: Any = inputs[1] if len(inputs) == 2 else node.number
     if node.alpha != 1:
         other = other * node.alpha
-    functions: dict[str, Any] = {"add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div}
-    functions |= {"pow": torch.pow, "maximum": torch.maximum, "minimum": torch.minimum}
     if len(inputs) == 1 and node.op in ("maximum", "minimum"):
         return torch.clamp(inputs[0], **{"min" if node.op == "maximum" else "max": other})
-    return functions[node.op](inputs[0], other)
+    return getattr(torch, node.op)(inputs[0], other)
 
 
 def _compare(node: Compare, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
     other: Any = inputs[1] if len(inputs) == 2 else node.number
-    return COMPARISONS[node.op](inputs[0], other).to(context.dtype)
+    compare: Any = torch.eq if node.op == "equal" else getattr(torch, node.op)
+    return compare(inputs[0], other).to(context.dtype)
 
 
 def _pool(node: Pool, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
-    x, stride, pool = inputs[0], node.stride, POOLS[node.op][len(node.kernel) - 1]
+    x, stride, pool = inputs[0], node.stride, getattr(F, f"{node.op}{len(node.kernel)}d")
     if node.op == "max_pool" and len(node.kernel) == 2:
         windows = (node.kernel, node.stride, node.padding, node.dilation)
         kernel, steps, padding, dilation = ((each[0], each[1]) for each in windows)
@@ -278,8 +238,7 @@ def _reduce(node: Reduce, inputs: list[torch.Tensor], _: Context) -> torch.Tenso
     x = inputs[0]
     if node.function == "norm":
         return torch.linalg.vector_norm(x, 2, node.dims, node.keep)
-    functions: dict[str, Any] = {"mean": torch.mean, "sum": torch.sum, "amax": torch.amax, "amin": torch.amin}
-    return functions[node.function](x, node.dims, node.keep)
+    return getattr(torch, node.function)(x, node.dims, node.keep)
 
 
 def _argmax(node: ArgMax, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
@@ -363,7 +322,7 @@ def _argument(value: object, context: Context) -> Any:
     return [context.size(each) if isinstance(each, list) else each for each in value]
 
 
-# A name read from torch by `node.op` is one of the literals of the node's class, which reading a file has checked.
+# A name read from torch by `node.op` or `node.function` is a literal of the node's class, which reading a file checks.
 _TABLE: dict[type[Step], Callable[..., torch.Tensor]] = {
     Affine: _affine,
     GroupNormReLU: _group_norm_relu,
@@ -377,7 +336,9 @@ _TABLE: dict[type[Step], Callable[..., torch.Tensor]] = {
     Experts: lambda node, x, context: context.tensor(node.tensor),
     Concat: lambda node, x, context: torch.cat(x, node.dim),
     Pool: _pool,
-    AdaptivePool: lambda node, x, context: POOLS[node.function][len(node.size) - 1](x[0], context.sizes_of(node.size)),
+    AdaptivePool: lambda node, x, context: getattr(F, f"adaptive_{node.function}_pool{len(node.size)}d")(
+        x[0], context.sizes_of(node.size)
+    ),
     Reduce: _reduce,
     Variance: lambda node, x, context: torch.var(x[0], node.dims, correction=node.correction, keepdim=node.keep),
     CumulativeSum: lambda node, x, context: torch.cumsum(x[0], node.dim),

@@ -28,7 +28,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache
 from typing import Any, cast
 
@@ -52,10 +52,14 @@ INPUT_CALL: Calls = frozenset({INPUT})
 
 @dataclass(frozen=True)
 class Ends:
-    """Names of the layers that read the input, and of those that give the outputs."""
+    """Names of the layers that read the input, and of those that give the outputs.
+
+    lent: layers that are never called, though another module multiplies with their weights.
+    """
 
     first: tuple[str, ...]
     outputs: tuple[str, ...]
+    lent: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,8 @@ def ends_of(model: nn.Module, is_gemm: IsGemm, example_inputs: Inputs | None = N
     compiled = getattr(model, "_orig_mod", None)
     if isinstance(compiled, nn.Module):  # of torch.compile
         inner = ends_of(compiled, is_gemm, example_inputs)
-        return Ends(*(tuple(f"_orig_mod.{name}" for name in names) for names in (inner.first, inner.outputs)))
+        first, outputs, lent = ([f"_orig_mod.{name}" for name in vars(inner)[each.name]] for each in fields(Ends))
+        return Ends(tuple(first), tuple(outputs), frozenset(lent))
     gemms = [name for name, layer in model.named_modules() if is_gemm(layer)]
     if len(gemms) < 2:
         return Ends(tuple(gemms), tuple(gemms))
@@ -100,7 +105,7 @@ def ends_of(model: nn.Module, is_gemm: IsGemm, example_inputs: Inputs | None = N
     if found is None and named is None:
         _say_assumed(type(model).__name__, gemms[0], gemms[-1])
     ends = found or Ends((gemms[0],), (gemms[-1],))
-    return Ends(ends.first, named or ends.outputs)
+    return replace(ends, outputs=named or ends.outputs)
 
 
 def _reads_tokens(model: nn.Module, example_inputs: Inputs | None) -> bool:
@@ -135,15 +140,16 @@ class _Calls:
         number = len(self.names) - 1
         return _Origin(frozenset({number}), read.all | {number})
 
-    def ends(self, outputs: Iterable[_Origin]) -> Ends:
-        """Both ends, where the outputs of the network come from `outputs`."""
+    def ends(self, outputs: Iterable[_Origin], lending: Iterable[str]) -> Ends:
+        """Both ends. outputs: what those of the network come from; lending: layers whose weight is read elsewhere."""
         reading = [call for call, read in enumerate(self.inputs) if INPUT in read.direct]
         first = [call for call in reading if not self.inputs[call].all & set(reading)]
         last: list[int] = []
         for output in outputs:
             giving = output.direct - INPUT_CALL
             last += sorted(call for call in giving if not any(call in self.inputs[other].all for other in giving))
-        return Ends(*(tuple(dict.fromkeys(self.names[call] for call in calls)) for calls in (first, last)))
+        named = [tuple(dict.fromkeys(self.names[call] for call in calls)) for calls in (first, last)]
+        return Ends(named[0], named[1], frozenset(lending) - set(self.names))
 
 
 def _is_product(layer: nn.Module, is_gemm: IsGemm) -> bool:
@@ -175,7 +181,9 @@ def _traced(model: nn.Module, is_gemm: IsGemm) -> Ends | None:
         if _writes(node) and isinstance(written := node.args[0], fx.Node):
             _write(written, read, origins)
     results = tree_leaves(next(node for node in graph.nodes if node.op == "output").args[0])
-    return calls.ends([origins[each] for each in results if isinstance(each, fx.Node)])
+    used = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
+    lending = [name for name, layer in modules.items() if is_gemm(layer) and f"{name}.weight" in used]
+    return calls.ends([origins[each] for each in results if isinstance(each, fx.Node)], lending)
 
 
 class _Tracer(fx.Tracer):
@@ -245,7 +253,8 @@ def _run(model: nn.Module, is_gemm: IsGemm, inputs: Inputs, meta: bool) -> Ends:
             result = copy(**moved)
         else:
             result = copy(moved) if isinstance(moved, torch.Tensor) else copy(*moved)
-    return calls.ends([origins.of(each) for each in _tensors(result)])
+    lending = [name for name, layer in copy.named_modules() if is_gemm(layer) and origins.has_read(layer.weight)]
+    return calls.ends([origins.of(each) for each in _tensors(result)], lending)
 
 
 class _Origins(DispatchMode):
@@ -255,6 +264,7 @@ class _Origins(DispatchMode):
         super().__init__()
         self.found: dict[int, _Origin] = {}
         self.alive: list[Any] = []  # an address stands for one storage while that exists
+        self.read: set[int] = set()
 
     def of(self, values: object) -> _Origin:
         return _union(self.found.get(self._key(each), _Origin()) for each in _tensors(values))
@@ -262,6 +272,9 @@ class _Origins(DispatchMode):
     def set(self, values: object, origin: _Origin) -> None:
         for each in _tensors(values):
             self.found[self._key(each)] = origin
+
+    def has_read(self, tensor: object) -> bool:
+        return isinstance(tensor, torch.Tensor) and self._key(tensor) in self.read
 
     def _key(self, tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()
@@ -271,6 +284,7 @@ class _Origins(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         origin = self.of((args, kwargs))
+        self.read.update(map(self._key, _tensors((args, kwargs))))
         if origin.direct or origin.all:
             written = [
                 given

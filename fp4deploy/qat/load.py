@@ -134,7 +134,8 @@ def round_to_deployed(model: nn.Module, rest: Rest = FP16) -> None:
     for name, tensor in rest_tensors(model, rest):
         masked = not isinstance(tensor, nn.Parameter)  # a buffer may hold -Inf
         rest.require(name, tensor[tensor.isfinite()] if masked else tensor)
-        tensor.copy_(tensor.to(rest.dtype))
+        once = tensor[tuple(slice(None) if step else slice(1) for step in tensor.stride())]  # of what is expanded
+        once.copy_(once.to(rest.dtype))
     for layer in quantized_layers(model).values():
         if layer.input_amax is not None:
             layer.input_amax.requires_grad_(False)

@@ -212,6 +212,8 @@ def _reason_to_keep(
         return _crossed_inputs(channels, groups)
     if not name:  # the model is this one layer, and whoever prepares it means it
         return None
+    if name in ends.lent:
+        return "never called: its module multiplies with the weight itself"
     if name in ends.first:
         return f"first layer: reads the image ({channels} input channels, a block has {NVFP4_BLOCK})"
     if channels <= NVFP4_BLOCK // 4:
@@ -265,7 +267,9 @@ def _reason_impossible(layer: nn.Module, recipe: Recipe) -> str | None:
 
 
 def _hooked(layer: nn.Module) -> str | None:
-    """A weight or bias that is no parameter but an attribute, which a hook sets before each forward."""
+    """A weight or bias that is no parameter but an attribute, which a hook sets before each forward; a new forward."""
+    if "forward" in vars(layer):
+        return "its forward was replaced by another one, which the quantised layer would not call"
     set_by_hook = [name for name in ("weight", "bias") if isinstance(vars(layer).get(name), torch.Tensor)]
     if not set_by_hook:
         return None

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from fp4deploy.bench import tables
 from fp4deploy.report.comparison import PREFERRED, ChangeTable, Comparison, comparable
 from fp4deploy.report.figures.curves import run_colour
-from fp4deploy.report.html import Tile, described, environment
-from fp4deploy.report.model import MODEL_TITLES
+from fp4deploy.report.html import Tile, environment
+from fp4deploy.report.model import MODEL_TITLES, described
 from fp4deploy.report.run_folder import RunData
 
 if TYPE_CHECKING:

@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup
 
 from fp4deploy.bench import tables
-from fp4deploy.bench.records import Machine
 from fp4deploy.errors import counted
 from fp4deploy.export.ledger.shares import in_words
 from fp4deploy.report.figures.overlays import Overlay
-from fp4deploy.report.model import ENGINE_HEAD, MODEL_TITLES, ReportData, engine_row
+from fp4deploy.report.model import ENGINE_HEAD, MODEL_TITLES, ReportData, described, engine_row
 from fp4deploy.tasks import TASKS
 
 if TYPE_CHECKING:
@@ -111,18 +110,6 @@ def render_html(report: ReportData, pictures: Pictures) -> str:
             machine=described(report.environment),
         )
     )
-
-
-def described(machine: Machine | None) -> dict[str, str]:
-    """A machine for a person: title -> text; empty where nothing was recorded."""
-    if machine is None:
-        return {}
-    return {
-        "CPU": f"{machine.cpu}, {counted(machine.cores, 'core')}",
-        "GPU": ", ".join(f"{gpu.name} ({gpu.arch})" for gpu in machine.gpus) or "none",
-        "system": f"{machine.platform}, Python {machine.python}",
-        "packages": ", ".join(f"{name} {version}" for name, version in machine.packages.items()),
-    }
 
 
 def _network(report: ReportData) -> str:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from fp4deploy.bench import tables
-from fp4deploy.bench.records import Machine
-from fp4deploy.errors import counted
-from fp4deploy.report.model import ENGINE_HEAD, ModelEntry, ReportData, engine_row
+from fp4deploy.report.model import ENGINE_HEAD, ModelEntry, ReportData, described, engine_row
 from fp4deploy.tasks import TASKS
 
 
@@ -23,7 +21,8 @@ def render_markdown(report: ReportData) -> str:
         parts += ["## Kinds of errors: how many, and AP50 that they cost in points\n", tables.markdown(*kinds)]
     if confusions := tables.confusion_rows(report.artifacts):
         parts += ["## Commonest confusions of the detections that are drawn\n", tables.markdown(*confusions)]
-    parts += ["## Measured on\n", _machine(report.environment)]
+    machine = [f"{title}: {text}" for title, text in described(report.environment).items()]
+    parts += ["## Measured on\n", "; ".join(machine) + ".\n" if machine else "Not recorded.\n"]
     return "\n".join(parts)
 
 
@@ -32,12 +31,3 @@ def per_class(models: dict[str, ModelEntry]) -> str:
     names = next((list(model.per_class) for model in models.values() if model.per_class), [])
     body = [[name, *(tables.points(model.per_class.get(name)) for model in models.values())] for name in names]
     return tables.markdown(("class", *models), body)
-
-
-def _machine(machine: Machine | None) -> str:
-    if machine is None:
-        return "Not recorded.\n"
-    gpus = "".join(f"{gpu.name} ({gpu.arch}), " for gpu in machine.gpus)
-    packages = ", ".join(f"{name} {version}" for name, version in machine.packages.items())
-    cores = counted(machine.cores, "core")
-    return f"{machine.cpu}, {cores}, {gpus}{machine.platform}, Python {machine.python}; {packages}.\n"

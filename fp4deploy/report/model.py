@@ -18,6 +18,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from fp4deploy.bench.records import ArtifactEntry, Machine, Record, Scores
+from fp4deploy.errors import counted
 from fp4deploy.export.ledger.shares import in_words
 from fp4deploy.models.card import TaskName
 
@@ -139,3 +140,15 @@ def engine_row(entry: EngineEntry) -> tuple[str, ...]:
     """The cells under `ENGINE_HEAD`; precisions by their shares of the multiply-accumulates."""
     shares = (in_words(entry.requested), in_words(entry.actual))
     return (entry.engine, entry.built, *shares, str(entry.not_as_requested), str(entry.fallbacks))
+
+
+def described(machine: Machine | None) -> dict[str, str]:
+    """A machine for a person: title -> text; empty where nothing was recorded."""
+    if machine is None:
+        return {}
+    return {
+        "CPU": f"{machine.cpu}, {counted(machine.cores, 'core')}",
+        "GPU": ", ".join(f"{gpu.name} ({gpu.arch})" for gpu in machine.gpus) or "none",
+        "system": f"{machine.platform}, Python {machine.python}",
+        "packages": ", ".join(f"{name} {version}" for name, version in machine.packages.items()),
+    }

@@ -29,8 +29,9 @@ from fp4deploy.bench.environment import environment
 from fp4deploy.bench.records import Machine
 from fp4deploy.errors import UnavailableError
 from fp4deploy.plugins import KernelError
-from fp4deploy.report.html import Tile, described
+from fp4deploy.report.html import Tile
 from fp4deploy.report.html import environment as templates
+from fp4deploy.report.model import described
 from fp4deploy.selftest import engines, kernels, latency, networks, reference
 from fp4deploy.selftest.context import Context
 from fp4deploy.selftest.proof import Proof

@@ -366,8 +366,10 @@ def test_one_of_several_entries_is_named(untrained: Run, shapes: Path, tmp_path:
     document = bench_json(untrained, shapes, path)
     best = perfect(document)
     best["artifacts"][0].update(path="best.onnx", sha256=None)
+    best["artifacts"][0]["path"] = "b/best.onnx"
     both = {key: [*document[key], *best[key]] for key in ("artifacts", "evidence")}
     path.write_text(json.dumps(both))
+    assert find_baseline(path, None, artefact="b/best.onnx").value == 1.0
     with pytest.raises(InputError, match=r"holds 2 artefacts: best\.safetensors, best\.onnx\. Choose one with"):
         find_baseline(path, None)
     assert find_baseline(path, None, artefact="best.onnx").value == 1.0

@@ -64,7 +64,9 @@ def test_a_signal_saves_and_the_status_names_it(tiny_data: Path, tmp_path: Path,
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), pytest.param(signal.SIGKILL, -9, marks=pytest.mark.nightly)]
+)
 def test_workers_of_a_loader_outlive_a_signal_and_end_with_the_training(
     tiny_data: Path, tmp_path: Path, number: int, status: int
 ) -> None:

@@ -152,6 +152,41 @@ def test_objects_that_no_pixel_shows_are_refused(
             require_labels(dataset, root)
 
 
+def _repeated(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return found + [each | {"id": 10 + each["id"]} for each in found]
+
+
+def _cornered(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [each | {"bbox": [x, y, x + w, y + h]} for each in found for x, y, w, h in [each["bbox"]]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "task"),
+    [
+        ("repeated-annotations", _repeated, open_dataset),
+        ("corner-boxes", _cornered, open_boxes),
+        ("similar-categories", lambda found: found, open_dataset),
+        (None, lambda found: found, open_boxes),
+    ],
+)
+def test_objects_that_are_written_otherwise_are_a_defect(tmp_path: Path, kind: str, change: Any, task: Any) -> None:
+    names = ("cell", "Cell ") if kind == "similar-categories" else ("cell",)
+    root = coco(tmp_path, 0, (names, names))
+    for path in (root / "annotations").iterdir():
+        content = json.loads(path.read_text())
+        first = content["annotations"][0]
+        boxes = [[4, 4, 8, 8], [18, 20, 12, 12], [2, 20, 9, 10], [18, 2, 14, 9]]
+        each = [first | {"id": number, "bbox": box} for number, box in enumerate(boxes, 1)]
+        path.write_text(json.dumps(content | {"annotations": change(each)}))
+    found = {defect.kind for defect in check_dataset(root)} - {"box-outside"}
+    assert found == ({kind} if kind else set())
+    if kind == "corner-boxes":
+        with pytest.raises(InputError, match="two corners"):
+            require_labels(task(root, "train"), root)
+    else:
+        require_labels(task(root, "train"), root)
+
+
 def test_boxes_of_zeros_beside_segmentations_are_no_shares_of_the_image(tmp_path: Path) -> None:
     root = coco(tmp_path, 0)
     for path in (root / "annotations").iterdir():

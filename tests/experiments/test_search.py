@@ -23,6 +23,7 @@ from fp4deploy.experiments.search.run import Budget, Point, search
 from fp4deploy.models import read_card
 from fp4deploy.peaks import find_gpu
 from fp4deploy.runs import LOCK, Run, create_run
+from fp4deploy.timing.library import library_time
 from fp4deploy.train import load_config
 from fp4deploy.train.config import save_config, with_settings
 
@@ -60,16 +61,18 @@ def test_costs_of_layers_by_hand() -> None:
     assert found["0"].bytes_fp16 == 2 * 8 * 20 * 9
     assert found["0"].bytes_fp4 == 8 * 32 * 9 * 4.5 / 8 + 4  # 20 channels fill two blocks
     moved = 2 * (20 + 8) * 36
-    assert found["0"].ms_fp16 == pytest.approx(1e3 * (2 * 8 * 20 * 9 + moved) / 1.792e12)
+    product = (36, 8, 20 * 9)
+    assert found["0"].ms_fp16 == library_time("FP16", *product, 2 * 8 * 20 * 9 + moved, gpu).ms
     assert found["0"].bytes_w4a8 == 8 * 32 * 9 * 4.25 / 8  # one block of 32; decoded, so that its time is that of FP16
-    assert found["0"].ms_w4a8 == pytest.approx(1e3 * (found["0"].bytes_w4a8 + moved) / 1.792e12)
+    assert found["0"].ms_w4a8 == library_time("FP16", *product, found["0"].bytes_w4a8 + moved, gpu).ms
     moved = (20 + 2 * 8) * 36
     assert found["0"].bytes_fp8 == 8 * 20 * 9 + 2 * 8
-    assert found["0"].ms_fp8 == pytest.approx(1e3 * (found["0"].bytes_fp8 + moved) / 1.792e12)
-    assert found["0"].ms_int8 == pytest.approx(1e3 * (found["0"].bytes_int8 + moved) / 1.792e12)
-    assert found["0"].ms_fp4 == pytest.approx(1e3 * (found["0"].bytes_fp4 + moved) / 1.792e12)  # multiplied in FP8
+    assert found["0"].ms_fp8 == library_time("FP8", *product, found["0"].bytes_fp8 + moved, gpu).ms
+    assert found["0"].ms_int8 == library_time("INT8", *product, found["0"].bytes_int8 + moved, gpu).ms
+    in_fp8 = library_time("FP8", *product, found["0"].bytes_fp4 + moved, gpu)
+    assert found["0"].ms_fp4 == in_fp8.ms  # multiplied in FP8
     packed = 4 * 16 * 4.5 / 8 + 4 + 8 * 36 * 4.5 / 8 + 2 * 4 * 36
-    assert found["1"].ms_fp4 == pytest.approx(1e3 * packed / 1.792e12)
+    assert found["1"].ms_fp4 == library_time("FP4", 36, 4, 8, packed, gpu).ms
     assert {find_gpu(text).name for text in ("sm_120", "sm_120a", "12.0", "SM120")} == {"RTX 5090"}
     for text in ("sm75", "blackwell"):
         with pytest.raises(InputError, match="no published peaks"):

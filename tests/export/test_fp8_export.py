@@ -27,6 +27,7 @@ from fp4deploy.export.verify.outputs import compare_with_torch
 from fp4deploy.formats import quantize_fp8, quantize_int8
 from fp4deploy.peaks import find_gpu
 from fp4deploy.qat import calibrate, deployed, prepare
+from fp4deploy.timing.library import library_time
 from tests.export.lowering.engine_graphs import CanonicalGraph
 
 QUANTIZERS = {"fp8": quantize_fp8, "int8": quantize_int8}
@@ -133,9 +134,11 @@ def test_an_engine_multiplies_in_eight_bits(tmp_path: Path, eight: str) -> None:
 def test_the_cost_model_by_hand() -> None:
     gpu = find_gpu("sm120")
     half, eight = seconds(gpu, 64 * 10_000, 9 * 64 * 64, 64 * 10_000, 10_000)
-    macs = 9 * 64 * 64 * 10_000
-    assert half == max(2 * macs / 209.5e12, (6 * 640_000 + 4.5625 * 36_864 + 2 * 640_000) / 1.792e12)
-    assert eight == max(2 * macs / 419e12, (4 * 640_000 + 36_864 + 2 * 640_000) / 1.792e12)
+    product = (10_000, 64, 9 * 64)
+    moved = 6 * 640_000 + 4.5625 * 36_864 + 2 * 640_000
+    assert half == library_time("FP16", *product, moved, gpu).ms / 1e3
+    assert eight == library_time("FP8", *product, 4 * 640_000 + 36_864 + 2 * 640_000, gpu).ms / 1e3
+    assert half > eight > 2 * 9 * 64 * 64 * 10_000 / gpu.rate("FP8")
 
 
 def test_auto_chooses_by_the_cost_model() -> None:
@@ -145,5 +148,5 @@ def test_auto_chooses_by_the_cost_model() -> None:
     x = graph.conv("wide", graph.image(16, 16, channels=32), 32)
     model = ir.from_proto(graph.model(graph.up("up", x, 16)))
     wide, up = find_fp4_layers(model)
-    assert "times as fast as FP16 by the roofline, not measured" in str(prefers_fp8(wide))
+    assert "times as fast as FP16 by the time model, not measured" in str(prefers_fp8(wide))
     assert prefers_fp8(up) is None  # a transposed convolution: an FP4 GEMM

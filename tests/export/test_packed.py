@@ -26,6 +26,7 @@ from fp4deploy.packed import PackedFile, PackedNetwork, packed_file, read_packed
 from fp4deploy.qat import calibrate, prepare, quantized_layers, round_to_deployed
 from fp4deploy.system.files import file_digest
 from tests.export.exported_models import Shapes, images, initializer, prepared, unet
+from tests.samples import sample
 
 NAMES = ("a", "b", "c", "d", "e")
 SHAPE = (3, 16, 24)
@@ -236,7 +237,7 @@ def test_last_bits_alone_pass() -> None:
     require_packed(found, "best.safetensors")
 
 
-@pytest.mark.parametrize("digits", [False, True])
+@pytest.mark.parametrize("digits", sample([False, True], every=2))
 def test_a_quantised_first_layer_reads_its_image_packed(digits: bool) -> None:
     torch.manual_seed(0)
     model = prepared(prepare(build_unet(5, 0.125, digits), include=["*"]), None)

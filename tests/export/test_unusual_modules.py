@@ -94,6 +94,7 @@ def test_tensors_that_share_memory_are_written(tmp_path: Path) -> None:
         spectral_norm,
         lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
         lambda layer: prune.l1_unstructured(layer, "bias", 0.5),
+        lambda layer: setattr(layer, "forward", lambda x: 3 * nn.Conv2d.forward(layer, x)),
     ],
 )
 def test_a_layer_whose_weight_a_hook_computes_stays_in_fp16_and_is_exported(
@@ -104,7 +105,7 @@ def test_a_layer_whose_weight_a_hook_computes_stays_in_fp16_and_is_exported(
     model.insert(3, conv(32, 32))
     plan = {each.name: each for each in layer_plan(model)}
     assert plan["2"].precision == "FP16"
-    assert "a hook computes its" in plan["2"].reason
+    assert plan["2"].reason.startswith(("a hook computes its", "its forward was replaced"))
     assert plan["3"].precision == "FP4"
     x = torch.rand(2, 3, 16, 16)
     calibrate(prepare(model), x)

@@ -18,16 +18,16 @@ from tests.fuzz.harness import Loader, Outcome, run_case
 from tests.fuzz.loaders import loaders
 
 CASES = {
-    "packed": 30,
-    "onnx": 50,
-    "modelopt": 50,
-    "roboflow": 50,
-    "predicted": 75,
-    "boxes": 75,
-    "listing": 75,
-    "colours": 75,
+    "packed": 15,
+    "onnx": 25,
+    "modelopt": 25,
+    "roboflow": 25,
+    "predicted": 37,
+    "boxes": 37,
+    "listing": 37,
+    "colours": 37,
 }  # the others take at most 10 ms a case
-OTHERS = 100
+OTHERS = 50
 OUTCOMES = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "fuzz_cpu.json"
 TOLERANT = (
     "metrics",

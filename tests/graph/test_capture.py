@@ -17,6 +17,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.graph import export_graph
 from fp4deploy.export.to_packed import pack_model
 from fp4deploy.graph import Graph, UnsettledSizes, capture, evaluate
+from fp4deploy.graph.growth import MAX_OPERATORS
 from fp4deploy.models import build_unet
 from fp4deploy.packed import PackedNetwork, packed_file
 from fp4deploy.qat import prepare, restore
@@ -294,8 +295,13 @@ class PaddedByItsSize(nn.Module):
         return x
 
 
-def test_sizes_that_grow_from_layer_to_layer_are_refused() -> None:
-    model, x = PaddedByItsSize(3), torch.zeros(1, 3, 64, 64)  # a layer more takes threefold
+@pytest.mark.parametrize(("layers", "most"), [(1, 4), pytest.param(3, MAX_OPERATORS, marks=pytest.mark.nightly)])
+def test_sizes_that_grow_from_layer_to_layer_are_refused(
+    layers: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer more takes threefold."""
+    monkeypatch.setattr("fp4deploy.graph.growth.MAX_OPERATORS", most)
+    model, x = PaddedByItsSize(layers), torch.zeros(1, 3, 64, 64)
     place = r"\(test_capture.py, line \d+\)"
     with pytest.warns(
         UserWarning,

@@ -138,7 +138,7 @@ def write_results(folder: Path, folds: int = 2) -> Path:
     return path
 
 
-def write_raw(folder: Path, cases: int = 4) -> Path:
+def write_raw(folder: Path, cases: int = 4, size: tuple[int, int, int] = (12, 20, 14)) -> Path:
     """A raw data set: two blobs in noise; voxels of 1 x 1 x 1.25 mm, so that nnU-Net resamples."""
     import SimpleITK
 
@@ -147,7 +147,7 @@ def write_raw(folder: Path, cases: int = 4) -> Path:
     for name in ("imagesTr", "labelsTr"):
         (path / name).mkdir(parents=True)
     for case in range(cases):
-        z, y, x = np.mgrid[:12, :20, :14]
+        z, y, x = np.mgrid[tuple(map(slice, size))]
         labels = np.zeros(z.shape, np.uint8)
         for label, centre in ((1, (6, 6 + case % 3, 5)), (2, (6, 14, 9))):
             labels[(z - centre[0]) ** 2 + (y - centre[1]) ** 2 + (x - centre[2]) ** 2 < 12] = label

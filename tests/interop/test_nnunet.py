@@ -268,12 +268,16 @@ def test_one_error_each(bed: Path, raw: Path, tmp_path: Path, arguments: tuple[s
 
 
 def test_a_two_dimensional_network_sees_slices(bed: Path, raw: Path) -> None:
+    from fp4deploy.interop.nnunet import predictor
     from fp4deploy.interop.nnunet.cases import patches_of
 
     flat = replace(read_folder(bed / "nvfp4"), patch_size=(16, 16))
     found = patches_of(flat, raw, 5)
     assert [tuple(patch.shape) for patch in found] == [(1, 1, 16, 16)] * 5
     assert not any(torch.equal(found[0], other) for other in found[1:])
+    with pytest.raises(InputError, match=r"fold_0 mirrors along axes \(0, 2\), and patches have 2\. .*--no-mirror"):
+        predictor(flat)
+    assert predictor(flat, use_mirroring=False).configuration_manager is not None
 
 
 def test_a_case_without_all_channels(raw: Path, tmp_path: Path) -> None:

@@ -108,7 +108,8 @@ def test_thick_slices_are_nnunets_nearest_ones(thick: int) -> None:
 def test_a_volume_that_does_not_fit_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     from fp4deploy.interop.nnunet.segment import Case
 
-    found, tried = predictor_of({"spacing": [1.0, 1.0, 1.25]}), []
+    found, tried, told = predictor_of({"spacing": [1.0, 1.0, 1.25]}), [], []
+    found.window = lambda *windows: told.append(windows)
     inner = found._at_target
 
     def fails_first(case: Case, device: torch.device) -> torch.Tensor:
@@ -123,6 +124,7 @@ def test_a_volume_that_does_not_fit_the_device(monkeypatch: pytest.MonkeyPatch) 
     assert found.segment(case).shape == (8, 16, 16)
     assert tried == [found.device, torch.device("cpu")]
     assert not case.data.size, "the volume is given up"
+    assert told == [(1, 1)]
 
 
 def test_mirror_images_are_batches() -> None:

@@ -76,6 +76,14 @@ def _bias(net: Quantized) -> str:
     return x
 
 
+def _statistics(net: Quantized) -> str:
+    numbers = [net.constant(f"norm.{at}", np.full(16, value)) for at, value in enumerate((1.5, 0.1, 0.2, 0.9))]
+    scale, codes = net.constant("bias.scale", np.full(16, 1e-3)), net.constant("bias.codes", np.arange(16), np.int32)
+    numbers[1] = net.node("DequantizeLinear", codes, scale, axis=0)
+    x = net.node("BatchNormalization", net.layer(net.pair("image")), *numbers)
+    return net.layer(net.pair(net.node("Relu", x)))
+
+
 def _unsigned(net: Quantized) -> str:
     """As ONNX Runtime's tool writes it: the codes without a sign are the Relu."""
     return net.layer(net.pair(net.layer(net.pair("image", zero=3)), zero=0, dtype=np.uint8))
@@ -88,6 +96,7 @@ CASES: list[tuple[Callable[[Quantized], str], list[str], int]] = [  # graph, wha
     (_normalised, ["goes into BatchNormalization unrounded"], 30),
     (_residual, ["goes into Add unrounded", "adds the residual"], 25),
     (_bias, ["its bias is a constant"], 300),
+    (_statistics, ["its bias is a constant"], 300),
     (_unsigned, ["INT8 without a zero point"] * 2, 30),
 ]
 
@@ -118,6 +127,10 @@ def test_a_pair_is_moved_and_says_what_becomes_of_the_numbers(
     assert edits[0].exact == (least == 300)
     again = with_placed_quantizers(fixed)
     assert again[1] == []
+    onnx.save(model, tmp_path / "given.onnx")
+    refused = [row for row in audit_file(tmp_path / "given.onnx").rows if row.runs == "refused"]
+    assert bool(refused) == (make in (_bias, _unsigned))  # as the parser of TensorRT-RTX does
+    assert all("--fix" in row.reason for row in refused)
     onnx.save(fixed, tmp_path / "fixed.onnx")
     assert [(row.requested, row.runs) for row in audit_file(tmp_path / "fixed.onnx").rows] == [
         ("INT8", "INT8") for node in model.graph.node if node.op_type == "Conv"

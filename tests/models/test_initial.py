@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fp4deploy.errors import InputError
-from fp4deploy.models.initial import load_initial
+from fp4deploy.models.initial import load_initial, read_weights
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 WEIGHT, VARIANCE, COUNT = "0.weight", "1.running_var", "1.num_batches_tracked"
@@ -78,3 +79,41 @@ def test_other_floating_point_types_are_weights(tmp_path: Path, dtype: torch.dty
     model = network()
     load_initial(model, path)
     assert torch.equal(model.state_dict()[WEIGHT], tensors[WEIGHT].float())
+
+
+@pytest.mark.parametrize("name", network().state_dict())
+def test_counters_alone_may_be_missing(tmp_path: Path, name: str) -> None:
+    """Tools that fold or convert batch norms leave them out; an average over all batches is not continued."""
+    state = network().state_dict()
+    path = tmp_path / "w.pth"
+    torch.save({each: value + 1 for each, value in state.items() if each != name}, path)
+    model = network()
+    if name == COUNT:
+        load_initial(model, path)
+        assert torch.equal(model.state_dict()[WEIGHT], state[WEIGHT] + 1)
+    else:
+        with pytest.raises(InputError, match=f"1 tensor missing .{name}"):
+            load_initial(model, path)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda state: {"weights": state, "epoch": 3, "optimizer": {}},
+        lambda state: {"checkpoint": {"state_dict": {f"module.{name}": value for name, value in state.items()}}},
+        lambda state: {"params_ema": {f"_fsdp_wrapped_module.{name}": value for name, value in state.items()}},
+    ],
+)
+def test_the_only_state_dict_of_a_file_is_taken(tmp_path: Path, wrap: Callable[[Any], Any]) -> None:
+    state = nn.Conv2d(3, 4, 1).state_dict()
+    torch.save(wrap(state), tmp_path / "w.pth")
+    assert read_weights(tmp_path / "w.pth").keys() == state.keys()
+
+
+def test_of_several_state_dicts_none_is_taken(tmp_path: Path) -> None:
+    state = nn.Conv2d(3, 4, 1).state_dict()
+    several: dict[str, Any] = {"student": state, "teacher": state}
+    several["itself"] = several
+    torch.save(several, tmp_path / "w.pth")
+    with pytest.raises(InputError, match="It holds several: student, teacher"):
+        read_weights(tmp_path / "w.pth")

@@ -85,6 +85,7 @@ def test_the_example_and_the_package(built: Path, driver: Path, unet: PackedFile
     assert run([built / words[0]])[0] == 2
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("valgrind") is None, reason="no valgrind")
 def test_valgrind(built: Path, driver: Path, unet: PackedFile, bundle: Path) -> None:
     image = built / "small.ppm"

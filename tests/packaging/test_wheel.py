@@ -106,6 +106,7 @@ def editable(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return environment(build("build_editable", checkout, folder), folder / "environment")
 
 
+@pytest.mark.nightly
 def test_an_editable_install_is_found_beside_a_clone_of_the_same_name(
     editable: Path, checkout: Path, tmp_path: Path
 ) -> None:

@@ -251,3 +251,12 @@ def test_a_form_that_was_asked_for_is_kept(choices: dict[str, str]) -> None:
     network: Any = Layered()
     network.by_default = False  # such as weights="packed"
     assert torch.equal(CapturedNetwork(network, compiled="auto").prepared(image())(), image() + 1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_calls_inside_and_outside_of_inference_mode(first: bool) -> None:
+    """What was captured in one mode is replayed in the other."""
+    whole, x = captured(Network()), torch.zeros(1, 3, 4, 4)
+    for mode in (first, not first):
+        with torch.inference_mode(mode):
+            assert whole(x + 1).shape == x.shape

@@ -13,7 +13,7 @@ from fp4deploy.export.to_packed import pack
 from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.models import build_unet
 from fp4deploy.packed import PackedNetwork, activation_bytes, full_precision, plain_bytes
-from fp4deploy.packed.memory import feature_map_bytes
+from fp4deploy.packed.memory import _reading_bytes, feature_map_bytes
 from fp4deploy.packed.shapes import shapes_of
 from tests.packed.small_networks import packed
 
@@ -66,6 +66,9 @@ def test_reading_an_image_as_digits_counts() -> None:
     assert activation_bytes(file.graph, 64, 48) == pixels * (2 * 3 + 2 * 13 + 9)
     _, plain = packed("nvfp4_qat", 0.125, False, True)
     assert activation_bytes(plain.graph, 64, 48) == pixels * 41
+    for graph, each in ((file.graph, 2 * 3 + 2 * 13 + 9), (plain.graph, 2 * 3 + 9)):  # the peaks are of one size
+        shape = (1, 3, 64, 48)
+        assert _reading_bytes(graph, graph.inputs[0], shape, shapes_of(graph, {"x": shape})) == pixels * each
     _, wide = packed("nvfp4_qat", 0.25, True, True)
     assert activation_bytes(wide.graph, 64, 48) < activation_bytes(packed()[1].graph, 64, 48)
 

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from fp4deploy.bench.runtimes.open import open_runtime
+from fp4deploy.bench.runtimes.pytorch import TorchRuntime
 from fp4deploy.errors import InputError
 from fp4deploy.models.heads import ClassHead
 from fp4deploy.predict.pipeline import AHEAD, PARTS, Pipeline, frames_of, resized
@@ -61,6 +62,20 @@ def test_every_part_is_timed_from_the_command_line(untrained: Run, tmp_path: Pat
     assert sum(row["share"].values()) == pytest.approx(1)
     assert row["images_per_s"] == pytest.approx(3000 / row["ms"]["overlapped"])
     assert row["images_per_s_with_decoding"] <= row["images_per_s"]
+
+
+def test_a_captured_checkpoint_runs_inside_and_outside_of_inference_mode(
+    untrained: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where a form other than eager copies into the input of its graph."""
+    runtime = TorchRuntime(untrained.checkpoint("fp16"))
+    monkeypatch.setattr(runtime, "_graph", True)
+    monkeypatch.setattr("fp4deploy.bench.runtimes.pytorch.captured", lambda call, device: call)
+    x = torch.randn(1, 3, 32, 48)
+    with torch.inference_mode():
+        assert torch.equal(runtime.on_device(x.clone()), torch.from_numpy(runtime.infer(x.numpy())))
+    for each in (x, -x):
+        assert torch.equal(runtime.on_device(each), torch.from_numpy(runtime.infer(each.numpy())))
 
 
 def test_fewer_images_than_a_batch(tmp_path: Path) -> None:

@@ -204,6 +204,15 @@ def test_weak_objects_are_left_out_of_list_and_mask() -> None:
     assert (found.mask == 2).sum() == 64
 
 
+def test_a_score_of_just_the_least_is_enough() -> None:
+    runtime = Squares([(0, 4), (20, 30), (8, 16)])
+    scores = Predictor(runtime).predict(photo(32, 48)).instances.scores  # type: ignore[union-attr]
+    for least in map(float, [*scores, *(scores - 1e-3), *(scores + 1e-3), 0.0, 1.0]):
+        found = Predictor(runtime, min_score=least).predict(photo(32, 48))
+        expected = int((scores >= np.float32(least)).sum())
+        assert (len(found.objects()), (found.mask == 2).sum()) == (expected, 64 * expected)
+
+
 def test_a_set_of_masks_cannot_be_tiled() -> None:
     runtime = Pointwise(card(head=InstanceHead("set", 0, masks=4)))
     with pytest.raises(InputError, match="--tile"):

@@ -26,3 +26,13 @@ def test_an_amax_is_that_of_its_scale_and_stays() -> None:
             torch.equal(one, other)
             for one, other in zip(once.state_dict().values(), twice.state_dict().values(), strict=True)
         )
+
+
+def test_a_tensor_that_is_expanded_is_rounded_once() -> None:
+    layer = nn.Conv2d(3, 4, 1)
+    layer.bias = nn.Parameter(torch.full((1,), 0.1).expand(4))
+    layer.register_buffer("mean", torch.full((1,), 0.3).expand(1, 3, 1, 1))
+    found = deployed(nn.Sequential(layer), RESTS["bf16"])[0]
+    assert torch.equal(found.bias, torch.full((4,), 0.1).bfloat16().float())  # type: ignore[arg-type]
+    assert torch.equal(found.mean, torch.full((1, 3, 1, 1), 0.3).bfloat16().float())  # type: ignore[arg-type]
+    assert layer.bias[0] == torch.tensor(0.1)  # type: ignore[index]  of the caller

@@ -178,6 +178,10 @@ class Network(nn.Module):
         middle = self.two(self.one(stem).relu()).relu()
         if self.way == "auxiliary":
             return (self.head(middle), self.aux(middle)) if self.training else self.head(middle)
+        if self.way == "lent":
+            middle = middle + nn.functional.conv2d(
+                stem, self.other.weight.mean(1, keepdim=True).expand(64, 64, 3, 3), padding=1
+            )
         if self.way == "sum":
             return self.low(stem) + self.head(middle)
         if self.way == "stems":
@@ -198,6 +202,7 @@ WAYS = {
     "plain": (("stem",), ("head",)),
     "auxiliary": (("stem",), ("head",)),
     "sum": (("stem",), ("low", "head")),
+    "lent": (("stem",), ("head",)),
     "stems": (("stem", "other"), ("head",)),
     "residual": (("stem",), ("one",)),
     "shared": (("stem",), ("head",)),
@@ -211,8 +216,10 @@ def test_both_ends_are_found_by_calls_and_not_by_registration(way: str, steady: 
     model = Network(way, steady)
     found = ends_of(model, lambda layer: isinstance(layer, nn.Conv2d))
     assert (set(found.first), set(found.outputs)) == tuple(map(set, WAYS[way]))
+    plans = {plan.name: plan for plan in layer_plan(model)}
+    assert ("multiplies with the weight itself" in plans["other"].reason) == (way == "lent")  # a layer is a call
     if way == "auxiliary":
-        assert next(plan for plan in layer_plan(model) if plan.name == "aux").precision == "FP4"
+        assert plans["aux"].precision == "FP4"
 
 
 def test_an_input_of_the_caller_is_executed() -> None:

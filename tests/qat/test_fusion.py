@@ -306,7 +306,12 @@ def prepared(norm: Any, activation: Any, recipe: str) -> nn.Module:
 
 CASES = [
     (nn.BatchNorm2d, nn.ReLU, "nvfp4_qat"),
-    (lambda channels: nn.InstanceNorm2d(channels, affine=True), lambda: nn.LeakyReLU(0.1, True), "nvfp4_qat_delayed"),
+    pytest.param(
+        lambda channels: nn.InstanceNorm2d(channels, affine=True),
+        lambda: nn.LeakyReLU(0.1, True),
+        "nvfp4_qat_delayed",
+        marks=pytest.mark.nightly,
+    ),
     (lambda channels: nn.GroupNorm(4, channels), nn.ReLU, "nvfp4_qat+learned"),
 ]
 

@@ -75,6 +75,7 @@ def first_layer_error(splits: dict[str, Split], seed: int, with_digits: bool) ->
     return float((found - expected).norm() / expected.norm())
 
 
+@pytest.mark.nightly
 def test_quantising_a_trained_first_layer_costs_less_with_digits(splits: dict[str, Split]) -> None:
     """What is left is the error of the weights; that of the image is gone."""
     without, with_digits = (

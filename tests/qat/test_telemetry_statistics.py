@@ -218,6 +218,13 @@ def test_flips_are_counted_exactly() -> None:
     assert coded_statistics(second, first.packed)[0]["flips"] == differing / x.numel()
 
 
+def test_flips_are_those_of_every_pair_of_bytes() -> None:
+    coded = encode(heavy((512, 256)), QuantSpec(), (1,), amax=torch.tensor(50.0))
+    before, after = (each.reshape(512, 128) for each in torch.cartesian_prod(*[torch.arange(256)] * 2).byte().T)
+    differing = ((before & 15) != (after & 15)).sum() + ((before >> 4) != (after >> 4)).sum()
+    assert coded_statistics(replace(coded, packed=after), before)[0]["flips"] == float(differing) / (512 * 256)
+
+
 def test_blocks_that_underflow_that_are_lost_and_that_are_empty() -> None:
     x = torch.zeros(5, 16)
     x[0] = 448.0 * 6  # the global amax: S = 1, scale 448

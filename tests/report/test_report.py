@@ -104,6 +104,16 @@ def test_what_quantize_made_beside_a_file_is_not_its_size(report: ReportData) ->
     assert size_pairs([beside, *report.artifacts]) == report.sizes
 
 
+def test_sizes_are_those_of_the_first_pair_of_a_kind(report: ReportData) -> None:
+    plans = [entry for entry in report.artifacts if entry.path.endswith(".plan")]
+    other = [
+        entry.model_copy(update={"path": entry.path.replace("sm120", "sm100"), "size_bytes": 7}) for entry in plans
+    ]
+    assert [entry.path for entry in other] != [entry.path for entry in plans]
+    assert size_pairs([*report.artifacts, *other]) == report.sizes
+    assert size_pairs([*other, *report.artifacts])[".plan"] == (7, 7)
+
+
 def test_a_model_trained_longer_is_said_to_be(report: ReportData) -> None:
     text = " ".join(summary(report))
     assert "NVFP4, trained 3 epochs longer than FP16, has 80.00 % mIoU, FP16 81.00 %: the difference of -1.00" in text

@@ -23,6 +23,7 @@ from fp4deploy.train.losses.segmentation import SegmentationLoss
 from fp4deploy.train.models import model_card, open_splits
 from fp4deploy.train.state import _progress
 from fp4deploy.train.tasks import make_task
+from tests.samples import sample
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def lines(folder: Path) -> list[dict]:
     return [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("method", ["centres", "set"])
+@pytest.mark.parametrize("method", sample(["centres", "set"], every=2))
 def test_everything_at_once(objects: Config, tmp_path: Path, method: str) -> None:
     """Trained, averaged, balanced, damped, quantised after and during training; looked at on the way."""
     run = create_run(tmp_path / "run")

@@ -1,13 +1,19 @@
-"""`fp4deploy estimate` and `fp4deploy train --dry-run`: how long a training will take, from a few measured steps."""
+"""`fp4deploy estimate` and `fp4deploy train --dry-run`: how long a training will take, from a few measured steps.
+
+With `--engine`: how long the layers of a packed network take on a GPU that need not be here, by `fp4deploy.timing`.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fp4deploy.errors import counted
+from fp4deploy.errors import InputError, counted
 
+from ... import completion
+from ...artifacts import packed_networks
 from ...console import done, note, print_json, results
 from ...numbers import finite
 from ...settings import DEFAULT, ModelsOption, SettingOptions, parse_models, settings
@@ -43,9 +49,65 @@ def estimate(
         typer.Option("--minutes", min=0.01, max=1440, callback=finite, help="Longest time to measure, in all."),
     ] = 5.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON alone.")] = False,
+    engine: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--engine",
+            help="Instead: the time of each layer of a packed network (.fp4); repeatable.",
+            show_default="estimate a training",
+            autocompletion=completion.artifacts,
+        ),
+    ] = None,
+    arch: Annotated[
+        str | None, typer.Option("--arch", help="With --engine: the GPU, sm90, sm100 or sm120.", show_default="sm120")
+    ] = None,
 ) -> None:
     """Measure a few steps of each model, and estimate the time of its whole schedule; writes no run."""
+    if engine or arch is not None:
+        given = [f"--{name.replace('_', '-')}" for name, value in vars(options).items() if value]
+        estimate_networks(engine, arch or "sm120", options.batch_size or 1, as_json, given)
+        return
     run_estimate(settings(options), parse_models(models), gpus, images, val_images, efficiency, steps, as_json, minutes)
+
+
+def estimate_networks(engine: list[Path] | None, arch: str, batch: int, as_json: bool, given: list[str]) -> None:
+    """Print the time of each layer of packed networks on a GPU; given: options that are settings.
+
+    Raises:
+        InputError: options of a training beside, no packed network, or a GPU or kernel that is not known.
+    """
+    from rich.table import Table
+
+    from fp4deploy.packed import read_packed
+    from fp4deploy.peaks import find_gpu
+    from fp4deploy.timing.network import estimate_network
+
+    others = [name for name in given if name not in ("--batch-size", "--device")]
+    if others or not engine:
+        cause = f"{others[0]} is of a training" if others else "--arch is of a packed network"
+        raise InputError(
+            f"{cause}, and --engine estimates a packed network for --arch. Estimate either: fp4deploy estimate "
+            "--engine FILE.fp4 --arch sm120, or a training: fp4deploy estimate --data DIR"
+        )
+    gpu, rows = find_gpu(arch), []
+    for path in packed_networks(engine):
+        found = estimate_network(read_packed(path), gpu, batch=batch)
+        rows.append({"path": str(path), **found.to_json()})
+        if as_json:
+            continue
+        table = Table("layer", "op", "precision", "kernels", "ms", "nine in ten between", "not tested for", box=None)
+        for row in found.layers:
+            bar = f"{row.low_ms:.4f} and {row.high_ms:.4f}"
+            kernels = ", ".join(row.kernels)
+            table.add_row(row.layer, row.op, row.precision, kernels, f"{row.ms:.4f}", bar, row.outside or "-")
+        results().print(table)
+        total = found.total
+        done(
+            f"{path}, batch {batch}, on {gpu.name}: {total.ms:.3f} ms {found.label}, {total.low:.3f} to "
+            f"{total.high:.3f} by the error bars of its layers. Not measured."
+        )
+    if as_json:
+        print_json({"layers": rows})
 
 
 def run_estimate(

@@ -131,9 +131,8 @@ def predict(
     folder, folds = open_folder(named, fold)
     if len(images) != 1:
         raise InputError("With --nnunet give one folder of images NAME_0000, as nnU-Net names them.")
-    bars = sys.stderr.isatty() and not is_quiet()
     with nnunet_on_stderr():
-        written = predict_folder(folder, Path(images[0]), out, folds, ahead, use_mirroring=mirror, allow_tqdm=bars)
+        written = predict_folder(folder, Path(images[0]), out, folds, ahead, use_mirroring=mirror, allow_tqdm=False)
     used = folder.chosen(folds)
     if as_json:
         rows = [{"path": str(each.path), "seconds": each.seconds} for each in written]

@@ -84,7 +84,8 @@ class TorchRuntime:
         if not self._graph:
             return self._forward(images)
         if self._run is None or self._run[0].shape != images.shape:
-            held = self._as_computed(images)
+            with torch.inference_mode(False):  # a later call may be outside of that mode
+                held = self._as_computed(images.clone())
             self._run = held, captured(lambda: self._forward(held), self._device)
         self._run[0].copy_(images)
         return self._run[1]()

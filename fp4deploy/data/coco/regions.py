@@ -63,6 +63,13 @@ def _parse_polygon(polygon: object) -> NDArray[np.float64]:
     return points
 
 
+def region_key(segmentation: Polygons | Rle) -> bytes:
+    """The same for two segmentations that are written alike."""
+    if isinstance(segmentation, dict):
+        return f"{segmentation['size']} {segmentation['counts']}".encode()
+    return b"/".join(points.tobytes() for points in segmentation)
+
+
 def encode(segmentation: Polygons | Rle, height: int, width: int) -> Rle | None:
     """Compressed RLE of a parsed segmentation, or None where it draws nothing (no polygon of three points).
 

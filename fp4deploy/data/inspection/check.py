@@ -21,7 +21,14 @@ from fp4deploy.data.coco.regions import MIN_COORDINATES, RegionError, encode, pi
 from fp4deploy.data.dataset import has_split
 from fp4deploy.data.folders import EXAMPLE, class_folders, images_of, is_class_folders
 from fp4deploy.data.images import ImageError, check_size, read_class_ids, read_image
-from fp4deploy.data.inspection.labels import Histogram, annotation_defect, box_defect, mask_defects
+from fp4deploy.data.inspection.labels import (
+    Histogram,
+    annotation_defect,
+    box_defect,
+    category_defect,
+    mask_defects,
+    repeated_defect,
+)
 from fp4deploy.data.inspection.summary import Shared, parse_splits, shared_images
 from fp4deploy.data.layouts import find_images, has_masks, mask_files, split_images
 from fp4deploy.data.masks import are_numbers, class_colours, class_values
@@ -128,7 +135,12 @@ def _check_annotations(
     yield from parsed.defects
     file = parsed.file
     if split == TRAIN and parsed.images:
-        found = annotation_defect(parsed.annotations), box_defect(parsed.annotations)
+        found = (
+            annotation_defect(parsed.annotations),
+            box_defect(parsed.annotations, parsed.images),
+            repeated_defect(parsed.annotations),
+            category_defect(parsed.categories),
+        )
         yield from (Defect(file, None, *wrong) for wrong in found if wrong)
     names = Counter(record.file_name for record in parsed.images.values())
     for name in (name for name, count in names.items() if count > 1):

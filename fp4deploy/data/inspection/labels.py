@@ -8,6 +8,9 @@
 | every annotated object is a crowd | brush masks of CVAT, which are written with "iscrowd": 1; crowds are void |
 | one class alone | objects were not drawn, or the other classes are not to be learned |
 | no annotation | the wrong file |
+| annotations that repeat others under other ids | two exports of one project in one file; each object counts twice |
+| boxes that end beyond their images unless they are two corners | [x1, y1, x2, y2], as Pascal VOC has them |
+| categories whose names differ in case or blanks | one class, typed twice |
 | every pixel void | colours or values that no class has |
 
 `fp4deploy data check` looks at every mask, training at some of each split before it begins. Classes that occur nowhere
@@ -16,15 +19,17 @@ are no defect, since small sets of many classes have some; training says so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4deploy.data.coco.annotations import Annotation, Defect
+from fp4deploy.data.coco.annotations import Annotation, Defect, ImageRecord
 from fp4deploy.data.coco.boxes import BoxDataset, checked_box
 from fp4deploy.data.coco.dataset import CocoDataset
+from fp4deploy.data.coco.regions import region_key
 from fp4deploy.data.masks import MaskDataset
 from fp4deploy.data.sample import IGNORE, MAX_CLASSES, TRAIN, VAL, SegmentationDataset, data_error, evenly, spread
 from fp4deploy.errors import counted
@@ -33,6 +38,7 @@ MAX_READ = 100  # masks that a training reads before it begins, evenly spaced
 MIXED = 8  # values between two others; fewer may be classes
 TWO_VALUES = 0.6  # share of the pixels that the two values of a binary mask have at least, beside soft edges
 IMPORTED = "; fp4deploy data import does."
+FEWEST = 3  # boxes that are corners alike by no accident
 SPREAD = 64  # the least distance of these two values
 
 Histogram = NDArray[np.int64]  # [256], pixels of each value of the masks
@@ -108,14 +114,53 @@ def annotation_defect(annotations: Sequence[Annotation]) -> tuple[str, str] | No
     )
 
 
-def box_defect(annotations: Sequence[Annotation]) -> tuple[str, str] | None:
-    """(kind, message) where every box that has an area lies within a pixel; tools that leave boxes out write zeros."""
-    boxes = [box for each in annotations if (box := checked_box(each.box)) is not None and min(box[2:]) > 0]
-    if not boxes or any(max(x + width, y + height) > 1 for x, y, width, height in boxes):
+def repeated_defect(annotations: Sequence[Annotation]) -> tuple[str, str] | None:
+    """(kind, message) where a tenth of the annotations or more repeat another one under another id."""
+    regions = Counter(
+        (each.image_id, each.category_id, str(each.box), region_key(each.segmentation)) for each in annotations
+    )
+    again = len(annotations) - len(regions)
+    if again < 2 or 10 * again < len(annotations):
         return None
-    return "normalised-boxes", (
-        f"has {len(boxes)} boxes, all within one pixel: shares of the image, as YOLO has them. Write pixels: multiply "
-        "x and width by the image's width, y and height by its height."
+    return "repeated-annotations", (
+        f"has {again} annotations that repeat another one, of the same image, category, box and segmentation: each "
+        "such object counts as several, of which a detector finds one. Leave them out."
+    )
+
+
+def category_defect(categories: Mapping[int, str]) -> tuple[str, str] | None:
+    """(kind, message) where two names differ in case or blanks alone."""
+    spelled: dict[str, list[str]] = {}
+    for name in categories.values():
+        spelled.setdefault("".join(name.casefold().split()), []).append(name)
+    same = [names for names in spelled.values() if len(names) > 1]
+    if not same:
+        return None
+    shown = "; ".join(", ".join(map(repr, names)) for names in same[:4])
+    return "similar-categories", f"lists names that differ in case or blanks, and are classes of their own: {shown}."
+
+
+def box_defect(annotations: Sequence[Annotation], images: Mapping[int, ImageRecord]) -> tuple[str, str] | None:
+    """(kind, message) of boxes that are no [x, y, width, height] in pixels; tools that leave boxes out write zeros.
+
+    Two corners are told by boxes that end beyond their images, where all are corners of boxes that do not.
+    """
+    boxes = [(checked_box(each.box), images.get(each.image_id)) for each in annotations]
+    placed = [(box, image) for box, image in boxes if box and image and min(box[2:]) > 0]
+    if placed and all(max(x + width, y + height) <= 1 for (x, y, width, height), _ in placed):
+        return "normalised-boxes", (
+            f"has {len(placed)} boxes, all within one pixel: shares of the image, as YOLO has them. Write pixels: "
+            "multiply x and width by the image's width, y and height by its height."
+        )
+    beyond = sum(x + right > image.width + 1 or y + low > image.height + 1 for (x, y, right, low), image in placed)
+    corners = all(
+        0 <= x < right <= image.width + 1 and 0 <= y < low <= image.height + 1 for (x, y, right, low), image in placed
+    )
+    if len(placed) < FEWEST or not corners or 10 * beyond < len(placed):
+        return None
+    return "corner-boxes", (
+        f"has {len(placed)} boxes, of which {beyond} end beyond their images, and all lie inside as two corners: "
+        "[x1, y1, x2, y2], as Pascal VOC has them. Write [x, y, width, height]: [x1, y1, x2 - x1, y2 - y1]."
     )
 
 
@@ -141,6 +186,9 @@ def require_labels(dataset: SegmentationDataset, root: Path) -> list[str]:
         if wrong := annotation_defect(dataset.annotations):
             raise data_error(root, f"{dataset.path} {wrong[1]}")
         _require_drawn(dataset, root)
+        sizes = {image.id: image for image in dataset.images}
+        if isinstance(dataset, BoxDataset) and (wrong := box_defect(dataset.annotations, sizes)):
+            raise data_error(root, f"{dataset.path} {wrong[1]}")
         used = {dataset.class_of(annotation) for annotation in dataset.annotations if not annotation.crowd}
         first = 1 if dataset.background or isinstance(dataset, BoxDataset) else 0
         return [name for number, name in enumerate(dataset.class_names) if number >= first and number not in used]

@@ -1,9 +1,9 @@
 """What a layer costs in FP4, W4A8, FP8, INT8 and FP16: bytes of its weights, and its time, from one of two sources.
 
-**The roofline** of `peaks`: a projection, not a measurement. FP4 tensor cores count only where the engine multiplies in
-FP4 (`lowering.forecast`): in TensorRT-RTX's default form a 3x3 convolution of FP4 weights is multiplied in FP8, and FP4
-saves bytes in the file alone. W4A8 saves them as well and nothing else: no kernel multiplies it, and its time is that
-of the decoded product in FP16.
+**The time model** (`timing.library`): a projection, not a measurement. FP4 tensor cores count only where the engine
+multiplies in FP4 (`lowering.forecast`): in TensorRT-RTX's default form a 3x3 convolution of FP4 weights is multiplied
+in FP8, and FP4 saves bytes in the file alone. W4A8 saves them as well and nothing else: no kernel multiplies it, and
+its time is that of the decoded product in FP16.
 
 **Layers measured** by `profile` in packed networks (`measured_layers`): the model packed in FP16, and quantised and
 packed in FP4, each layer as the step that runs. A layer that was not timed in FP4 stays FP16, and none is in another
@@ -32,12 +32,14 @@ from fp4deploy.qat.plan import crossed_groups
 from fp4deploy.qat.recipes import RECIPES
 from fp4deploy.qat.telemetry.collect import contracted_axis
 from fp4deploy.system.schema import Count, Float, Name, read_json, validated
+from fp4deploy.timing.library import library_time
+from fp4deploy.timing.model import error_bar
 
 FP16, FP8, FP4 = 2.0, 1.0, 4.5 / 8  # bytes an element; FP4 with its block scales
 MOVED = {"FP16": FP16, "FP8": FP8, "INT8": FP8, "FP4": FP4}
 W4A8 = 4.25 / 8
 PRECISIONS = ("FP4", "W4A8", "FP8", "INT8")
-PROJECTED = "projected: roofline of published peaks"
+PROJECTED = "projected: time model"
 MEASURED = "measured: layers of packed networks"
 MAX_MS = 1e9  # of one layer
 
@@ -139,6 +141,11 @@ def with_measured(costs: Mapping[str, LayerCost], times: Mapping[tuple[str, str]
     }
 
 
+def projected() -> str:
+    """What projected times are, with the error bar of the model."""
+    return f"{PROJECTED}, {error_bar('library')}, and nobody knows for other GPUs and libraries"
+
+
 def layer_costs(
     model: nn.Module, names: Mapping[str, nn.Module], image: torch.Tensor, gpu: Gpu, conv: str
 ) -> dict[str, LayerCost]:
@@ -160,8 +167,12 @@ def _cost(layer: Any, work: Work, gpu: Gpu, conv: str) -> LayerCost:
     if compute == "FP4" and gpu.fp4 is None:
         compute = "FP16"
 
+    outputs = weight.shape[1 - axis]
+    product = (work.written / outputs, outputs, work.macs / work.written)
+
     def milliseconds(precision: str, stored: float) -> float:
-        return 1e3 * gpu.seconds(precision, work.macs, stored + MOVED[precision] * work.read + FP16 * work.written)
+        moved = stored + MOVED[precision] * work.read + FP16 * work.written
+        return library_time(precision, *product, moved, gpu).ms
 
     def other(form: str, stored: float) -> float:
         return milliseconds(forecast_other(layer, form).compute, stored)

@@ -20,10 +20,10 @@ from fp4deploy.experiments.search.choose import Option, Placement, least_cost, l
 from fp4deploy.experiments.search.costs import (
     MEASURED,
     PRECISIONS,
-    PROJECTED,
     LayerCost,
     layer_costs,
     measured_layers,
+    projected,
     with_measured,
 )
 from fp4deploy.experiments.search.study import Labelled, Measurements, Record
@@ -110,7 +110,7 @@ class Found:
     errors: dict[str, dict[str, float]]  # layer -> its precisions -> relative squared error of the logits
     costs: dict[str, LayerCost]
     gpu: str
-    latency: str  # what the times are: `costs.PROJECTED` or `costs.MEASURED`
+    latency: str  # what the times are: `costs.projected` or `costs.MEASURED`
     method: str
     images: int
     metric: str  # of the task: "mIoU" or "top-1"
@@ -219,7 +219,7 @@ def search(
             say(f"  {last.counts()}: {task.metric} {100 * last.score:.2f} %, {last.bytes / 1e6:.2f} MB")
         chosen = _choose(budget, task.metric, fp16, points, errors, saved, point)
         by_layer = {name: {each: errors[name, each] for each in costs[name].precisions} for name in names}
-        latency = PROJECTED if times is None else MEASURED
+        latency = projected() if times is None else MEASURED
         return Found(
             budget, chosen, fp16, tuple(points), by_layer, costs, timed_on, latency, method, images, task.metric
         )

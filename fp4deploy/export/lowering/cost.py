@@ -8,10 +8,9 @@ input, W of the weight and Y of the output, the two forms move and multiply
     FP8 convolution                             X (2 + 1 + 1) + W + 2 Y                        FP8, twice the rate
 
 the FP16 form reads the input, writes it quantised and decoded, and reads that; weights are read as codes, written
-decoded, and read. The cost is the roofline of `peaks`, max(operations / peak, bytes / bandwidth), of the RTX 5090
-(SM120). By this model FP8 wins wherever a GPU has FP8 tensor cores. It leaves out launches, tile sizes and
-caches, and nobody has timed either form: a projection, which the ledger says as the reason. `--conv qdq` keeps FP16 and
-the smaller weights.
+decoded, and read. The cost is the time of `timing.library` on an RTX 5090 (SM120), whose factors were fitted to cuDNN
+and cuBLAS on an H200. By this model FP8 wins wherever a GPU has FP8 tensor cores. Nobody has timed either form in
+TensorRT: a projection, which the ledger says as the reason. `--conv qdq` keeps FP16 and the smaller weights.
 
 Time decides, because accuracy does not speak against FP8: emulated, `auto` scores no less than the canonical file
 beyond what three seeds show, on three data sets (docs/gpus.md, accuracy of the forms). For a network of one's own
@@ -26,9 +25,10 @@ from fp4deploy.export.lowering.fp8 import can_be_fp8
 from fp4deploy.export.lowering.gemm import geometry
 from fp4deploy.export.lowering.pattern import Fp4Layer
 from fp4deploy.peaks import Gpu, find_gpu
+from fp4deploy.timing.library import library_time
 
 GPU = "sm120"
-REASON = "no FP4 convolution in TensorRT: an FP8 one, {ratio:.1f} times as fast as FP16 by the roofline, not measured"
+REASON = "no FP4 convolution in TensorRT: an FP8 one, {ratio:.1f} times as fast as FP16 by the time model, not measured"
 
 
 def prefers_fp8(layer: Fp4Layer) -> str | None:
@@ -48,6 +48,7 @@ def seconds(gpu: Gpu, read: int, weights: int, written: int, pixels: int) -> tup
     Args:
         read, weights, written: elements of X, W and Y. pixels: of the output.
     """
-    macs = weights * pixels
-    half = gpu.seconds("FP16", macs, 6 * read + (0.5625 + 4) * weights + 2 * written)
-    return half, gpu.seconds("FP8", macs, 4 * read + weights + 2 * written)
+    outputs = written / pixels
+    product = (pixels, outputs, weights / outputs)
+    half = library_time("FP16", *product, 6 * read + (0.5625 + 4) * weights + 2 * written, gpu)
+    return half.ms / 1e3, library_time("FP8", *product, 4 * read + weights + 2 * written, gpu).ms / 1e3

@@ -111,7 +111,7 @@ def _lower_activation(writer: NodeWriter, layer: LayerConstants, marker: ir.Node
     assert x is not None
     assert x.shape is not None
     axis = layer.channel_axis % len(x.shape)
-    whole = value = _padded(writer, x, axis, layer.channels)
+    whole = value = _padded(writer, x, axis, layer.channels, _layer_of(marker))
     padded = tuple(cast(Any, whole.shape))
     flat, flat_axis = _at_most_three(padded, axis, _layer_of(marker))
     if flat != padded:
@@ -138,11 +138,16 @@ def _lower_activation(writer: NodeWriter, layer: LayerConstants, marker: ir.Node
     return writer.add("Reshape", "image", value, extents, shape=padded)
 
 
-def _padded(writer: NodeWriter, x: ir.Value, axis: int, channels: int) -> ir.Value:
+def _padded(writer: NodeWriter, x: ir.Value, axis: int, channels: int, layer: str) -> ir.Value:
     """Zeros behind the channels, up to whole blocks; only where some are missing."""
     shape = tuple(cast(Any, x.shape))
     if shape[axis] == channels:
         return x
+    if not isinstance(shape[axis], int):
+        raise InputError(
+            f"{layer} contracts an axis of open size ({shape[axis]}), which has no fixed number of blocks. Export "
+            f"without --dynamic-size (dynamic_size=False), or leave the layer in FP16: --set quant.exclude=[{layer}]."
+        )
     pads = [0] * 2 * len(shape)
     pads[len(shape) + axis] = channels - shape[axis]
     return writer.add("Pad", "padded", x, writer.integers("pads", *pads), shape=_replace(shape, axis, channels))
@@ -154,7 +159,7 @@ def _mx_activation(writer: NodeWriter, layer: BlockConstants, marker: ir.Node) -
     assert x is not None
     assert x.shape is not None
     axis, e4m3 = layer.channel_axis % len(x.shape), ir.DataType.FLOAT8E4M3FN
-    x = _padded(writer, x, axis, layer.channels)
+    x = _padded(writer, x, axis, layer.channels, _layer_of(marker))
     scales, blocks = _mx_scales(writer, x, axis), {"axis": axis, "block_size": MXFP8_BLOCK}
     codes = writer.add(
         "QuantizeLinear", "quantize", x, scales, dtype=e4m3, shape=x.shape, output_dtype=int(e4m3), **blocks

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from fp4deploy.interop.nnunet.folders import PACKED
 from fp4deploy.models.nnunet.folder import ResultsFolder, read_fold, read_folder
 from fp4deploy.packed import PackedFile, PackedModule, read_packed
 from fp4deploy.requirements import NNUNET
+from fp4deploy.system.progress import progress
 from fp4deploy.tracing import not_compiled
 
 if TYPE_CHECKING:
@@ -79,6 +81,12 @@ def predictor(
     on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     network = PackedFolds({name: _packed(folder, name) for name in chosen}, on)
     first = read_fold(folder.path, chosen[0], folder.checkpoint)
+    mirrored = (first.mirroring or ()) if options.get("use_mirroring", True) else ()
+    if any(axis >= len(folder.patch_size) for axis in mirrored):
+        raise InputError(
+            f"{folder.path}: the checkpoint of fold_{chosen[0]} mirrors along axes {mirrored}, and patches have "
+            f"{len(folder.patch_size)}. Leave mirroring out (--no-mirror), or take a checkpoint of this configuration."
+        )
     plans = PlansManager(folder.plans)
     found = PackedPredictor(device=on, perform_everything_on_device=on.type == "cuda", **options)
     found.manual_initialization(
@@ -122,7 +130,8 @@ def predict_folder(
     ending = str(folder.dataset.get("file_ending", ".nii.gz"))
     cases = find_cases(Path(images), ending, folder.input_channels)
     found = predictor(folder, folds, **options)
-    check_cases(cases)
+    with progress("reading every file"):
+        check_cases(cases)
     Path(out).mkdir(parents=True, exist_ok=True)
     written: list[Future[Segmented]] = []
 
@@ -130,7 +139,8 @@ def predict_folder(
         found.write(case, labels, path)
         return Segmented(path, case.seconds)
 
-    with ThreadPoolExecutor(max(1, ahead)) as readers, ThreadPoolExecutor(max(1, ahead)) as writers:
+    pools = (ThreadPoolExecutor(max(1, ahead)) for _ in range(2))
+    with progress("segmenting") as bar, next(pools) as readers, next(pools) as writers:
         reading: dict[str, Future[Case]] = {}
         names = list(cases)
         for at, name in enumerate(names):
@@ -139,6 +149,7 @@ def predict_folder(
                     reading[other] = readers.submit(found.read, cases[other])
             case = reading[name].result()
             reading[name] = Future()  # of which no one asks: the volume is given up
+            found.window = partial(bar.phase, f"volume {at + 1} of {len(names)}, windows")
             labels = found.segment(case)
             written.append(writers.submit(write, case, labels, Path(out) / f"{name}{ending}"))
             written[max(0, at - ahead)].result()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,6 +66,8 @@ class PackedPredictor(nnUNetPredictor):
     """nnU-Net's predictor whose mirror images are batches; `read`, `segment` and `write` take a case through it."""
 
     mirrored = MIRRORED
+    window: Callable[[int, int], None] = staticmethod(lambda done, of: None)  # is told how many of a volume's are done
+    done = of = 0
 
     def read(self, files: Sequence[Path | str]) -> Case:
         """A case as nnU-Net normalises it, not resampled yet; on the CPU, by any thread.
@@ -186,6 +188,7 @@ class PackedPredictor(nnUNetPredictor):
         """nnU-Net's, after a first window: its thread allocates memory, which no CUDA graph may be captured beside."""
         if self.device.type == "cuda":
             self._internal_maybe_mirror_and_predict(data[slicers[0]][None].to(self.device))
+        self.done, self.of = 0, len(slicers)
         return super()._internal_predict_sliding_window_return_logits(data, slicers, do_on_device)
 
     @torch.inference_mode()
@@ -209,4 +212,6 @@ class PackedPredictor(nnUNetPredictor):
             for output, chosen in zip(outputs.split(1), some, strict=True):
                 total = output if total is None else total.add_(output.flip(chosen))
         assert total is not None
+        self.done += 1
+        self.window(self.done, self.of)
         return total.div_(len(flips)) if len(flips) > 1 else total

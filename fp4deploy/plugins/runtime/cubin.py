@@ -17,6 +17,10 @@ decodes the operands to FP16 and multiplies those, which is correct and slow.
 | `mma.sync ... kind::mxf4nvf4.block_scale` | the same, from registers | SM120, 121 |
 | `wgmma.mma_async` | FP16, from shared memory, four warps together | SM90 |
 | `mma.sync` | FP16, from registers | SM80 on |
+
+An instruction of machine code has 128 bits from SM70 on. Bits 105 to 108 say for how many cycles its warp waits before
+the next one; `main_loop` adds them up over the loop that multiplies. A branch is the operation 0x947 or 0x547, its
+offset, in words of 4 bytes, bits 16 to 23 and 34 to 63.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterator
+from typing import NamedTuple
 
 NATIVE = "kind::mxf4nvf4"
 _REGISTERS, _FRAME = 0x2F, 0x11
@@ -31,6 +36,8 @@ _BLOCKS = (0x10, 0x05)  # EIATTR_REQNTID, EIATTR_MAX_THREADS: three values of 32
 _CUDA = 190  # e_machine
 _ABI = 8  # version from which the flags hold the compute capability in their second byte
 _SIZED = 4  # format of an attribute whose 16 bits count the bytes that follow
+_BRANCHES, _OPERATION, _STALL = (0x947, 0x547), 0xFFF, 105  # by a predicate of the thread, of the warp
+_MATRIX = {0xDF0: "HGMMA", 0x23C: "HMMA", 0x47F: "OMMA", 0x5EA: "UTCOMMA"}  # of SM90; SM80 on; SM120; SM100
 _FORMS = r"tcgen05\.mma|wgmma\.mma_async|mma\.sync"
 
 
@@ -48,6 +55,36 @@ def resources(cubin: bytes) -> tuple[int, int]:
         return found[_REGISTERS], found.get(_FRAME, 0)
     except _MALFORMED as error:
         raise ValueError(f"not a cubin with a register count ({type(error).__name__}: {error})") from None
+
+
+class Loop(NamedTuple):
+    """A step of a kernel's main loop, of one warp: cycles that it waits, instructions, and those that multiply."""
+
+    stall: int
+    issued: int
+    matrix: int
+
+
+def main_loop(cubin: bytes, name: str) -> Loop | None:
+    """The shortest loop that multiplies on tensor cores; None where there is none, as of an unrolled sum.
+
+    Raises:
+        ValueError: this is not a cubin with code of this kernel.
+    """
+    try:
+        code = _section(cubin, f".text.{name}".encode())
+    except _MALFORMED as error:
+        raise ValueError(f"not a cubin with code of {name} ({type(error).__name__}: {error})") from None
+    words = [int.from_bytes(code[at : at + 16], "little") for at in range(0, len(code) - 15, 16)]
+    found = []
+    for at, word in enumerate(words):
+        back = (word >> 34 & (1 << 30) - 1) - (word >> 63 << 30 & 1 << 30)
+        begin = at + 1 + (back << 8 | word >> 16 & 0xFF) // 4
+        if word & _OPERATION in _BRANCHES and 0 <= begin < at:
+            body = words[begin : at + 1]
+            matrix = sum(each & _OPERATION in _MATRIX for each in body)
+            found += [Loop(sum(each >> _STALL & 0xF for each in body), len(body), matrix)] if matrix else []
+    return min(found, key=lambda loop: loop.issued, default=None)
 
 
 def require_code(cubin: bytes, name: str, architecture: int, warps: int) -> None:

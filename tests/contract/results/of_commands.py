@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import re
-import tempfile
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +17,6 @@ from PIL import Image
 
 from fp4deploy.models import build_unet, save_checkpoint
 from tests.cli.test_main import commands
-from tests.contract.invoke import fp4deploy
 from tests.contract.results.arguments import picture
 from tests.contract.results.of_files import CARD, dataset
 from tests.contract.results.plain import Answer, plain
@@ -52,12 +50,6 @@ def callbacks() -> dict[str, Any]:
 
 
 FP16 = "runs/r/fp16/best.safetensors"
-LINES = (  # of files that `prepared` makes
-    "data check data --json", "data check damaged", f"quantize {FP16} --data data --images 2 --method amax --out runs/r/nvfp4/q.safetensors",
-    "check runs/r/nvfp4/q.safetensors --json", "export runs/r/nvfp4/q.safetensors --format packed --no-verify --out runs/r/export/q.fp4",
-    "verify runs/r --json", "inspect runs/r/export/q.fp4 --json", f"predict in --model {FP16} --out out --json",
-    f"bench --engine {FP16} --engine runs/r/export/q.fp4 --data data --iterations 1 --json", "audit layers.json",
-)  # fmt: skip
 CHANGING = re.compile(r"[0-9.]+ ?(s|ms)\b|[0-9a-f]{64}|\d{4}-\d\d-\d\dT[^\"\s]+")  # times and digests
 OF_THE_MACHINE = ("device", "runtime", "backend", "environment", "latency_ms", "images_per_s", "created", "sha256", "at", "seconds",
                   "timed_runs", "size_bytes", "text", "bytes", "written_by", "pixels",
@@ -95,21 +87,4 @@ def kept(value: Any) -> Any:
     return [kept(each) for each in value] if isinstance(value, list) else value
 
 
-def printed() -> list[Any]:
-    """Exit code and output of each line, without times, digests and the folder."""
-    found = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        prepared(folder)
-        for line in LINES:
-            done = fp4deploy(*line.split(), folder=folder)
-            text = " ".join(CHANGING.sub("#", done.stdout.replace(str(folder.resolve()), ".")).split())
-            found.append([line, done.code, kept(json.loads(text)) if "--json" in line and text else text])
-        lines = (folder / "runs" / "r" / "provenance.jsonl").read_text().splitlines()
-        inputs = [
-            [line["stage"], line["path"], [each["path"] for each in line["inputs"]]] for line in map(json.loads, lines)
-        ]
-    return [*found, json.loads(json.dumps(inputs).replace(str(folder.resolve()), "."))]
-
-
-RESULTS: dict[str, Answer] = {"callbacks": lambda: [callbacks()], "printed": printed}
+RESULTS: dict[str, Answer] = {"callbacks": lambda: [callbacks()]}

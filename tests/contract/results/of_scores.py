@@ -25,6 +25,7 @@ from fp4deploy.instances.decode import decode as decode_objects
 from fp4deploy.models import boxes as head_boxes
 from fp4deploy.models.heads import InstanceHead
 from fp4deploy.report.figures import task_pictures
+from fp4deploy.timing.library import library_time
 from tests.contract.results.arguments import (
     _random,
     classes,
@@ -117,7 +118,7 @@ RESULTS: dict[str, Answer] = {
     "sizes": each(tables.size, (None, 0, 999, 1000, 1_234_567, 9_999_999_999)),
     "durations": each(tables.duration, (0.0, 0.4, 59.6, 60, 3599, 3600, 100_000)),
     "changes": each(tables.change, (None, 0.5, 0.6), (None, 0.0, 0.5, 0.7)),
-    "roofline": each(lambda gpu, *a: gpu.seconds(*a), peaks.GPUS, ("FP4", "FP8", "INT8", "FP16"), (0, 10**12), (10**6, 10**12)),
+    "library times": each(library_time, ("FP4", "FP8", "INT8", "FP16"), (36, 10**6), (64,), (576,), (1e6, 1e9), peaks.GPUS),
     "boxes": gathered(HEADS, lambda head: box_decode.decode_boxes(box_outputs(head), head, (24, 40), (31, 90))),
     "candidates": gathered(HEADS, lambda head: box_decode.candidates(box_outputs(head), head, (24, 40))),
     "errors": each(box_errors.error_kinds, (TRUTH,), (FOUND,), (100, 2)),

@@ -104,7 +104,7 @@ def test_plan_says_what_is_wanted_planned_and_why() -> None:
     conv, up, first = layers["encoder.1.conv2"], layers["up.1"], layers["encoder.0.conv1"]
     assert (conv.requested, conv.compute, conv.weights) == ("FP4", "FP8", "FP8")
     assert "no FP4 convolution" in conv.reason
-    assert "by the roofline, not measured" in conv.reason
+    assert "by the time model, not measured" in conv.reason
     assert (up.requested, up.compute, up.weights) == ("FP4", "FP4", "FP4")
     assert (first.requested, first.compute, first.weights) == ("FP16", "FP16", "FP16")
     assert first.reason == "kept by the recipe"

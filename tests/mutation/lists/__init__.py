@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutation.lists import fifth, first, fourth, second, sixth, third
+from tests.mutation.lists import fifth, first, fourth, second, seventh, sixth, third
 from tests.mutation.seeded import Seeded
 
 SETS: dict[str, dict[str, Seeded]] = {
@@ -12,4 +12,5 @@ SETS: dict[str, dict[str, Seeded]] = {
     "FOURTH": fourth.FAULTS,
     "FIFTH": fifth.FAULTS,
     "SIXTH": sixth.FAULTS,
+    "SEVENTH": seventh.FAULTS,
 }

@@ -123,8 +123,8 @@ def gemv(
 H200, SM120 = (132, 232_448, 90), (188, 101_376, 120)
 FEW = (2, *H200[1:])  # so few multiprocessors that small weights form clusters too
 CASES = [
-    (1, 24, 6656 + 256, HALF, H200),
     (1, 72, 1024 + 256, BFLOAT, FEW),
+    (1, 24, 6656 + 256, HALF, H200),
     (2, 1, 256, BFLOAT, H200),
     (5, 136, 512 + 256, HALF, FEW),
     (8, 72, 1024 + 256, BFLOAT, FEW),

@@ -326,7 +326,7 @@ def directly(
     outputs, kh, kw, _ = weight.shape
     if not direct.supports(weight.channels, outputs, (kh, kw), stride, dilation):
         return False
-    return direct.fills_gpu(direct.variant(weight.channels, outputs, (kh, kw)), pixels, device)
+    return direct.fills_gpu(direct.variant(weight.channels, outputs, (kh, kw)), pixels, num_sms(device))
 
 
 def leaves_out_rows(tile: Tile, taps: Sizes, width: int, dilation: int) -> bool:

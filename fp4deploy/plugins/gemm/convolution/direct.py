@@ -88,13 +88,13 @@ def supports(channels: tuple[int, ...], outputs: int, taps: Pair, stride: int = 
     return same and len(channels) <= 2 and small and outputs % 16 == 0
 
 
-def fills_gpu(chosen: Variant, pixels: tuple[int, int, int], device: torch.device) -> bool:
+def fills_gpu(chosen: Variant, pixels: tuple[int, int, int], num_sms: int) -> bool:
     """Whether there are as many tiles as programs that run at a time.
 
     pixels: N, height and width of the output.
     """
     n, oh, ow = pixels
-    return n * math.prod(chosen.tiles(oh, ow)) >= RESIDENT * num_sms(device)
+    return n * math.prod(chosen.tiles(oh, ow)) >= RESIDENT * num_sms
 
 
 def is_available(device: torch.device) -> bool:

@@ -46,6 +46,7 @@ MAX_STAGES, FEWEST_STAGES = 20, 3
 MAX_SPLITS = 8
 MAX_TAPS = 7  # in each direction
 INDEX = 1 << 31  # pixels are counted in 32 bits
+BEGIN, SUM = 11500, 14600  # cycles of `cycles` that no shape changes: of the kernel, and of adding splits up
 fallback = Fallback("Convolutions by wgmma", "implicit GEMM")
 SIGNATURE = "128sPPPPPPPPPPPPiiiiiiiiiiiiiiifff"
 
@@ -307,10 +308,10 @@ def cycles(each: Variant, shape: Shape, num_sms: int) -> float:
     written = CONSUMERS * CHUNK * WIDTH * each.height * (0.23 if packs else 0.1 * (0.52 + 0.03 * each.height))
     if each.joint and taps > 1 and each.splits == 1:
         written *= 0.6
-    total = 11500 + rounds * (chunks * chunk + written + 1150)
+    total = BEGIN + rounds * (chunks * chunk + written + 1150)
     if each.splits > 1:
         n, oh, ow = shape.pixels
-        total += 14600 + 3.25e-3 * each.splits * n * oh * ow * shape.rows * 132 / num_sms
+        total += SUM + 3.25e-3 * each.splits * n * oh * ow * shape.rows * 132 / num_sms
     return total
 
 
