@@ -61,7 +61,7 @@ def test_every_method_leaves_fixed_points_of_quantisation(method: str, images: l
     assert len(layers) == 5
     assert error(model, reference, images) < 0.2 * error(nn.Identity(), lambda x: torch.zeros_like(x), images)  # type: ignore[arg-type]
     for layer in layers.values():
-        assert layer.input_amax > 0  # type: ignore[operator]
+        assert layer.input_amax > 0 if layer.is_static else layer.recipe.precision == "W4A8"  # type: ignore[operator]
         if METHODS[method].weights != "nearest":
             weight = layer.weight.detach()  # type: ignore[union-attr,operator]
             assert torch.allclose(layer.quantized_weight(), weight, rtol=1e-5, atol=1e-7)

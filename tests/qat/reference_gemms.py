@@ -20,6 +20,7 @@ from fp4deploy.formats import (
     quantize_int8,
     quantize_ms_eden,
     quantize_mxfp4,
+    quantize_mxfp8,
     quantize_nvfp4,
     random_hadamard,
 )
@@ -48,6 +49,8 @@ def blocked(t: torch.Tensor, spec: QuantSpec | None, amax: torch.Tensor | None =
         return quantize_ms_eden(t.contiguous(), 0, 0).dequantize().double()
     if spec.hadamard:
         t = random_hadamard(t.contiguous())
+    if spec.format == "mxfp8":
+        return quantize_mxfp8(t.contiguous(), spec.scale_rule).dequantize().double()
     if spec.format == "mxfp4":
         return quantize_mxfp4(t.contiguous(), spec.scale_rule, spec.rounding).dequantize().double()
     a = t.abs().max() if amax is None else amax
