@@ -85,7 +85,7 @@ def scores(folder: Path) -> dict[str, dict[str, list[float]]]:
             unlike.append((ours != first).mean())
             pairs = [(ours == each, labels == each) for each in classes]
             dice.append([2 * (a & b).sum() / max(1, a.sum() + b.sum()) for a, b in pairs])
-            away.append([hausdorff95(a, b, grid.spacing) or np.nan for a, b in pairs])
+            away.append([np.nan if (found95 := hausdorff95(a, b, grid.spacing)) is None else found95 for a, b in pairs])
         means = {"dice": np.mean(dice, 0), "hd95_mm": np.nanmean(away, 0), "unlike_fp16": np.array([np.mean(unlike)])}
         found[form] = {name: [round(float(each), 5) for each in values] for name, values in means.items()}
     return found

@@ -39,7 +39,13 @@ class Mxfp8Tensor:
         """Decode to `dtype`, shape `self.shape`."""
         blocks = self.codes.to(torch.float32).unflatten(-1, (self.scales.shape[-1], MXFP8_BLOCK))
         x = (decode_e8m0(self.scales).unsqueeze(-1) * blocks).flatten(-2)
-        return x[..., : self.shape[-1]].to(dtype)
+        return narrowed(x[..., : self.shape[-1]], dtype)
+
+
+def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Values in another type, at most its largest number: 64000 is quantised to 65536, which FP16 does not have."""
+    largest = torch.finfo(dtype).max
+    return x.clamp(-largest, largest).to(dtype)
 
 
 def quantize_mxfp8(x: torch.Tensor, scale_rule: str = "ceil") -> Mxfp8Tensor:
@@ -77,7 +83,7 @@ def fake_quantize_mxfp8(x: torch.Tensor, axis: int = -1, scale_rule: str = "ceil
     for part, value in pieces(x, piece_axis(x, axes), axes, MXFP8_BLOCK, values):
         scaled, scales = scale_blocks(part, axes, scale_rule, E4M3_MAX)
         quantized = _round(scaled).to(torch.float32).mul_(decode_e8m0(scales))
-        value.copy_(crop(join_blocks(quantized, axes), part.shape))
+        value.copy_(narrowed(crop(join_blocks(quantized, axes), part.shape), x.dtype))
     return values
 
 

@@ -171,7 +171,7 @@ def recipe_of(recipe: Recipe, name: str, layer: nn.Module, formats: Formats = Ma
         raise InputError(f"{name} is among the layers of both {own[0]} and {own[1]}. Leave it out of one.")
     if not formats and recipe.fp8 == "convolutions" and not is_single_gemm(layer):
         own = ["fp8"]
-    return recipe.in_format(own[0]) if own and recipe.precision == "FP4" else recipe
+    return recipe.in_format(own[0]) if own and own[0].upper() != recipe.precision else recipe
 
 
 def _layers_with_weights(model: nn.Module) -> list[tuple[str, nn.Module]]:

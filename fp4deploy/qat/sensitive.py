@@ -34,7 +34,7 @@ def sensitive_layers(model: nn.Module, batches: Iterable[object], share: float) 
     """The names of the layers, the largest error per multiply-accumulate first.
 
     Args:
-        model: prepared and calibrated. Layers of FP8 and INT8 are not asked.
+        model: prepared and calibrated. Layers of FP8, INT8 and W4A8 are not asked.
         batches: model inputs on the model's device, of which the first `ENOUGH_IMAGES` are taken.
         share: the most of the multiply-accumulates of all quantised layers that they may have, in [0, 1].
     """
@@ -47,7 +47,7 @@ def sensitive_layers(model: nn.Module, batches: Iterable[object], share: float) 
             work = work_of_layers(model, layers, arguments_of(model, asked[0]))
             macs = {name: each.macs for name, each in work.items()}
             for name, layer in layers.items():
-                if eight_bits(layer.recipe) or not macs[name]:
+                if layer.recipe.precision != "FP4" or not macs[name]:
                     continue
                 _only(layers, (name,))
                 found = (_error(_outputs(model, batch), each) for batch, each in zip(asked, expected, strict=True))

@@ -78,7 +78,8 @@ def estimate_network(file: PackedFile, gpu: Gpu, size: Sequence[int] | None = No
         times = [time_of(work, gpu) for work in found]
         whole = sum(times, NOTHING)
         total += whole
-        precision = "FP4" if isinstance(step, Layer) and step.precision == "nvfp4" else rest_of(graph).label
+        formats = {"nvfp4": "FP4", "w4a8": "W4A8"}
+        precision = formats.get(step.precision if isinstance(step, Layer) else "", rest_of(graph).label)
         kernels, note = (
             tuple(work.family for work in found),
             outside or next((w.outside for w in found if w.outside), ""),
@@ -109,7 +110,9 @@ def _works(graph: Graph, step: Step, shapes: Shapes, gpu: Gpu) -> tuple[list[Wor
     result = shapes[step.outputs[0].name]
     outputs = result[axis]
     rows = math.prod(result) / outputs
-    macs = math.prod(sources[0] if isinstance(step, ConvTranspose2d) else result) * math.prod(weight[1:])
+    transposed = isinstance(step, ConvTranspose2d)
+    pixels = math.prod(sources[0]) // sources[0][axis] if transposed else rows
+    macs = pixels * math.prod(weight)
     work = library_work(
         "FP16",
         rows,
@@ -117,9 +120,20 @@ def _works(graph: Graph, step: Step, shapes: Shapes, gpu: Gpu) -> tuple[list[Wor
         macs / math.prod(result),
         moved + BYTES["FP16"] * math.prod(weight),
         gpu,
-        isinstance(step, ConvTranspose2d),
+        transposed,
     )
-    return [work], NOT_TIMED.get(step.precision, "first layers have kernels of their own")
+    return [work], _untimed(graph, step)
+
+
+def _untimed(graph: Graph, step: Layer) -> str:
+    """Why a layer outside of our kernels was not timed; "" where cuDNN and cuBLAS were timed on such layers."""
+    if step.precision in NOT_TIMED:
+        return NOT_TIMED[step.precision]
+    if rest_of(graph).label == "FP32":
+        return "FP32: the time is that of FP16"
+    if set(step.inputs) & {form.name for each in graph.inputs for form in each.outputs}:
+        return "first layers have kernels of their own"
+    return "layers in groups" if getattr(step, "groups", 1) > 1 else ""
 
 
 def _shape(step: Layer, sources: Sequence[tuple[int, ...]], weight: Sequence[int], packed: bool) -> Shape:

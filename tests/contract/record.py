@@ -1,7 +1,7 @@
 """Write `recorded/` and `files/` anew from the present state of the package. By hand, never by a test:
 
     python -m tests.contract.record names commands operators plugins bytes schemas     recorded/NAME.json
-    python -m tests.contract.record calls edits results                                what readers and functions answer
+    python -m tests.contract.record lines edits results                                what is answered and printed
     python -m tests.contract.record golden                                             files/: old files, kept readable
     python -m tests.contract.machine_code --record                                     recorded/machine_code.json
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from safetensors import safe_open
 
 from fp4deploy.plugins import fp4_cached_linear, fp4_quantize
-from tests.contract import calls, fixed_models, frozen, internals, results, schemas, written
+from tests.contract import fixed_models, frozen, internals, lines, results, schemas, written
 from tests.contract.invoke import must
 
 FILES = Path(__file__).parent / "files"
@@ -101,7 +101,7 @@ RECORDERS: dict[str, Callable[[], frozen.Facts]] = {
     "schemas": json_schemas,
     "edits": edits,
     "results": results.results,
-    "calls": calls.recorded,
+    "lines": lines.recorded,
 }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.mutation.copies import ROOT
 
-FAMILIES = ("tests/contract/test_results.py", "tests/fuzz/test_edits.py", "tests/contract/test_calls.py")  # every room
+FAMILIES = ("tests/contract/test_results.py", "tests/fuzz/test_edits.py", "tests/contract/test_lines.py")  # every room
 FEW, MOST = 2, 4  # files beside them
 
 

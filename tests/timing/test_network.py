@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fp4deploy.errors import InputError
 from fp4deploy.experiments.search.costs import measured_layers
 from fp4deploy.packed import PackedFile, read_packed
 from fp4deploy.packed.producers import label, plan
@@ -44,9 +45,8 @@ def test_the_command(untrained: Run, tmp_path: Path) -> None:
     assert (network["device"], network["label"], network["batch"]) == ("H200", "estimated", 1)
     assert network["total"]["low"] < network["total"]["ms"] < network["total"]["high"]
     (tmp_path / "times.json").write_text(done.stdout)
-    times, device = measured_layers(tmp_path / "times.json")
-    assert device == "H200"
-    assert times["encoder.0.conv2", "FP4"] > 0
+    with pytest.raises(InputError, match="estimated times, none that were measured"):
+        measured_layers(tmp_path / "times.json")
 
 
 @pytest.mark.parametrize(

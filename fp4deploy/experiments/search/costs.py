@@ -82,6 +82,7 @@ class TimedNetwork(Record):
     """What is needed of one of its networks."""
 
     device: Name
+    label: Name = ""  # of `estimate`: its times are no measurements
     batch: Annotated[Count, Field(ge=1)]
     layers: Annotated[list[TimedLayer], Field(max_length=100_000)]
 
@@ -100,6 +101,10 @@ def measured_layers(path: Path) -> tuple[dict[tuple[str, str], float], str]:
     """
     advice = f"Write it with: fp4deploy profile --engine FP16.fp4 --engine NVFP4.fp4 --json {path}"
     networks = validated(TimedNetworks, read_json(path, advice), path, advice).layers
+    if label := next((network.label for network in networks if network.label), ""):
+        raise InputError(
+            f"{path} holds {label} times, none that were measured. Without --measured, search estimates them."
+        )
     devices = sorted({network.device for network in networks})
     if len(devices) > 1:
         raise InputError(f"{path} holds times of several devices: {', '.join(devices)}. {advice}")
@@ -184,7 +189,7 @@ def _cost(layer: Any, work: Work, gpu: Gpu, conv: str) -> LayerCost:
         bytes_int8=eight,
         bytes_fp16=plain,
         ms_fp4=milliseconds(compute, packed),
-        ms_w4a8=None if crossed_groups(layer, RECIPES["w4a8_qat"]) else other("W4A8", mixed),
+        ms_w4a8=None if crossed_groups(layer, RECIPES["w4a8_qat"]) else other("W4A8", plain),
         ms_fp8=other("FP8", eight),
         ms_int8=other("INT8", eight),
         ms_fp16=milliseconds("FP16", plain),

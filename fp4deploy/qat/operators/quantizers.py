@@ -100,8 +100,8 @@ def split_groups(
     if spec.block == "1d":
         axes, groups = axes[-1:], groups[-1:]
     axes = tuple(axis % x.ndim for axis in axes)
-    sizes = {at: (count, x.shape[at] // count) for at, count in zip(axes, groups, strict=True) if count > 1}
-    split = {at: count for at, (count, size) in sizes.items() if size % _whole(spec, size)}
+    counts = {at: count for at, count in zip(axes, groups, strict=True) if count > 1}
+    split = {at: count for at, count in counts.items() if x.shape[at] // count % _whole(spec, x.shape[at])}
     shape = x.shape
     for axis, count in sorted(split.items(), reverse=True):
         x = x.unflatten(axis, (count, shape[axis] // count))
@@ -110,7 +110,7 @@ def split_groups(
 
 
 def _whole(spec: QuantSpec, size: int) -> int:
-    """Elements along the contraction axis that are quantised together, of a group of `size`."""
+    """Elements along an axis of `size` that are quantised together."""
     return group_of(size) if spec.rounding == "ms_eden" else spec.block_size
 
 
