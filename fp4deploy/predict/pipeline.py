@@ -1,14 +1,15 @@
-"""Frames to masks on the network's device: what lies around a network is part of how fast it is.
+"""Frames to masks beside the network: what lies around a network is part of how fast it is.
 
     frames uint8 [N, H, W, 3] -> copied -> resized, normalised -> network -> enlarged, argmax -> copied: masks [N, H, W]
 
 `Predictor` resizes by Pillow and decides classes on the host, one image after another. Here both are operators of torch
-beside the network: on a GPU each is compiled to kernels of its own, no logits are copied, and the frames of the next
-batch and the masks of the last one are copied on streams of their own meanwhile.
+on the device of a checkpoint or a packed network: on a GPU each is compiled to kernels of its own, no logits are
+copied, and the frames of the next batch and the masks of the last one are copied on streams of their own meanwhile.
+ONNX Runtime and engines take arrays: of them both are computed on the CPU, and nothing is overlapped.
 
-Resizing is Pillow's: antialiased bilinear weights, along the width and then along the height, rounded to 8 bits after
-each, in whole numbers, so that a network reads the bytes that it was evaluated on. Masks are those of `predict` but
-where two classes are a tie.
+Resizing is Pillow's: antialiased bilinear weights along one axis and then along the other (`_taps_of`), rounded to 8
+bits after each, in whole numbers, so that a network reads the bytes that it was evaluated on. Masks are those of
+`predict` but where two classes are a tie.
 """
 
 from __future__ import annotations
@@ -18,19 +19,20 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from pathlib import Path
+from functools import cache, lru_cache, partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor
 
+from fp4deploy.bench.environment import cpu_name
 from fp4deploy.bench.runtimes.protocol import Runtime
 from fp4deploy.data.augmentation.transforms import scale_and_offset
+from fp4deploy.data.sample import MAX_CLASSES, Pixels
 from fp4deploy.errors import InputError
-from fp4deploy.predict.predictor import as_pixels
 from fp4deploy.system.processors import cores
 
 AHEAD = 2  # batches whose work is queued while the host waits for an earlier one
@@ -55,29 +57,35 @@ class OnDevice(Protocol):
 
 @dataclass(frozen=True)
 class PartTimes:
-    """Milliseconds of a batch by part, one after another, each to its end; and of the same parts overlapped."""
+    """Milliseconds of a batch by part, one after another, each to its end; and of the same parts overlapped.
+
+    overlapped: None where nothing is: outside of a GPU.
+    """
 
     parts: dict[str, float]
-    overlapped: float
+    overlapped: float | None
     batch: int
 
     def to_json(self) -> dict[str, Any]:
         """As `bench --pipeline --json` writes it; `over_network`: the pipeline's time over that of its network."""
         total = sum(self.parts.values())
+        whole = total if self.overlapped is None else self.overlapped
         return {
             "batch": self.batch,
             "ms": {**self.parts, "overlapped": self.overlapped},
             "share": {part: value / total for part, value in self.parts.items()},
-            "images_per_s": 1e3 * self.batch / self.overlapped,
-            "over_network": self.overlapped / self.parts["network"],
+            "images_per_s": 1e3 * self.batch / whole,
+            "over_network": whole / self.parts["network"],
         }
 
 
 class Pipeline:
     """Batches of frames to masks.
 
+    device: what frames are prepared and classes decided on; beside: its name.
+
     Raises:
-        InputError: the model's output is no map of classes, or it reads volumes.
+        InputError: the model's output is no map of classes, here or once it is run; or it reads volumes.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -86,7 +94,8 @@ class Pipeline:
             what = "another output" if card.volume is None else "volumes"
             raise InputError(f"A pipeline gives the class of each pixel of an image, and this model is of {what}.")
         on: OnDevice = runtime if hasattr(runtime, "on_device") else _ByHost(runtime)  # type: ignore[assignment]
-        self._card, self.device, self._network = card, on.where, on.on_device
+        self._card, self.device, self._on_device = card, on.where, on.on_device
+        self.beside = cpu_name() if isinstance(on, _ByHost) else runtime.device
         self._prepared, self._classes = _prepared, _classes
         if self.device.type == "cuda":
             self._prepared, self._classes = torch.compile(_prepared), torch.compile(_classes)
@@ -125,6 +134,15 @@ class Pipeline:
         masks: Tensor = self._classes(self._network(self._prepare(frames)), _size(frames))
         return masks
 
+    def _network(self, images: Tensor) -> Tensor:
+        logits = self._on_device(images)
+        if logits.ndim != 4:
+            raise InputError(
+                "A pipeline gives the class of each pixel of an image, [N, classes, H, W], and this model's output is "
+                f"{list(logits.shape)}."
+            )
+        return logits
+
     def _prepare(self, frames: Tensor) -> Tensor:
         """Frames on the device as the network reads them, float32 [N, 3, *size]."""
         card = self._card
@@ -146,6 +164,8 @@ class Pipeline:
             self._timed(row, "copy out", masks.cpu)
             rows.append(row)
         parts = {part: float(torch.tensor([row[part] for row in rows[1:]]).median()) for part in PARTS}
+        if self.device.type != "cuda":
+            return PartTimes(parts, None, len(frames))
         for _ in self([host]):
             pass
         start = time.perf_counter()
@@ -175,23 +195,22 @@ class _ByHost:
         return torch.from_numpy(self._runtime.infer(images.contiguous().numpy()))
 
 
-def frames_of(paths: Sequence[Path], batch: int) -> tuple[Tensor, float]:
-    """A batch of frames of the size that most of these images have, repeated where they are fewer; ms to decode it.
+def frames_of(read: Callable[[int], Pixels], count: int, batch: int) -> Tensor:
+    """A batch of frames uint8 [batch, H, W, 3] of the size that most images have, repeated where they are fewer.
 
-    As many threads decode as there are processors.
+    Args:
+        read: decodes one of `count` images; as many threads call it as there are processors.
 
     Raises:
-        InputError: an image cannot be decoded.
+        InputError: there is no image, or one cannot be decoded.
     """
+    if not count:
+        raise InputError("There is no image to measure on. Name a data set, a folder with images or one: --data PATH")
     with ThreadPoolExecutor(cores()) as threads:
-        pixels = list(threads.map(as_pixels, paths[: SAMPLED * batch]))
-        ((size, _),) = Counter(each.shape for each in pixels).most_common(1)
-        chosen = [at for at, each in enumerate(pixels) if each.shape == size]
-        taken = [chosen[at % len(chosen)] for at in range(batch)]
-        start = time.perf_counter()
-        decoded = list(threads.map(as_pixels, [paths[at] for at in taken]))
-        spent = 1e3 * (time.perf_counter() - start)
-    return torch.from_numpy(np.stack(decoded)), spent
+        pixels = list(threads.map(read, range(min(count, SAMPLED * batch))))
+    ((size, _),) = Counter(each.shape for each in pixels).most_common(1)
+    chosen = [each for each in pixels if each.shape == size]
+    return torch.from_numpy(np.stack([chosen[at % len(chosen)] for at in range(batch)]))
 
 
 def resized(frames: Tensor, size: tuple[int, int]) -> Tensor:
@@ -211,9 +230,25 @@ def _weighted(frames: Tensor, taps: Sequence[tuple[int, Taps]]) -> Tensor:
 
 
 def _taps_of(frames: Tensor, size: tuple[int, int]) -> list[tuple[int, Taps]]:
-    """Of each axis that changes, the width first: its number and its taps."""
-    changed = ((2, size[1]), (1, size[0]))
-    return [(axis, _taps(n, to, frames.device)) for axis, to in changed if (n := frames.shape[axis]) != to]
+    """Of each axis that changes its number and its taps, in Pillow's order.
+
+    That is the width first; of Pillow 13 the height, where it loses pixels, and more than twice as many as the width.
+    """
+    (height, width), (rows, columns) = _size(frames), size
+    lost = height - rows
+    changed = [(2, width, columns), (1, height, rows)]
+    if lost > 0 and lost > 2 * (width - columns) and _height_may_be_first():
+        changed.reverse()
+    return [(axis, _taps(n, to, frames.device)) for axis, n, to in changed if n != to]
+
+
+@cache
+def _height_may_be_first() -> bool:
+    """Whether the Pillow that is installed does so, by a trial: earlier ones always begin with the width."""
+    pixels = (np.arange(40 * 7 * 3) * 97 % 251).astype(np.uint8).reshape(40, 7, 3)
+    cpu = torch.device("cpu")
+    found = _weighted(torch.from_numpy(pixels)[None], [(1, _taps(40, 9, cpu)), (2, _taps(7, 5, cpu))])[0].numpy()
+    return bool(np.array_equal(found, Image.fromarray(pixels).resize((5, 9), Image.Resampling.BILINEAR)))
 
 
 @lru_cache(maxsize=64)
@@ -236,9 +271,9 @@ def _prepared(frames: Tensor, taps: Sequence[tuple[int, Taps]], scale: Tensor, o
 
 
 def _classes(logits: Tensor, size: tuple[int, int]) -> Tensor:
-    """The most likely class of each pixel of frames of `size`, uint8 (of more than 255 classes int16)."""
+    """The most likely class of each pixel of frames of `size`, of `class_type`."""
     enlarged = F.interpolate(logits.float(), size, mode="bilinear", align_corners=False)
-    return enlarged.argmax(1).to(torch.uint8 if logits.shape[1] <= 255 else torch.int16)
+    return enlarged.argmax(1).to(torch.uint8 if logits.shape[1] <= MAX_CLASSES else torch.uint16)
 
 
 def _size(frames: Tensor) -> tuple[int, int]:

@@ -11,11 +11,14 @@ import pytest
 import torch
 from PIL import Image
 
+from cli.commands.stages.pipeline import _images
+from fp4deploy.bench.environment import cpu_name
 from fp4deploy.bench.runtimes.open import open_runtime
 from fp4deploy.bench.runtimes.pytorch import TorchRuntime
+from fp4deploy.data.sample import class_type
 from fp4deploy.errors import InputError
 from fp4deploy.models.heads import ClassHead
-from fp4deploy.predict.pipeline import AHEAD, PARTS, Pipeline, frames_of, resized
+from fp4deploy.predict.pipeline import AHEAD, PARTS, Pipeline, _classes, frames_of, resized
 from fp4deploy.predict.predictor import load
 from fp4deploy.runs import Run
 from tests.contract.invoke import fp4deploy
@@ -27,7 +30,22 @@ def frames(count: int, height: int, width: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("size", "target"),
-    [((97, 131), (32, 48)), ((480, 640), (352, 480)), ((30, 41), (64, 96)), ((64, 50), (64, 32)), ((7, 9), (3, 1))],
+    [
+        *[
+            ((97, 131), (32, 48)),
+            ((480, 640), (352, 480)),
+            ((30, 41), (64, 96)),
+            ((64, 50), (64, 32)),
+            ((7, 9), (3, 1)),
+        ],
+        *[
+            ((100, 90), (60, 100)),
+            ((64, 48), (51, 52)),
+            ((50, 37), (48, 48)),
+            ((60, 50), (40, 40)),
+            ((61, 50), (40, 40)),
+        ],
+    ],
 )
 def test_frames_are_resized_as_by_pillow(size: tuple[int, int], target: tuple[int, int]) -> None:
     given = frames(2, *size)
@@ -50,18 +68,43 @@ def test_masks_are_those_of_predict(untrained: Run, suffix: str) -> None:
 
 
 def test_every_part_is_timed_from_the_command_line(untrained: Run, tmp_path: Path) -> None:
-    for number, size in enumerate([(40, 56), (40, 56), (33, 20)]):
-        Image.fromarray(frames(1, *size)[0].numpy()).save(tmp_path / f"{number}.png")
-    command = ("bench", untrained.checkpoint("fp16"), "--pipeline", "--batch", 3, "--data", tmp_path, "--json")
-    done = fp4deploy(*command, "-", folder=tmp_path)
+    for name, split, size in (("a", "test", (40, 56)), ("b", "train", (33, 20)), ("c", "train", (33, 20))):
+        for kind in ("images", "masks"):
+            (tmp_path / kind / split).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(frames(1, *size)[0].numpy()).save(tmp_path / "images" / split / f"{name}.png")
+        Image.new("L", size[::-1]).save(tmp_path / "masks" / split / f"{name}.png")
+    assert _images(tmp_path, "test")[1] == 1  # no mask, and none of another split
+    command = ("bench", untrained.checkpoint("fp16"), "--pipeline", "--batch", 3, "--data", tmp_path, "--split", "test")
+    done = fp4deploy(*command, "--json", "-", folder=tmp_path)
     assert done.code == 0, done.stderr
     document = json.loads(done.stdout)
     (row,) = document["pipeline"]
     assert (document["height"], document["width"], row["batch"]) == (40, 56, 3)
     assert set(row["share"]) == set(PARTS)
     assert sum(row["share"].values()) == pytest.approx(1)
-    assert row["images_per_s"] == pytest.approx(3000 / row["ms"]["overlapped"])
-    assert row["images_per_s_with_decoding"] <= row["images_per_s"]
+    if not torch.cuda.is_available():
+        assert row["ms"].pop("overlapped") is None
+        assert row["images_per_s"] == pytest.approx(3000 / sum(row["ms"].values()))
+        assert set(row["devices"].values()) == {cpu_name()}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--limit", 2, "--iterations", 7), "--pipeline takes no --limit, --iterations"),
+        (("--max-dets", 2, "--results", "kept", "--max-drop", 1), "--max-drop"),
+        (("--data", "clip.mp4"), "is a video"),
+        (("--data", ".", "--split", "test"), "--split is of a data set"),
+    ],
+)
+def test_what_does_not_apply_is_refused(
+    untrained: Run, tmp_path: Path, options: tuple[object, ...], expected: str
+) -> None:
+    (tmp_path / "clip.mp4").touch()
+    Image.new("RGB", (9, 8)).save(tmp_path / "a.png")
+    done = fp4deploy("bench", untrained.checkpoint("fp16"), "--pipeline", *options, folder=tmp_path)
+    assert done.code == 2, done.stderr
+    assert expected in " ".join(done.stderr.split())
 
 
 def test_a_captured_checkpoint_runs_inside_and_outside_of_inference_mode(
@@ -78,11 +121,19 @@ def test_a_captured_checkpoint_runs_inside_and_outside_of_inference_mode(
         assert torch.equal(runtime.on_device(each), torch.from_numpy(runtime.infer(each.numpy())))
 
 
-def test_fewer_images_than_a_batch(tmp_path: Path) -> None:
-    Image.fromarray(frames(1, 8, 9)[0].numpy()).save(tmp_path / "a.png")
-    found, milliseconds = frames_of([tmp_path / "a.png"], 3)
-    assert found.shape == (3, 8, 9, 3)
-    assert milliseconds > 0
+def test_fewer_images_than_a_batch() -> None:
+    found = frames_of(list(frames(2, 8, 9).numpy()).__getitem__, 2, 3)
+    assert torch.equal(found, frames(2, 8, 9)[[0, 1, 0]])
+    with pytest.raises(InputError, match="no image"):
+        frames_of([].__getitem__, 0, 3)
+
+
+@pytest.mark.parametrize("classes", [255, 256, 2**15 + 1])
+def test_masks_have_the_type_of_the_classes(classes: int) -> None:
+    logits = torch.zeros(1, classes, 1, 1)
+    logits[:, -1] = 1
+    found = _classes(logits, (2, 3)).numpy()
+    assert (found.dtype, found.max()) == (class_type(classes), classes - 1)
 
 
 def test_models_without_a_map_of_classes(untrained: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,3 +141,11 @@ def test_models_without_a_map_of_classes(untrained: Run, monkeypatch: pytest.Mon
     monkeypatch.setattr(runtime, "card", replace(runtime.card, head=ClassHead("label", 3)))
     with pytest.raises(InputError, match="is of another output"):
         Pipeline(runtime)
+
+
+def test_outputs_that_are_no_map(untrained: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a packed classifier without a card: only its output says so."""
+    runtime = open_runtime(untrained.checkpoint("fp16"))
+    monkeypatch.setattr(runtime, "on_device", lambda images: images.mean((2, 3)))
+    with pytest.raises(InputError, match=r"output is \[2, 3\]"):
+        Pipeline(runtime).times(frames(2, 8, 9), 1)

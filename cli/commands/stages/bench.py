@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 MAX_LETTERS = 40  # of the name of a file, before it may be broken over two lines
 ACCURACY, GATE, RUNTIMES, LATENCY = "Accuracy", "Gate", "Runtimes", "Latency"  # headings of the options in --help
+ITERATIONS = 50
 WIDE = 120  # columns of a terminal from which backend and precision have columns of their own
 NOT_NARROW = ("backend", "precision", "p90 ms", "p99 ms")  # columns of wide terminals, lines of others in narrow ones
 
@@ -143,7 +144,7 @@ def bench(
     batch: Annotated[int, typer.Option("--batch", rich_help_panel=LATENCY, min=1, help="Images a timed run.")] = 1,
     iterations: Annotated[
         int, typer.Option("--iterations", rich_help_panel=LATENCY, min=1, help="Timed runs at most (also at most 5 s).")
-    ] = 50,
+    ] = ITERATIONS,
     timeout: Annotated[
         float,
         typer.Option(
@@ -193,12 +194,27 @@ def bench(
     if layers or streams or trace is not None:
         _moved(engine, layers, streams, trace, batch, iterations, out)
         return
+    others = {
+        "--baseline": baseline,
+        "--max-drop": max_drop,
+        "--baseline-artefact": baseline_artefact,
+        "--limit": limit,
+    }
+    others |= {
+        "--max-dets": max_dets,
+        "--results": keep,
+        "--iterations": None if iterations == ITERATIONS else iterations,
+    }
+    if pipeline and (given := [name for name, value in others.items() if value is not None]):
+        raise InputError(f"--pipeline takes no {', '.join(given)}: leave it out, or measure without --pipeline.")
     from fp4deploy.bench.gate.baseline import find_baseline
     from fp4deploy.bench.gate.decision import doubt, gate_drop, require_passed
     from fp4deploy.bench.runtimes.like import read_like
     from fp4deploy.data import MEASURED
     from fp4deploy.system.files import require_writable
 
+    if split not in MEASURED:
+        raise InputError(f"--split is '{split}'; what a model is measured on is {' or '.join(MEASURED)}.")
     require_writable(None if out in (None, "-") else Path(str(out)), keep)
     paths = find_artifacts(engine)
     card = read_like(like) if like is not None else None
@@ -210,12 +226,8 @@ def bench(
     if pipeline:
         from .pipeline import pipeline as measure_pipeline
 
-        if baseline is not None:
-            raise InputError("--pipeline measures no accuracy: leave out --baseline, or measure without --pipeline.")
-        measure_pipeline(chosen, where, batch, out)
+        measure_pipeline(chosen, where, split, batch, timeout, card, out)
         return
-    if split not in MEASURED:
-        raise InputError(f"--split is '{split}'; what a model is measured on is {' or '.join(MEASURED)}.")
     part = f"{counted(limit, 'image')} of " if limit is not None else ""
     note(f"Measuring on {part}the split {split} of {shown(where)}.")
     reference = None
