@@ -29,7 +29,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import torch
@@ -54,7 +54,7 @@ INPUT_CALL: Calls = frozenset({INPUT})
 class Ends:
     """Names of the layers that read the input, and of those that give the outputs.
 
-    lent: layers that are never called, though another module multiplies with their weights.
+    lent: layers whose weight is read outside of their own calls.
     """
 
     first: tuple[str, ...]
@@ -149,7 +149,7 @@ class _Calls:
             giving = output.direct - INPUT_CALL
             last += sorted(call for call in giving if not any(call in self.inputs[other].all for other in giving))
         named = [tuple(dict.fromkeys(self.names[call] for call in calls)) for calls in (first, last)]
-        return Ends(named[0], named[1], frozenset(lending) - set(self.names))
+        return Ends(named[0], named[1], frozenset(lending))
 
 
 def _is_product(layer: nn.Module, is_gemm: IsGemm) -> bool:
@@ -162,7 +162,10 @@ def _traced(model: nn.Module, is_gemm: IsGemm) -> Ends | None:
     try:
         with torch.no_grad(), warnings.catch_warnings(), redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
-            graph = _Tracer(is_gemm).trace(_copied(model, {}).eval())
+            copy = _copied(model, {}).eval()
+            for each in filter(lambda module: _is_product(module, is_gemm), copy.modules()):
+                each.forward = partial(type(each).__call__, each)  # layer.forward(x) is a call, too
+            graph = _Tracer(is_gemm).trace(copy)
     except Exception:  # forward is anyone's code, and runs with stand-ins
         return None
     modules, calls = dict(model.named_modules()), _Calls()
@@ -240,12 +243,7 @@ def _run(model: nn.Module, is_gemm: IsGemm, inputs: Inputs, meta: bool) -> Ends:
         if getattr(layer, "fake_quantized", False):
             layer.__dict__["quantizing"] = False  # its scale may not be there yet
         if _is_product(layer, is_gemm):
-            layer.register_forward_hook(
-                lambda layer, args, kwargs, result: origins.set(
-                    result, calls.add(names[id(layer)], origins.of((args, kwargs)))
-                ),
-                with_kwargs=True,
-            )
+            layer.forward = partial(_recorded, layer.forward, names[id(layer)], calls, origins)
     moved: Any = _like_parameters(inputs, copy)
     origins.set([each for each in _tensors(moved) if each.is_floating_point()], _Origin(INPUT_CALL))
     with origins:
@@ -255,6 +253,15 @@ def _run(model: nn.Module, is_gemm: IsGemm, inputs: Inputs, meta: bool) -> Ends:
             result = copy(moved) if isinstance(moved, torch.Tensor) else copy(*moved)
     lending = [name for name, layer in copy.named_modules() if is_gemm(layer) and origins.has_read(layer.weight)]
     return calls.ends([origins.of(each) for each in _tensors(result)], lending)
+
+
+def _recorded(forward: Any, name: str, calls: _Calls, origins: _Origins, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a layer, as one call; that it reads its own weight lends it to nobody."""
+    before = set(origins.read)
+    result = forward(*args, **kwargs)
+    origins.read = before
+    origins.set(result, calls.add(name, origins.of((args, kwargs))))
+    return result
 
 
 class _Origins(DispatchMode):
