@@ -163,9 +163,11 @@ def _traced(model: nn.Module, is_gemm: IsGemm) -> Ends | None:
         with torch.no_grad(), warnings.catch_warnings(), redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             copy = _copied(model, {}).eval()
-            for each in filter(lambda module: _is_product(module, is_gemm), copy.modules()):
+            gemms = {id(layer) for layer in copy.modules() if is_gemm(layer)}
+            products = [layer for layer in copy.modules() if _is_product(layer, is_gemm)]
+            for each in products:
                 each.forward = partial(type(each).__call__, each)  # layer.forward(x) is a call, too
-            graph = _Tracer(is_gemm).trace(copy)
+            graph = _Tracer({id(each) for each in products}, gemms).trace(copy)
     except Exception:  # forward is anyone's code, and runs with stand-ins
         return None
     modules, calls = dict(model.named_modules()), _Calls()
@@ -192,14 +194,15 @@ def _traced(model: nn.Module, is_gemm: IsGemm) -> Ends | None:
 class _Tracer(fx.Tracer):
     """Keeps GEMM layers as one node each, also those of classes outside torch, and those inside modules of torch."""
 
-    def __init__(self, is_gemm: IsGemm) -> None:
+    def __init__(self, products: set[int], gemms: set[int]) -> None:
         super().__init__()
-        self._is_gemm = is_gemm
+        self._products, self._gemms = products, gemms  # by their ids
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if _is_product(m, self._is_gemm):
+        if id(m) in self._products:
             return True
-        return super().is_leaf_module(m, module_qualified_name) and not any(map(self._is_gemm, m.modules()))
+        inside = any(id(each) in self._gemms for each in m.modules())
+        return super().is_leaf_module(m, module_qualified_name) and not inside
 
 
 def _writes(node: fx.Node) -> bool:
@@ -234,7 +237,7 @@ def _executed(model: nn.Module, is_gemm: IsGemm, example_inputs: Inputs | None) 
 def _run(model: nn.Module, is_gemm: IsGemm, inputs: Inputs, meta: bool) -> Ends:
     copy, calls = _copied(model, {}).eval(), _Calls()
     names = {id(layer): name for name, layer in reversed(list(copy.named_modules()))}
-    origins = _Origins()
+    origins, gemms = _Origins(), {name: layer for name, layer in copy.named_modules() if is_gemm(layer)}
     for layer in copy.modules():
         for name, buffer in layer._buffers.items():
             layer._buffers[name] = None if buffer is None else buffer.to("meta") if meta else buffer
@@ -251,7 +254,7 @@ def _run(model: nn.Module, is_gemm: IsGemm, inputs: Inputs, meta: bool) -> Ends:
             result = copy(**moved)
         else:
             result = copy(moved) if isinstance(moved, torch.Tensor) else copy(*moved)
-    lending = [name for name, layer in copy.named_modules() if is_gemm(layer) and origins.has_read(layer.weight)]
+    lending = [name for name, layer in gemms.items() if origins.has_read(layer.weight)]
     return calls.ends([origins.of(each) for each in _tensors(result)], lending)
 
 
