@@ -248,7 +248,8 @@ def _height_may_be_first() -> bool:
     pixels = (np.arange(40 * 7 * 3) * 97 % 251).astype(np.uint8).reshape(40, 7, 3)
     cpu = torch.device("cpu")
     found = _weighted(torch.from_numpy(pixels)[None], [(1, _taps(40, 9, cpu)), (2, _taps(7, 5, cpu))])[0].numpy()
-    return bool(np.array_equal(found, Image.fromarray(pixels).resize((5, 9), Image.Resampling.BILINEAR)))
+    theirs = Image.fromarray(pixels).resize((5, 9), Image.Resampling.BILINEAR)
+    return np.array_equal(found, np.asarray(theirs))
 
 
 @lru_cache(maxsize=64)
