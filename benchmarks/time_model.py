@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from peers import origin
 from scipy.optimize import least_squares
 
 from fp4deploy.export.to_packed import pack_model
@@ -101,12 +102,11 @@ def main() -> None:
     for name, family in found.items():
         print(name, family)
     if options.json:
-        machine = document["machine"]
         more = f" --networks {' '.join(options.networks)}" if options.networks else ""
         command = f"python benchmarks/time_model.py {options.times}{more}"
         found_networks = list(networks(options.networks, gpu))
         content = {**about, "families": found, "networks": found_networks, "rows": rows}
-        write(options.json, {"command": command, "machine": machine, **content})
+        write(options.json, {"command": command, **origin(), "machine": document["machine"], **content})
     if options.plot:
         plot(rows, options.plot)
 

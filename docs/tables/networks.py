@@ -301,6 +301,11 @@ def nnunet_volume(form: str) -> str:
     return f"{best['total_s']:.1f} s (network {best['seconds']['network']:.1f} s)"
 
 
+def nnunet_volume_dice(form: str) -> str:
+    """Dice of both classes of the generated volume, %."""
+    return " and ".join(f"{100 * each:.1f}" for each in result("nnunet_volume_h200")["dice"][form])
+
+
 def native_networks() -> str:
     """The C library on networks of all kinds: bytes that differ from the plan in Python, and milliseconds."""
     rows = []

@@ -35,9 +35,9 @@ strides those of channels that `decoded_weight.supports` does not take. A convol
 their concatenation, which is never written.
 
 `precision` "w4a8": the weight is packed MXFP4, and the layer quantises a plain activation to MXFP8 (scale rule `ceil`)
-in blocks along the axis that it contracts. On Blackwell a kernel multiplies them, of linear layers and of images where
-there is one group; elsewhere operands are decoded to FP32, and on a GPU multiplied in TF32, in which both formats are
-exact.
+in blocks along the axis that it contracts. On Blackwell, and from SM90 with weights="packed", a kernel multiplies them,
+of linear layers and of images where there is one group; elsewhere operands are decoded to FP32, and on a GPU multiplied
+in TF32, in which both formats are exact.
 
 A layer's weight is `<layer>.weight`, of the rest's type O,KH,KW,C (O,C of a linear layer; FP32 where the module's code
 computes it from its parameters, as a standardised weight), or where the layer is quantised `<layer>.weight.codes`,

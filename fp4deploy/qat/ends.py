@@ -29,7 +29,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import torch
@@ -54,7 +54,7 @@ INPUT_CALL: Calls = frozenset({INPUT})
 class Ends:
     """Names of the layers that read the input, and of those that give the outputs.
 
-    lent: layers that are never called, though another module multiplies with their weights.
+    lent: layers whose weight is read outside of their own calls.
     """
 
     first: tuple[str, ...]
@@ -149,7 +149,7 @@ class _Calls:
             giving = output.direct - INPUT_CALL
             last += sorted(call for call in giving if not any(call in self.inputs[other].all for other in giving))
         named = [tuple(dict.fromkeys(self.names[call] for call in calls)) for calls in (first, last)]
-        return Ends(named[0], named[1], frozenset(lending) - set(self.names))
+        return Ends(named[0], named[1], frozenset(lending))
 
 
 def _is_product(layer: nn.Module, is_gemm: IsGemm) -> bool:
@@ -162,7 +162,12 @@ def _traced(model: nn.Module, is_gemm: IsGemm) -> Ends | None:
     try:
         with torch.no_grad(), warnings.catch_warnings(), redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
-            graph = _Tracer(is_gemm).trace(_copied(model, {}).eval())
+            copy = _copied(model, {}).eval()
+            gemms = {id(layer) for layer in copy.modules() if is_gemm(layer)}
+            products = [layer for layer in copy.modules() if _is_product(layer, is_gemm)]
+            for each in products:
+                each.forward = partial(type(each).__call__, each)  # layer.forward(x) is a call, too
+            graph = _Tracer({id(each) for each in products}, gemms).trace(copy)
     except Exception:  # forward is anyone's code, and runs with stand-ins
         return None
     modules, calls = dict(model.named_modules()), _Calls()
@@ -189,14 +194,15 @@ def _traced(model: nn.Module, is_gemm: IsGemm) -> Ends | None:
 class _Tracer(fx.Tracer):
     """Keeps GEMM layers as one node each, also those of classes outside torch, and those inside modules of torch."""
 
-    def __init__(self, is_gemm: IsGemm) -> None:
+    def __init__(self, products: set[int], gemms: set[int]) -> None:
         super().__init__()
-        self._is_gemm = is_gemm
+        self._products, self._gemms = products, gemms  # by their ids
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if _is_product(m, self._is_gemm):
+        if id(m) in self._products:
             return True
-        return super().is_leaf_module(m, module_qualified_name) and not any(map(self._is_gemm, m.modules()))
+        inside = any(id(each) in self._gemms for each in m.modules())
+        return super().is_leaf_module(m, module_qualified_name) and not inside
 
 
 def _writes(node: fx.Node) -> bool:
@@ -231,7 +237,7 @@ def _executed(model: nn.Module, is_gemm: IsGemm, example_inputs: Inputs | None) 
 def _run(model: nn.Module, is_gemm: IsGemm, inputs: Inputs, meta: bool) -> Ends:
     copy, calls = _copied(model, {}).eval(), _Calls()
     names = {id(layer): name for name, layer in reversed(list(copy.named_modules()))}
-    origins = _Origins()
+    origins, gemms = _Origins(), {name: layer for name, layer in copy.named_modules() if is_gemm(layer)}
     for layer in copy.modules():
         for name, buffer in layer._buffers.items():
             layer._buffers[name] = None if buffer is None else buffer.to("meta") if meta else buffer
@@ -240,12 +246,7 @@ def _run(model: nn.Module, is_gemm: IsGemm, inputs: Inputs, meta: bool) -> Ends:
         if getattr(layer, "fake_quantized", False):
             layer.__dict__["quantizing"] = False  # its scale may not be there yet
         if _is_product(layer, is_gemm):
-            layer.register_forward_hook(
-                lambda layer, args, kwargs, result: origins.set(
-                    result, calls.add(names[id(layer)], origins.of((args, kwargs)))
-                ),
-                with_kwargs=True,
-            )
+            layer.forward = partial(_recorded, layer.forward, names[id(layer)], calls, origins)
     moved: Any = _like_parameters(inputs, copy)
     origins.set([each for each in _tensors(moved) if each.is_floating_point()], _Origin(INPUT_CALL))
     with origins:
@@ -253,8 +254,17 @@ def _run(model: nn.Module, is_gemm: IsGemm, inputs: Inputs, meta: bool) -> Ends:
             result = copy(**moved)
         else:
             result = copy(moved) if isinstance(moved, torch.Tensor) else copy(*moved)
-    lending = [name for name, layer in copy.named_modules() if is_gemm(layer) and origins.has_read(layer.weight)]
+    lending = [name for name, layer in gemms.items() if origins.has_read(layer.weight)]
     return calls.ends([origins.of(each) for each in _tensors(result)], lending)
+
+
+def _recorded(forward: Any, name: str, calls: _Calls, origins: _Origins, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a layer, as one call; that it reads its own weight lends it to nobody."""
+    before = set(origins.read)
+    result = forward(*args, **kwargs)
+    origins.read = before
+    origins.set(result, calls.add(name, origins.of((args, kwargs))))
+    return result
 
 
 class _Origins(DispatchMode):

@@ -213,7 +213,7 @@ def _reason_to_keep(
     if not name:  # the model is this one layer, and whoever prepares it means it
         return None
     if name in ends.lent:
-        return "never called: its module multiplies with the weight itself"
+        return "its weight is read outside of its own call, where it would not be quantised"
     if name in ends.first:
         return f"first layer: reads the image ({channels} input channels, a block has {NVFP4_BLOCK})"
     if channels <= NVFP4_BLOCK // 4:

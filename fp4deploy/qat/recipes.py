@@ -339,12 +339,11 @@ class Recipe:
 
     @property
     def precision(self) -> str:
-        """What a layer of this recipe multiplies in: a name of `LAYER_FORMATS` in capitals, "FP4", or the formats of both."""
+        """What a layer of this recipe multiplies in: of `LAYER_FORMATS` in capitals, "FP4", or the formats of both."""
         x, w = self.activation or self.weight, self.weight or self.activation
-        own = (x and x.format, w and w.format)
+        own = tuple(spec.format for spec in (x, w) if spec)
         known = {tuple(s.format for s in pair): name.upper() for name, pair in LAYER_FORMATS.items()}
-        in_four_bits = all(each in (None, "nvfp4", "mxfp4") for each in own)
-        return known.get(own) or ("FP4" if in_four_bits else " x ".join(str(each).upper() for each in own))
+        return known.get(own) or ("FP4" if {*own} <= {"nvfp4", "mxfp4"} else " x ".join(own).upper())
 
     @property
     def straight_through(self) -> bool:

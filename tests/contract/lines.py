@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 ANYTHING = "*"
+VERSION = re.compile(r"(?<=Runtime )[\d.]+|\d+\.\d+\.\d+(\+\w+)?")  # of a library
 FP16, NVFP4 = "runs/r/fp16/best.safetensors", "runs/r/nvfp4/q.safetensors"
 TINY = "--data data --epochs 1 --batch-size 2 --set data.workers=0 --set model.scale=0.125 --size 32x48"
 LINES = (  # of files that `prepared` makes
@@ -78,7 +80,7 @@ def outcomes() -> dict[str, Any]:
         for line in LINES:
             start = time.process_time()
             done = fp4deploy(*line.split(), folder=folder)
-            text = " ".join(OF_TIME.sub("#", done.stdout.replace(str(folder), ".")).split())
+            text = " ".join(OF_TIME.sub("#", VERSION.sub("#", done.stdout.replace(str(folder), "."))).split())
             printed[line] = [done.code, kept(json.loads(text)) if text[:1] in "{[" and text else text]
             if "--verbose" in sys.argv:
                 print(f"{time.process_time() - start:.1f} s {line}: {done.code}", file=sys.stderr)
@@ -93,12 +95,11 @@ def outcomes() -> dict[str, Any]:
 
 
 def alike(before: Any, now: Any) -> bool:
-    """Whether two values are the same: numbers to 2 %, since other machines round otherwise; keys may be added."""
+    """Whether two values are the same: fractions to 2 %, since other machines round otherwise; keys may be added."""
     if before == ANYTHING:
         return True
-    if isinstance(before, float | int) and isinstance(now, float | int) and not isinstance(before, bool):
-        near = 0.02 * abs(before) if isinstance(before, float) or abs(before) > 100 else 0
-        return abs(before - now) <= near + (0.02 if isinstance(before, float) else 0)
+    if isinstance(before, float) and isinstance(now, float | int) and not isinstance(now, bool):
+        return abs(before - now) <= 0.02 * abs(before) + 0.002
     if isinstance(before, dict) and isinstance(now, dict):
         return before.keys() <= now.keys() and all(alike(before[key], now[key]) for key in before)
     if isinstance(before, list) and isinstance(now, list):

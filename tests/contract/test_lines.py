@@ -35,5 +35,10 @@ def test_what_lines_wrote_names_what_they_read(now: Any) -> None:
 def test_an_output_is_told_from_another() -> None:
     output = [0, {"layers": [1.5, 7], "took": lines.ANYTHING}]
     assert lines.alike(output, [0, {"layers": [1.51, 7], "took": "8 s", "new": 1}])
-    for other in ([1, output[1]], [0, {"layers": [1.6, 7], "took": 1}], [0, {"layers": [1.5, 8], "took": 1}]):
+    for other in (
+        [1, output[1]],
+        [0, {"layers": [1.6, 7], "took": 1}],
+        [0, {"layers": [1.5, 8], "took": 1}],
+        [False, output[1]],
+    ):
         assert not lines.alike(output, other)
