@@ -63,6 +63,8 @@ class Operand:
     axis, rank, extent: the blocked axis where the tensor is quantised (negative: from the end), the number of its axes
         and the axis' size there; 0 where unknown.
     shifted: the codes have a zero point other than 0.
+    fixable: `audit --fix` writes the codes without a zero point: they are constants or a quantiser's, of constant
+        scales that are not of blocks.
     """
 
     format: str
@@ -76,6 +78,7 @@ class Operand:
     extent: int = 0
     tensorrt: bool = False
     shifted: bool = False
+    fixable: bool = False
 
     @property
     def quantized(self) -> bool:
@@ -96,6 +99,7 @@ class Multiplication:
     """One GEMM or convolution: its node, operator, operands, and the shape of its weight (() where unknown).
 
     bias: format of a bias whose type is not that of the operands, or whose codes are decoded; "" where they agree.
+    decoded: the bias is; `constant_bias`: of constant codes, so that `audit --fix` writes its values.
     """
 
     name: str
@@ -104,6 +108,8 @@ class Multiplication:
     activation: Operand
     weight_shape: tuple[int, ...]
     bias: str = ""
+    decoded: bool = False
+    constant_bias: bool = False
 
     @property
     def requested(self) -> str:
@@ -143,13 +149,17 @@ INTEGER_OPS = ("QLinearConv", "QLinearMatMul", "ConvInteger", "MatMulInteger", "
 
 def _multiplication(node: ir.Node, number: int) -> Multiplication:
     activation, weight = node.inputs[0], node.inputs[1]
+    bias = node.inputs[2].producer() if len(node.inputs) > 2 and node.inputs[2] is not None else None
+    decoder = bias if bias is not None and bias.op_type == "DequantizeLinear" else None
     return Multiplication(
         name=node.name or f"{node.op_type}_{number}",
         operator=node.op_type,
         weight=_operand(weight, *_weight_axes(node)),
         activation=_operand(activation, *_activation_axes(node)),
         weight_shape=_shape(weight),
-        bias=_other_bias(node),
+        bias=_other_bias(node, decoder),
+        decoded=decoder is not None,
+        constant_bias=decoder is not None and "block_size" not in decoder.attributes and _constant(decoder, 0, 1),
     )
 
 
@@ -175,10 +185,9 @@ def other_readers(model: onnx.ModelProto) -> list[Reader]:
     return found
 
 
-def _other_bias(node: ir.Node) -> str:
-    decoded = node.inputs[2].producer() if len(node.inputs) > 2 and node.inputs[2] is not None else None
-    if decoded is not None and decoded.op_type == "DequantizeLinear":
-        codes = decoded.inputs[0]
+def _other_bias(node: ir.Node, decoder: ir.Node | None) -> str:
+    if decoder is not None:
+        codes = decoder.inputs[0]
         return codes.dtype.name if codes is not None and codes.dtype is not None else ""
     operand, bias = _format(node.inputs[0]), _format(node.inputs[2]) if len(node.inputs) > 2 else ""
     return bias if bias and operand and bias != operand else ""
@@ -247,12 +256,14 @@ def _dequantized(node: ir.Node, path: list[ir.Node], names: list[str], contracte
     form = "FP4" if dynamic else "FP8" if node.op_type != "DequantizeLinear" else _code_format(codes)
     size = node.attributes["block_size"].as_int() if "block_size" in node.attributes else 0
     axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 1
-    zero = node.inputs[2].const_value if len(node.inputs) > 2 and node.inputs[2] is not None else None
+    zero = _tensor(node, 2)
     shifted = zero is not None and bool(np.any(zero.numpy().astype(np.float32)))
     if not size:
         shape = _shape(scale)
         scaling = "channel" if math.prod(shape or (1,)) > 1 else "tensor"
-        return Operand(form, scaling, tensorrt=foreign, shifted=shifted)
+        quantised = producer is not None and producer.op_type == "QuantizeLinear"
+        fixable = _constant(node, 1) and (quantised or _constant(node, 0))
+        return Operand(form, scaling, tensorrt=foreign, shifted=shifted, fixable=fixable)
     scales = "E8M0" if node.op_type == "TRT_MXFP8DequantizeLinear" else _scale_format(scale)
     blocked = _blocked(form, scales, size, axis, _sizes(codes), path, names, contracted, dynamic)
     return replace(blocked, tensorrt=foreign, shifted=shifted)
@@ -379,14 +390,18 @@ def _shared(numbers: NDArray[Any], axis: int) -> bool:
 
 
 def _integers(node: ir.Node, at: int) -> list[int] | None:
-    value = node.inputs[at] if len(node.inputs) > at else None
-    if value is None:
-        return None
-    constant = value.const_value
-    producer = value.producer()
-    if constant is None and producer is not None and producer.op_type == "Constant" and "value" in producer.attributes:
-        constant = producer.attributes["value"].as_tensor()
+    constant = _tensor(node, at)
     return None if constant is None else [int(size) for size in constant.numpy().reshape(-1)]
+
+
+def _tensor(node: ir.Node, at: int) -> ir.TensorProtocol | None:
+    """A constant operand, of an initializer or a Constant node."""
+    value = node.inputs[at] if len(node.inputs) > at else None
+    return ir.convenience.get_const_tensor(value) if value is not None else None
+
+
+def _constant(node: ir.Node, *places: int) -> bool:
+    return all(_tensor(node, at) is not None for at in places)
 
 
 def _format(value: ir.Value | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,7 @@ def _audit_onnx(path: Path, target: Target) -> Audit:
     model = _checked(path)
     for layer in multiplications(model):
         verdict = target.rule(layer)
+        fix = f"; fp4deploy audit {shlex.quote(str(path))} --fix OUT.onnx writes it without" if verdict.fixable else ""
         rows.append(
             AuditRow(
                 layer=layer.name,
@@ -123,7 +125,7 @@ def _audit_onnx(path: Path, target: Target) -> Audit:
                 weight=str(layer.weight),
                 activation=str(layer.activation),
                 runs=verdict.runs,
-                reason=verdict.reason,
+                reason=verdict.reason + fix,
                 fell_back=verdict.fell_back(layer.requested),
             )
         )

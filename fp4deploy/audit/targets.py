@@ -14,16 +14,19 @@ from fp4deploy.export.lowering.fp8 import why_not_fp8
 from fp4deploy.formats import NVFP4_BLOCK
 
 NO_FP4 = "ONNX Runtime has no FP4 on the CPU; fp4deploy export --portable decomposes it"
-FIXED = "fp4deploy audit --fix OUT.onnx writes it without"
 NO_BLOCKS = "its blocks cannot be followed through the graph"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a layer runs in, why, and whether that is less than what the file asks for without an error."""
+    """What a layer runs in, why, and whether that is less than what the file asks for without an error.
+
+    fixable: `audit --fix` writes a file without the reason.
+    """
 
     runs: str
     reason: str = ""
+    fixable: bool = False
 
     def fell_back(self, requested: str) -> bool:
         """A quantised GEMM was asked for, and the target multiplies in something wider, or refuses the file."""
@@ -42,13 +45,13 @@ class Target:
 
 
 def _tensorrt(layer: Multiplication) -> Verdict:
-    if layer.bias in ("INT32", "INT8"):
-        return Verdict("refused", f"its bias is decoded from {layer.bias}; {FIXED}")
+    if layer.bias and layer.decoded:
+        return Verdict("refused", f"its bias is decoded from {layer.bias}", layer.constant_bias)
     if layer.bias:
         return Verdict("refused", f"its bias is {layer.bias}, and its operands are of another type")
     for what, operand in (("weight", layer.weight), ("activation", layer.activation)):
         if operand.shifted:
-            return Verdict("refused", f"the {what} has a zero point that is not 0; {FIXED}")
+            return Verdict("refused", f"the {what} has a zero point that is not 0", operand.fixable)
     requested = layer.requested
     if layer.operator in INTEGER_OPS or layer.operator == "MatMulNBits":
         return Verdict("refused", f"its ONNX parser has no {layer.operator}; write Q/DQ nodes instead")

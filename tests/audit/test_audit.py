@@ -22,6 +22,7 @@ from fp4deploy.audit.targets import TARGETS
 from fp4deploy.errors import InputError
 from fp4deploy.export.lowering.pattern import weight_initializer
 from fp4deploy.export.onnx.graph import export_graph
+from fp4deploy.interop.placement import with_placed_quantizers
 from fp4deploy.qat import calibrate, prepare
 from tests.interop.onnx_files import Onnx
 
@@ -464,3 +465,43 @@ def test_the_summary_counts_every_narrow_precision() -> None:
 
     assert found("FP8", "FP8", "FP16") == "0 of 3 layers run in FP4, 2 in FP8; 1 fall back."
     assert found("FP4", "INT8", "refused") == "1 of 3 layers run in FP4, 1 in INT8; 1 refused."
+
+
+def _decoded_constant(kind: int, shape: tuple[int, ...], place: int, zero: int | None, block: int) -> onnx.ModelProto:
+    """x @ w + b, of which one is decoded; its zero point is of a Constant node."""
+    scale = np.full((shape[0] // block, *shape[1:]) if block else (), 0.1, np.float32)
+    offset = helper.make_tensor("zero", kind, scale.shape, [zero or 0] * scale.size)
+    decoder = helper.make_node(
+        "DequantizeLinear",
+        ["codes", "scale", *(["zero"] if zero is not None else [])],
+        ["decoded"],
+        **({"axis": 0, "block_size": block} if block else {}),
+    )
+    names = ["x", "w", "b"]
+    names[place] = "decoded"
+    constants = [
+        helper.make_tensor("codes", kind, shape, [1] * int(np.prod(shape))), numpy_helper.from_array(scale, "scale"),
+        numpy_helper.from_array(np.ones((64, 32), np.float32), "w"),
+        numpy_helper.from_array(np.ones(32, np.float32), "b"),
+    ]  # fmt: skip
+    nodes = [helper.make_node("Constant", [], ["zero"], value=offset), decoder, helper.make_node("Gemm", names, ["y"])]
+    return _model(nodes, constants, ["N", 64], ["N", 32])
+
+
+@pytest.mark.parametrize(
+    ("model", "fixed"),
+    [
+        (_decoded_constant(TensorProto.INT8, (64, 32), 1, 5, 0), True),
+        (_decoded_constant(TensorProto.INT4, (64, 32), 1, 1, 32), False),
+        (_decoded_constant(TensorProto.UINT8, (32,), 2, None, 0), True),
+        (_decoded_constant(FP8, (32,), 2, None, 0), True),
+    ],
+)
+def test_fix_is_named_where_it_mends(tmp_path: Path, model: onnx.ModelProto, fixed: bool) -> None:
+    path = tmp_path / "a file.onnx"
+    onnx.save(model, path)
+    (row,) = audit_file(path).rows
+    assert row.runs == "refused"
+    assert (f"fp4deploy audit '{path}' --fix OUT.onnx" in row.reason) == fixed
+    onnx.save(with_placed_quantizers(model)[0], path)
+    assert [row.runs != "refused" for row in audit_file(path).rows] == [fixed]

@@ -12,7 +12,8 @@ import pytest
 from PIL import Image, ImageFilter
 
 from fp4deploy.data import check_dataset, open_boxes, open_dataset, require_labels
-from fp4deploy.data.coco.annotations import parse
+from fp4deploy.data.coco.annotations import Annotation, ImageRecord, parse
+from fp4deploy.data.inspection.labels import box_defect, repeated_defect
 from fp4deploy.errors import InputError
 from fp4deploy.models import ModelCard, build_unet, save_checkpoint
 from fp4deploy.train.config import load_config
@@ -153,7 +154,7 @@ def test_objects_that_no_pixel_shows_are_refused(
 
 
 def _repeated(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return found + [each | {"id": 10 + each["id"]} for each in found]
+    return found + [each | {"id": 100 + each["id"]} for each in found]
 
 
 def _cornered(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -176,6 +177,7 @@ def test_objects_that_are_written_otherwise_are_a_defect(tmp_path: Path, kind: s
         content = json.loads(path.read_text())
         first = content["annotations"][0]
         boxes = [[4, 4, 8, 8], [18, 20, 12, 12], [2, 20, 9, 10], [18, 2, 14, 9]]
+        boxes = [[x - more, y, w, h] for x, y, w, h in boxes for more in (0, 1, 2)]
         each = [first | {"id": number, "bbox": box} for number, box in enumerate(boxes, 1)]
         path.write_text(json.dumps(content | {"annotations": change(each)}))
     found = {defect.kind for defect in check_dataset(root)} - {"box-outside"}
@@ -185,6 +187,34 @@ def test_objects_that_are_written_otherwise_are_a_defect(tmp_path: Path, kind: s
             require_labels(task(root, "train"), root)
     else:
         require_labels(task(root, "train"), root)
+
+
+def _boxes(boxes: list[list[float] | None]) -> list[Annotation]:
+    return [
+        Annotation(id=at, image_id=1, category_id=1, box=box, segmentation=[], crowd=False)
+        for at, box in enumerate(boxes)
+    ]
+
+
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        [[20, 20, 50, 50], [0, 0, 64, 64], [5, 5, 40, 40]],
+        [[4, 4, 59 + at % 4, 50] for at in range(40)],  # a fourth of the objects goes on beyond the image
+    ],
+)
+def test_boxes_that_the_border_cuts_may_be_trained_on(boxes: list[list[float]]) -> None:
+    image = {1: ImageRecord(1, "a.png", 64, 64)}
+    found = box_defect(_boxes([*boxes]), image)
+    assert found is not None
+    assert "they may be [x1, y1, x2, y2]" in found[1]
+    assert box_defect(_boxes([*boxes]), image, certain=True) is None
+
+
+@pytest.mark.parametrize("box", [None, [0, 0, 0, 0]])
+def test_annotations_of_an_image_alone_are_not_repeated(box: list[float] | None) -> None:
+    assert repeated_defect(_boxes([box] * 3)) is None
+    assert repeated_defect(_boxes([[4, 4, 8, 8]] * 3)) is not None
 
 
 def test_boxes_of_zeros_beside_segmentations_are_no_shares_of_the_image(tmp_path: Path) -> None:

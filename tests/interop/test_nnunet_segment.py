@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -125,6 +127,25 @@ def test_a_volume_that_does_not_fit_the_device(monkeypatch: pytest.MonkeyPatch) 
     assert tried == [found.device, torch.device("cpu")]
     assert not case.data.size, "the volume is given up"
     assert told == [(1, 1)]
+
+
+def test_the_first_window_on_a_gpu_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nnunetv2.inference.predict_from_raw_data import nnUNetPredictor
+
+    found, told, x = predictor_of({}), [], torch.zeros(1, 1, *nnunet_folder.PATCH)
+    found.window = lambda *windows: told.append(windows)
+    found.device = SimpleNamespace(type="cuda")
+    data = MagicMock()
+    data.__getitem__.return_value.__getitem__.return_value.to.return_value = x
+
+    def each_window(self: Any, data: Any, slicers: Any, do_on_device: bool) -> None:
+        for _ in slicers:
+            self._internal_maybe_mirror_and_predict(x)
+
+    monkeypatch.setattr(nnUNetPredictor, "_internal_predict_sliding_window_return_logits", each_window)
+    for _ in range(2):
+        found._internal_predict_sliding_window_return_logits(data, ["first", "second"])
+    assert told == [(1, 2), (2, 2)] * 2
 
 
 def test_mirror_images_are_batches() -> None:

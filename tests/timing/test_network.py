@@ -54,6 +54,8 @@ def test_the_command(untrained: Run, tmp_path: Path) -> None:
     [
         (("--arch", "sm120"), "--arch is of a packed network"),
         (("--engine", "unet.fp4", "--data", "shapes"), "--data is of a training"),
+        (("--engine", "unet.fp4", "--set", "train.lr=1"), "--set is of a training"),
+        (("--engine", "unet.fp4", "--batch-size", "2", "--steps", "30"), "--steps is of a training"),
     ],
 )
 def test_a_training_and_a_network_are_not_estimated_together(

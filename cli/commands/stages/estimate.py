@@ -21,8 +21,11 @@ from ...settings import DEFAULT, ModelsOption, SettingOptions, parse_models, set
 if TYPE_CHECKING:
     from fp4deploy.train import Config
 
+OF_NETWORKS = ("--engine", "--arch", "--batch-size", "--device", "--json")
+
 
 def estimate(
+    context: typer.Context,
     options: SettingOptions,
     models: ModelsOption = DEFAULT,
     gpus: Annotated[int, typer.Option("--gpus", min=1, help="GPUs to estimate for.")] = 1,
@@ -64,14 +67,18 @@ def estimate(
 ) -> None:
     """Measure a few steps of each model, and estimate the time of its whole schedule; writes no run."""
     if engine or arch is not None:
-        given = [f"--{name.replace('_', '-')}" for name, value in vars(options).items() if value]
+        given = [
+            each.opts[0]
+            for each in context.command.params
+            if each.name and (source := context.get_parameter_source(each.name)) and source.name == "COMMANDLINE"
+        ]
         estimate_networks(engine, arch or "sm120", options.batch_size or 1, as_json, given)
         return
     run_estimate(settings(options), parse_models(models), gpus, images, val_images, efficiency, steps, as_json, minutes)
 
 
 def estimate_networks(engine: list[Path] | None, arch: str, batch: int, as_json: bool, given: list[str]) -> None:
-    """Print the time of each layer of packed networks on a GPU; given: options that are settings.
+    """Print the time of each layer of packed networks on a GPU; given: options on the command line.
 
     Raises:
         InputError: options of a training beside, no packed network, or a GPU or kernel that is not known.
@@ -82,7 +89,7 @@ def estimate_networks(engine: list[Path] | None, arch: str, batch: int, as_json:
     from fp4deploy.peaks import find_gpu
     from fp4deploy.timing.network import estimate_network
 
-    others = [name for name in given if name not in ("--batch-size", "--device")]
+    others = [name for name in given if name not in OF_NETWORKS]
     if others or not engine:
         cause = f"{others[0]} is of a training" if others else "--arch is of a packed network"
         raise InputError(

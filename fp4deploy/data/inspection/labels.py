@@ -13,13 +13,13 @@
 | categories whose names differ in case or blanks | one class, typed twice |
 | every pixel void | colours or values that no class has |
 
-`fp4deploy data check` looks at every mask, training at some of each split before it begins. Classes that occur nowhere
-are no defect, since small sets of many classes have some; training says so.
+`fp4deploy data check` looks for all of these, in every mask. Training looks at some labels of its own split before it
+begins, not for repeated annotations and names, and refuses boxes as two corners only where they can be nothing else.
+Classes that occur nowhere are no defect, since small sets of many classes have some; training says so.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -38,7 +38,8 @@ MAX_READ = 100  # masks that a training reads before it begins, evenly spaced
 MIXED = 8  # values between two others; fewer may be classes
 TWO_VALUES = 0.6  # share of the pixels that the two values of a binary mask have at least, beside soft edges
 IMPORTED = "; fp4deploy data import does."
-FEWEST = 3  # boxes that are corners alike by no accident
+FEWEST = 3  # boxes that are worth a warning as corners
+CERTAIN = 10  # boxes that are corners alike by no accident
 SPREAD = 64  # the least distance of these two values
 
 Histogram = NDArray[np.int64]  # [256], pixels of each value of the masks
@@ -116,11 +117,10 @@ def annotation_defect(annotations: Sequence[Annotation]) -> tuple[str, str] | No
 
 def repeated_defect(annotations: Sequence[Annotation]) -> tuple[str, str] | None:
     """(kind, message) where a tenth of the annotations or more repeat another one under another id."""
-    regions = Counter(
-        (each.image_id, each.category_id, str(each.box), region_key(each.segmentation)) for each in annotations
-    )
-    again = len(annotations) - len(regions)
-    if again < 2 or 10 * again < len(annotations):
+    placed = [each for each in annotations if each.segmentation or any(checked_box(each.box) or ())]
+    regions = {hash((each.image_id, each.category_id, str(each.box), region_key(each.segmentation))) for each in placed}
+    again = len(placed) - len(regions)
+    if again < 2 or 10 * again < len(placed):
         return None
     return "repeated-annotations", (
         f"has {again} annotations that repeat another one, of the same image, category, box and segmentation: each "
@@ -140,10 +140,13 @@ def category_defect(categories: Mapping[int, str]) -> tuple[str, str] | None:
     return "similar-categories", f"lists names that differ in case or blanks, and are classes of their own: {shown}."
 
 
-def box_defect(annotations: Sequence[Annotation], images: Mapping[int, ImageRecord]) -> tuple[str, str] | None:
+def box_defect(
+    annotations: Sequence[Annotation], images: Mapping[int, ImageRecord], certain: bool = False
+) -> tuple[str, str] | None:
     """(kind, message) of boxes that are no [x, y, width, height] in pixels; tools that leave boxes out write zeros.
 
-    Two corners are told by boxes that end beyond their images, where all are corners of boxes that do not.
+    Two corners are told by boxes that end beyond their images, where all are corners of boxes that do not: a tenth of
+    the boxes, or with `certain` most of ten or more. Fewer may be of large objects that the image's border cuts.
     """
     boxes = [(checked_box(each.box), images.get(each.image_id)) for each in annotations]
     placed = [(box, image) for box, image in boxes if box and image and min(box[2:]) > 0]
@@ -156,11 +159,13 @@ def box_defect(annotations: Sequence[Annotation], images: Mapping[int, ImageReco
     corners = all(
         0 <= x < right <= image.width + 1 and 0 <= y < low <= image.height + 1 for (x, y, right, low), image in placed
     )
-    if len(placed) < FEWEST or not corners or 10 * beyond < len(placed):
+    sure = len(placed) >= CERTAIN and 2 * beyond > len(placed)
+    if len(placed) < FEWEST or not corners or 10 * beyond < len(placed) or (certain and not sure):
         return None
     return "corner-boxes", (
-        f"has {len(placed)} boxes, of which {beyond} end beyond their images, and all lie inside as two corners: "
-        "[x1, y1, x2, y2], as Pascal VOC has them. Write [x, y, width, height]: [x1, y1, x2 - x1, y2 - y1]."
+        f"has {len(placed)} boxes, of which {beyond} end beyond their images, and all lie inside as two corners: they "
+        f"{'are' if sure else 'may be'} [x1, y1, x2, y2], as Pascal VOC has them. Write [x, y, width, height]: "
+        "[x1, y1, x2 - x1, y2 - y1]."
     )
 
 
@@ -187,7 +192,7 @@ def require_labels(dataset: SegmentationDataset, root: Path) -> list[str]:
             raise data_error(root, f"{dataset.path} {wrong[1]}")
         _require_drawn(dataset, root)
         sizes = {image.id: image for image in dataset.images}
-        if isinstance(dataset, BoxDataset) and (wrong := box_defect(dataset.annotations, sizes)):
+        if isinstance(dataset, BoxDataset) and (wrong := box_defect(dataset.annotations, sizes, certain=True)):
             raise data_error(root, f"{dataset.path} {wrong[1]}")
         used = {dataset.class_of(annotation) for annotation in dataset.annotations if not annotation.crowd}
         first = 1 if dataset.background or isinstance(dataset, BoxDataset) else 0

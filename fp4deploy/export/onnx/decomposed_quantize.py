@@ -234,9 +234,11 @@ def _split_shapes(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Reshape targets [..., C/16, 16, ...] and back: sizes before the axis are copied (0), after it known or one -1."""
     extent, inner = shape[axis], shape[axis + 1 :]
-    if block not in (NVFP4_BLOCK, MXFP8_BLOCK) or not isinstance(extent, int) or extent % block:
+    if block not in (NVFP4_BLOCK, MXFP8_BLOCK):
+        raise unsupported(node, f"its blocks are of {block}; valid are {NVFP4_BLOCK} and {MXFP8_BLOCK}")
+    if not isinstance(extent, int) or extent % block:
         raise unsupported(
-            node, f"it quantises {extent} elements in blocks of {block}; pad them to a multiple of {NVFP4_BLOCK}"
+            node, f"it quantises {extent} elements in blocks of {block}; pad them to a multiple of {block}"
         )
     if sum(not isinstance(size, int) for size in inner) > 1:
         raise unsupported(node, f"more than one size after its blocked axis is unknown: {list(shape)}")

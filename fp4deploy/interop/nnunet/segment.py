@@ -187,6 +187,7 @@ class PackedPredictor(nnUNetPredictor):
     def _internal_predict_sliding_window_return_logits(self, data: Any, slicers: Any, do_on_device: bool = True) -> Any:
         """nnU-Net's, after a first window: its thread allocates memory, which no CUDA graph may be captured beside."""
         if self.device.type == "cuda":
+            self.of = 0  # this window counts for none
             self._internal_maybe_mirror_and_predict(data[slicers[0]][None].to(self.device))
         self.done, self.of = 0, len(slicers)
         return super()._internal_predict_sliding_window_return_logits(data, slicers, do_on_device)
@@ -213,5 +214,6 @@ class PackedPredictor(nnUNetPredictor):
                 total = output if total is None else total.add_(output.flip(chosen))
         assert total is not None
         self.done += 1
-        self.window(self.done, self.of)
+        if self.of:
+            self.window(self.done, self.of)
         return total.div_(len(flips)) if len(flips) > 1 else total

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import onnx
@@ -209,6 +210,12 @@ def test_batch_is_dynamic() -> None:
     assert np.abs(together - alone).max() < 0.05 * np.abs(alone).max()
 
 
+def _blocks_of(size: int, model: onnx.ModelProto) -> None:
+    for attribute in (attribute for node in model.graph.node for attribute in node.attribute):
+        if attribute.name == "block_size":
+            attribute.i = size
+
+
 def _float_scale(model: onnx.ModelProto) -> None:
     model.graph.initializer.pop()
     model.graph.input.append(helper.make_tensor_value_info("s", T.FLOAT, []))
@@ -223,6 +230,8 @@ def _codes_out(model: onnx.ModelProto) -> None:
     ("shape", "change", "message"),
     [
         (["N", 40, 8], None, "multiple of 16"),
+        (["N", 48, 8], partial(_blocks_of, 32), "multiple of 32"),
+        (["N", 64, 8], partial(_blocks_of, 64), "blocks are of 64; valid are 16 and 32"),
         (["N", 32, 8], _float_scale, "constant scalar"),
         (["N", 32, 8], _codes_out, "straight into DequantizeLinear"),
     ],
