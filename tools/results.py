@@ -72,6 +72,7 @@ MEASURED = {  # by script, or command of fp4deploy: folders of fp4deploy
     "packed_digits": _PACKED,
     "packed_latency": _PACKED,
     "packed_unet": _PACKED,
+    "nnunet_walk": ("interop/nnunet", "ptq", "data/volumes", *_PACKED),
     "nnunet_volume": ("interop/nnunet", *_PACKED),
     "packed_volumes": _PACKED,
     "plain_conv": ("plugins/gemm",),

@@ -44,7 +44,7 @@ class Mxfp8Tensor:
 
 def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Values in another type, at most its largest number: 64000 is quantised to 65536, which FP16 does not have."""
-    largest = torch.finfo(dtype).max
+    largest = min(torch.finfo(dtype).max, torch.finfo(x.dtype).max)
     return x.clamp(-largest, largest).to(dtype)
 
 

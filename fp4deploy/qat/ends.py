@@ -28,7 +28,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, cast
 
@@ -59,7 +59,7 @@ class Ends:
 
     first: tuple[str, ...]
     outputs: tuple[str, ...]
-    lent: frozenset[str] = frozenset()
+    lent: frozenset[str] = field(default=frozenset(), repr=False)
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,8 @@ def test_a_search_scores_placements_by_top1(at_home: Invoke, home: Path, tmp_pat
     assert "top-1" in result.stdout
     document = json.loads((tmp_path / "search.json").read_text())
     assert document["fp16"]["top1"] > 0.9
-    assert set(document["chosen"]["layers"]) | set(document["chosen"]["fp8"]) == {"stem", "body", "head"}
+    chosen = (document["chosen"][name] for name in ("layers", "w4a8", "fp8", "int8"))
+    assert set().union(*chosen) == {"stem", "body", "head"}
 
 
 def test_a_named_classifier_is_checked_before_training(at_home: Invoke) -> None:

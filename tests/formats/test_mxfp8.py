@@ -54,7 +54,8 @@ def test_packed_values_are_the_fake_quantised_ones(rule: str, axis: int) -> None
     assert largest <= 448
     assert packed.scales.shape[-1] == -(-x.shape[axis] // 32)
     half = x.half().nan_to_num(0, 0, 0)
-    assert torch.equal(fake_quantize_mxfp8(half, axis, rule), fake_quantize_mxfp8(half.float(), axis, rule).half())
+    wide = fake_quantize_mxfp8(half.float(), axis, rule)
+    assert torch.equal(fake_quantize_mxfp8(half, axis, rule), wide.clamp(-65504, 65504).half())  # 65536 is no FP16
     assert decode_e8m0(packed.scales[packed.scales != 0xFF]).gt(0).all()
 
 

@@ -38,6 +38,7 @@ ELSEWHERE = {  # what other tests show: another network, another kind of data, a
 VALUES: dict[str, Any] = {
     "recipe": "nvfp4_4o6_qat", "train.warmup": 0.6, "train.clip": 0.01, "train.zoom": [0.3, 0.4], "train.precision": "bf16",
     "train.class_weights": {"circle": 9}, "train.class_balance": "median_frequency", "quant.fp8": ["*"], "quant.int8": ["*"],
+    "quant.w4a8": ["*"],
     "quant.percentile": 60.0, "augment.aspect": 4.0, "instance.stuff": ["circle"], "instance.nms": 9, "train.evaluate_every": 2,
     "detection.nms": 0.01, "detection.threshold": 0.0, "instance.threshold": 0.0, "detection.max_detections": 1, "train.ema": 0.9, "train.tversky": [0.2, 0.8],
     "instance.method": "set", "telemetry.trackers": [], "data.workers": 1, "train.recompute": False, "telemetry.project": "x",
