@@ -88,7 +88,7 @@ def finite_amax(x: torch.Tensor, axis: int | None = None) -> torch.Tensor:
         return torch.zeros(shape, device=x.device)
     if axis is None and x.device.type == "cpu" and not torch.compiler.is_compiling():
         low, high = torch.aminmax(x)
-        amax = torch.maximum(-low, high).to(torch.float32)
+        amax = torch.maximum(-low, high).abs().to(torch.float32)  # of zeros no -0, which values would take over
         if torch.isfinite(amax):
             return amax
     magnitude = x.abs().to(torch.float32)
