@@ -21,7 +21,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 ANYTHING = "*"
-VERSION = re.compile(r"(?<=Runtime )[\d.]+|\d+\.\d+\.\d+(\+\w+)?")  # of a library
+VERSION = re.compile(r"(?<=Runtime )[\d.]+|\d+\.\d+\.\d+(\+\w+)?|(?<=\"limit\": \")\w+")  # of a library; of a machine
 FP16, NVFP4 = "runs/r/fp16/best.safetensors", "runs/r/nvfp4/q.safetensors"
 TINY = "--data data --epochs 1 --batch-size 2 --set data.workers=0 --set model.scale=0.125 --size 32x48"
 LINES = (  # of files that `prepared` makes
