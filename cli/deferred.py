@@ -62,6 +62,15 @@ def with_fields(function: Callable[..., None]) -> Callable[..., None]:
     return called
 
 
+def given_options(context: typer.Context) -> list[str]:
+    """The options that stand on the command line, also with their default, by their first name."""
+    return [
+        each.opts[0]
+        for each in context.command.params
+        if each.name and (source := context.get_parameter_source(each.name)) and source.name == "COMMANDLINE"
+    ]
+
+
 def deferred(app: typer.Typer, name: str) -> Callable[[Function], Function]:
     """Add the decorated function to an app, as `app.command(name)` does."""
 

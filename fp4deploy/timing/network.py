@@ -27,6 +27,7 @@ from fp4deploy.timing.model import NOTHING, Time, Work, fitted, time_of
 
 VIEWS = ("reshape", "permute", "expand", "slice", "select", "constant")
 NOT_TIMED = {"nvfp4": "decoded to FP16, by cuDNN", "w4a8": "W4A8, as a layer in FP16"}
+LABELS = {"nvfp4": "FP4", "w4a8": "W4A8"}
 NORMS = ("group_norm_relu", "group_norm", "instance_norm")
 
 
@@ -78,12 +79,9 @@ def estimate_network(file: PackedFile, gpu: Gpu, size: Sequence[int] | None = No
         times = [time_of(work, gpu) for work in found]
         whole = sum(times, NOTHING)
         total += whole
-        formats = {"nvfp4": "FP4", "w4a8": "W4A8"}
-        precision = formats.get(step.precision if isinstance(step, Layer) else "", rest_of(graph).label)
-        kernels, note = (
-            tuple(work.family for work in found),
-            outside or next((w.outside for w in found if w.outside), ""),
-        )
+        precision = LABELS.get(step.precision if isinstance(step, Layer) else "", rest_of(graph).label)
+        kernels = tuple(work.family for work in found)
+        note = outside or next((work.outside for work in found if work.outside), "")
         rows.append(StepTime(label(step), operation(step), precision, kernels, whole.ms, whole.low, whole.high, note))
     label_of_all = "estimated" if gpu.name == fitted()["gpu"] else "projected"
     return NetworkTime(gpu.name, label_of_all, batch, total, tuple(rows))

@@ -13,6 +13,7 @@ from fp4deploy.errors import InputError, UnavailableError, counted
 from ... import completion
 from ...artifacts import find_artifacts, write_json
 from ...console import note, notes, results, shown
+from ...deferred import given_options
 from ...numbers import MAX_DROP, MAX_SECONDS, finite
 from ...settings import CompileOption, NamedModelOption, RestOption, expect
 
@@ -24,12 +25,21 @@ if TYPE_CHECKING:
 
 MAX_LETTERS = 40  # of the name of a file, before it may be broken over two lines
 ACCURACY, GATE, RUNTIMES, LATENCY = "Accuracy", "Gate", "Runtimes", "Latency"  # headings of the options in --help
-ITERATIONS = 50
+NOT_OF_PIPELINE = (
+    "--limit",
+    "--max-dets",
+    "--iterations",
+    "--results",
+    "--baseline",
+    "--max-drop",
+    "--baseline-artefact",
+)
 WIDE = 120  # columns of a terminal from which backend and precision have columns of their own
 NOT_NARROW = ("backend", "precision", "p90 ms", "p99 ms")  # columns of wide terminals, lines of others in narrow ones
 
 
 def bench(
+    context: typer.Context,
     source: Annotated[
         list[Path] | None,
         typer.Argument(
@@ -144,7 +154,7 @@ def bench(
     batch: Annotated[int, typer.Option("--batch", rich_help_panel=LATENCY, min=1, help="Images a timed run.")] = 1,
     iterations: Annotated[
         int, typer.Option("--iterations", rich_help_panel=LATENCY, min=1, help="Timed runs at most (also at most 5 s).")
-    ] = ITERATIONS,
+    ] = 50,
     timeout: Annotated[
         float,
         typer.Option(
@@ -194,18 +204,7 @@ def bench(
     if layers or streams or trace is not None:
         _moved(engine, layers, streams, trace, batch, iterations, out)
         return
-    others = {
-        "--baseline": baseline,
-        "--max-drop": max_drop,
-        "--baseline-artefact": baseline_artefact,
-        "--limit": limit,
-    }
-    others |= {
-        "--max-dets": max_dets,
-        "--results": keep,
-        "--iterations": None if iterations == ITERATIONS else iterations,
-    }
-    if pipeline and (given := [name for name, value in others.items() if value is not None]):
+    if pipeline and (given := [name for name in given_options(context) if name in NOT_OF_PIPELINE]):
         raise InputError(f"--pipeline takes no {', '.join(given)}: leave it out, or measure without --pipeline.")
     from fp4deploy.bench.gate.baseline import find_baseline
     from fp4deploy.bench.gate.decision import doubt, gate_drop, require_passed

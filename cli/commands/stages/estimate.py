@@ -14,13 +14,15 @@ from fp4deploy.errors import InputError, counted
 
 from ... import completion
 from ...artifacts import packed_networks
-from ...console import done, note, print_json, results
+from ...console import done, note, print_json, results, table
+from ...deferred import given_options
 from ...numbers import finite
 from ...settings import DEFAULT, ModelsOption, SettingOptions, parse_models, settings
 
 if TYPE_CHECKING:
     from fp4deploy.train import Config
 
+COLUMNS = ("layer", "op", "precision", "kernels", "ms", "nine in ten between", "not tested for")
 OF_NETWORKS = ("--engine", "--arch", "--batch-size", "--device", "--json")
 
 
@@ -67,12 +69,7 @@ def estimate(
 ) -> None:
     """Measure a few steps of each model, and estimate the time of its whole schedule; writes no run."""
     if engine or arch is not None:
-        given = [
-            each.opts[0]
-            for each in context.command.params
-            if each.name and (source := context.get_parameter_source(each.name)) and source.name == "COMMANDLINE"
-        ]
-        estimate_networks(engine, arch or "sm120", options.batch_size or 1, as_json, given)
+        estimate_networks(engine, arch or "sm120", options.batch_size or 1, as_json, given_options(context))
         return
     run_estimate(settings(options), parse_models(models), gpus, images, val_images, efficiency, steps, as_json, minutes)
 
@@ -83,8 +80,6 @@ def estimate_networks(engine: list[Path] | None, arch: str, batch: int, as_json:
     Raises:
         InputError: options of a training beside, no packed network, or a GPU or kernel that is not known.
     """
-    from rich.table import Table
-
     from fp4deploy.packed import read_packed
     from fp4deploy.peaks import find_gpu
     from fp4deploy.timing.network import estimate_network
@@ -102,12 +97,12 @@ def estimate_networks(engine: list[Path] | None, arch: str, batch: int, as_json:
         rows.append({"path": str(path), **found.to_json()})
         if as_json:
             continue
-        table = Table("layer", "op", "precision", "kernels", "ms", "nine in ten between", "not tested for", box=None)
+        lines = []
         for row in found.layers:
             bar = f"{row.low_ms:.4f} and {row.high_ms:.4f}"
             kernels = ", ".join(row.kernels)
-            table.add_row(row.layer, row.op, row.precision, kernels, f"{row.ms:.4f}", bar, row.outside or "-")
-        results().print(table)
+            lines.append([row.layer, row.op, row.precision, kernels, f"{row.ms:.4f}", bar, row.outside or "-"])
+        results().print(table(COLUMNS, lines))
         total = found.total
         done(
             f"{path}, batch {batch}, on {gpu.name}: {total.ms:.3f} ms {found.label}, {total.low:.3f} to "

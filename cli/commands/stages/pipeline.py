@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fp4deploy.errors import InputError
 
 from ...artifacts import write_json
-from ...console import note, notes, results, shown
+from ...console import note, notes, results, shown, table
 
 if TYPE_CHECKING:
     from fp4deploy.bench.runtimes.like import Like
@@ -30,8 +30,6 @@ def pipeline(
     Raises:
         InputError: nothing to measure, no image, or a model whose output is no map of classes.
     """
-    from rich.table import Table
-
     from fp4deploy.bench.environment import environment
     from fp4deploy.bench.runtimes.open import open_for_images
     from fp4deploy.errors import UnavailableError
@@ -40,10 +38,8 @@ def pipeline(
     frames = frames_of(*_images(data, split), batch)
     height, width = frames.shape[1:3]
     note(f"Batches of {batch} images of {width} x {height} pixels of {shown(data)}.")
-    table = Table("artefact", "runtime", box=None, pad_edge=False)
-    for name in (*PARTS, "overlapped", "images/s", "x network"):
-        table.add_column(name, justify="right")
-    found = []
+    numbers = (*PARTS, "overlapped", "images/s", "x network")
+    found, rows = [], []
     for path, settings in chosen:
         try:
             runtime = open_for_images(path, timeout, like=like, **settings)
@@ -62,10 +58,11 @@ def pipeline(
         parts = [f"{measured['ms'][part]:.2f} ({100 * measured['share'][part]:.0f} %)" for part in PARTS]
         whole = measured["ms"]["overlapped"]
         rates = ["-" if whole is None else f"{whole:.2f}", f"{measured['images_per_s']:.1f}"]
-        table.add_row(shown(path), runtime.name, *parts, *rates, f"{measured['over_network']:.2f}")
+        rows.append([shown(path), runtime.name, *parts, *rates, f"{measured['over_network']:.2f}"])
     if not found:
         raise InputError("None of these artefacts runs here. What this machine can run: fp4deploy doctor")
-    (notes() if out == "-" else results()).print(table)
+    printed = table(("artefact", "runtime", *numbers), rows, right=numbers)
+    (notes() if out == "-" else results()).print(printed)
     write_json({"pipeline": found, "height": height, "width": width, "environment": environment()}, out)
 
 

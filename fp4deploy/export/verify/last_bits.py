@@ -3,8 +3,7 @@
     pixels of equal values, normalised: (x - mean) / sqrt(var + 1e-12)        their noise, enlarged to numbers like 1
     a small map of classes                                                    one pixel in 768 is more than 0.1 %
 
-Runtimes sum in other orders, and their results differ by a relative 1e-7 to 1e-6 (`NOISE`), and where terms cancel by
-as much of the terms (`CANCELLED`): log(conv(x)) of what is nearly 0. What FP4, a comparison or a
+Runtimes sum in other orders, and their results differ by a relative 1e-7 to 1e-6 (`NOISE`). What FP4, a comparison or a
 quotient makes of that may be any number, and then a file differs from torch though it computes the same. Whether it
 does is not guessed from how much differs: torch runs several times with noise of that size on its input and on every
 result, and **each element** of the file may differ from torch's by a small multiple (`FACTOR`) of what torch's own
@@ -29,25 +28,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fp4deploy.qat import quantized_layers
 
 NOISE = 2.0**-21  # of each result, standard deviation: four last bits
-CANCELLED = 2.0**-23  # of the root mean square of a sum's results: terms that cancel leave their last bits
-SUMS = {  # by the names of torch's functions
-    *(f"conv{kind}{axes}d" for kind in ("", "_transpose") for axes in (1, 2, 3)),
-    *(
-        "linear",
-        "bilinear",
-        "matmul",
-        "__matmul__",
-        "__rmatmul__",
-        "mm",
-        "bmm",
-        "addmm",
-        "baddbmm",
-        "einsum",
-        "sum",
-        "mean",
-    ),
-    "scaled_dot_product_attention",
-}
 RUNS = 8
 FACTOR = 4  # times the largest movement of these runs
 MOST = 0.05  # of what is compared
@@ -69,19 +49,15 @@ class _Noise(TorchFunctionMode):
         if self.inside or not isinstance(result, torch.Tensor | tuple | list):
             return result
         read = {_storage(each) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
-        sums = getattr(func, "__name__", "") in SUMS
-        return tree_map_only(torch.Tensor, lambda x: x if _storage(x) in read else self.on(x, sums), result)
+        return tree_map_only(torch.Tensor, lambda x: x if _storage(x) in read else self.on(x), result)
 
-    def on(self, x: torch.Tensor, sums: bool = False) -> torch.Tensor:
-        """The tensor, of `sums` or not, with noise; whole numbers, which runtimes compute alike, as they are."""
+    def on(self, x: torch.Tensor) -> torch.Tensor:
+        """The tensor with noise; whole numbers, which runtimes compute alike, as they are."""
         if not x.is_floating_point():
             return x
         with torch._C.DisableTorchFunction():  # none on what computes it
             noise = torch.randn(x.shape, generator=self.generator, dtype=x.dtype, device=self.generator.device)
-            size = NOISE * x.abs()
-            if sums:
-                size += CANCELLED * x.square().mean().sqrt()
-            return torch.where(x == x.round(), x, x + size * noise)
+            return torch.where(x == x.round(), x, x * (1 + NOISE * noise))
 
     def enter(self, *_: object) -> None:
         """The first hook of a quantised layer, whose formulas runtimes compute alike."""
@@ -90,7 +66,7 @@ class _Noise(TorchFunctionMode):
     def leave(self, _layer: object, _inputs: object, output: torch.Tensor) -> torch.Tensor:
         """The last one: its sum has noise."""
         self.inside -= 1
-        return output if self.inside else self.on(output, sums=True)
+        return output if self.inside else self.on(output)
 
 
 def _storage(x: torch.Tensor) -> int:

@@ -19,11 +19,10 @@ from fp4deploy.formats import MXFP4_BLOCK, NVFP4_BLOCK
 from fp4deploy.formats.mxfp4 import SCALE_RULES
 from fp4deploy.plugins.quantize.dispatch import finite_amax, random_state, runs_on_gpu
 from fp4deploy.plugins.runtime.launch import kernel
-from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, operator
+from fp4deploy.plugins.runtime.torch_library import ANY_DEVICE, CUDA_TYPES, operator
 
 SIGNATURE = "PPPPPPPPqiiiiiiiii"
 THREADS = 128
-ANY_DEVICE = "CompositeExplicitAutograd"  # the emulator runs kernels on tensors of the CPU
 
 
 @dataclass(frozen=True)

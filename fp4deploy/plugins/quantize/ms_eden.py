@@ -16,12 +16,11 @@ from fp4deploy.formats.blocks import normalized_axis
 from fp4deploy.formats.constants import E4M3_MAX_FOUR_OVER_SIX
 from fp4deploy.formats.ms_eden import SHRINK, SIGN_STREAM, group_of
 from fp4deploy.plugins.quantize.dispatch import Seed, random_state, runs_on_gpu
-from fp4deploy.plugins.quantize.layout import View, dense, is_channels_last, view_along
+from fp4deploy.plugins.quantize.layout import CHANNELS_LAST, View, dense, is_channels_last, view_along
 from fp4deploy.plugins.runtime.launch import kernel
-from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, operator
+from fp4deploy.plugins.runtime.torch_library import ANY_DEVICE, CUDA_TYPES, operator
 
 THREADS = 256
-ANY_DEVICE = "CompositeExplicitAutograd"  # the emulator runs kernels on tensors of the CPU
 
 
 def fake_quantize_ms_eden(x: torch.Tensor, rotation: torch.Tensor, seed: torch.Tensor, axis: int = -1) -> torch.Tensor:
@@ -103,7 +102,7 @@ def _outputs(x: torch.Tensor, axis: int, packed: bool) -> tuple[torch.Tensor, to
         return codes, torch.empty((*rows, size // NVFP4_BLOCK), dtype=torch.float8_e4m3fn, device=x.device)
     last = is_channels_last(x) and not x.is_contiguous()
     shape = [size if at == axis else other for at, other in enumerate(x.shape)]
-    layout = {4: torch.channels_last, 5: torch.channels_last_3d}[x.ndim] if last else torch.contiguous_format
+    layout = CHANNELS_LAST[x.ndim] if last else torch.contiguous_format
     values = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)
     return values, x.new_empty(0, dtype=torch.float8_e4m3fn)
 

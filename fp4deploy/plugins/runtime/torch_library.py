@@ -11,6 +11,7 @@ LIBRARY = torch.library.Library("fp4deploy", "FRAGMENT")
 CUDA_TYPES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 Function = TypeVar("Function", bound=Callable[..., Any])
 THREADS = 256
+ANY_DEVICE = "CompositeExplicitAutograd"  # of an operator: the emulator runs kernels on tensors of the CPU
 SMALL = 2**31 - 2**10  # threads that 32-bit indices can count
 
 
