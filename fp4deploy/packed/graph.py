@@ -588,9 +588,12 @@ def weight_names(node: Layer) -> list[str]:
     return parts_of(weight) if node.precision == "nvfp4" else parts_of(weight)[:2]
 
 
+QUANTIZED = {"nvfp4": "FP4", "w4a8": "W4A8"}  # precisions of layers -> their names in ledgers
+
+
 def is_quantized(node: object) -> bool:
     """A layer whose weight is codes and block scales."""
-    return isinstance(node, Layer) and node.precision in ("nvfp4", "w4a8")
+    return isinstance(node, Layer) and node.precision in QUANTIZED
 
 
 def parts_of(weight: str) -> list[str]:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from fp4deploy.packed.file import PackedFile
-from fp4deploy.packed.graph import Conv2d, ConvTranspose2d, Form, Graph, Layer, Linear, Norm
+from fp4deploy.packed.graph import QUANTIZED, Conv2d, ConvTranspose2d, Form, Graph, Layer, Linear, Norm
 from fp4deploy.packed.memory import feature_map_bytes, input_shapes
 from fp4deploy.packed.network import dilation_of, has_kernel
 from fp4deploy.packed.producers import Produce, Step, label, operation, plan
@@ -27,7 +27,6 @@ from fp4deploy.timing.model import NOTHING, Time, Work, fitted, time_of
 
 VIEWS = ("reshape", "permute", "expand", "slice", "select", "constant")
 NOT_TIMED = {"nvfp4": "decoded to FP16, by cuDNN", "w4a8": "W4A8, as a layer in FP16"}
-LABELS = {"nvfp4": "FP4", "w4a8": "W4A8"}
 NORMS = ("group_norm_relu", "group_norm", "instance_norm")
 
 
@@ -79,7 +78,7 @@ def estimate_network(file: PackedFile, gpu: Gpu, size: Sequence[int] | None = No
         times = [time_of(work, gpu) for work in found]
         whole = sum(times, NOTHING)
         total += whole
-        precision = LABELS.get(step.precision if isinstance(step, Layer) else "", rest_of(graph).label)
+        precision = QUANTIZED.get(step.precision if isinstance(step, Layer) else "", rest_of(graph).label)
         kernels = tuple(work.family for work in found)
         note = outside or next((work.outside for work in found if work.outside), "")
         rows.append(StepTime(label(step), operation(step), precision, kernels, whole.ms, whole.low, whole.high, note))

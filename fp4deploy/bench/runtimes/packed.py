@@ -25,7 +25,7 @@ from fp4deploy.graph.capture import file_names
 from fp4deploy.models.card import ModelCard
 from fp4deploy.packed import PackedFile, PackedNetwork, activation_bytes, full_precision, plain_bytes, read_packed
 from fp4deploy.packed.capture import CapturedNetwork, graphs_enabled
-from fp4deploy.packed.graph import Input, Layer, is_quantized
+from fp4deploy.packed.graph import QUANTIZED, Input, Layer, is_quantized
 from fp4deploy.packed.network import Result
 from fp4deploy.packed.program import compile_mode
 from fp4deploy.plugins import why_unavailable
@@ -147,6 +147,5 @@ def first_output(outputs: Result) -> torch.Tensor:
 
 
 def _precision(file: PackedFile, cuda: bool) -> str:
-    names = {"nvfp4": "FP4", "w4a8": "W4A8"}
-    quantized = of_layers(names.get(node.precision, "") for node in file.graph.nodes if isinstance(node, Layer))
+    quantized = of_layers(QUANTIZED.get(node.precision, "") for node in file.graph.nodes if isinstance(node, Layer))
     return f"{quantized}{'' if cuda else ' (emulated)'}" if quantized else of_rest(rest_of(file.graph), cuda)
