@@ -81,9 +81,6 @@ FAULTS: dict[str, Seeded] = {
         "large = tuple(tensor for tensor in (*self.constants, *self.inputs[1:]) if len(tensor.shape) >= 2)",
         "large = tuple(tensor for tensor in (*self.inputs[1:], *self.constants) if len(tensor.shape) >= 1)",
     ),
-    "verify: a tuple of tensors is always one batch": Seeded(
-        "fp4deploy/export/verify/exported.py", "single = len(inputs) == count", "single = True"
-    ),
     "verify: inputs in half precision stay so": Seeded(
         "fp4deploy/export/verify/exported.py",
         "        return x.float() if x.is_floating_point() else x\n    if isinstance(batch, Mapping):",
@@ -143,9 +140,6 @@ FAULTS: dict[str, Seeded] = {
     ),
     "report: the engine's fallbacks are its layers": Seeded(
         "fp4deploy/report/model.py", 'self.counts.get("fallbacks", 0)', "sum(self.counts.values())"
-    ),
-    "report: codes of negative weights are drawn as positive": Seeded(
-        "fp4deploy/report/figures/weights.py", "(-1 if code > 7 else 1)", "(-1 if code > 8 else 1)"
     ),
     "serving: the limit of a server is that of its engine": Seeded(
         "fp4deploy/serving/repository.py", "min(most, ledger.batch[2])", "max(most, ledger.batch[2])"
