@@ -97,7 +97,7 @@ def test_a_training_step_of_a_transformer_minimises_its_loss(monkeypatch: pytest
 
 
 def noted(loss: torch.Tensor, seen: list[float]) -> torch.Tensor:
-    seen.append(float(loss))
+    seen.append(loss.item())
     return loss
 
 
