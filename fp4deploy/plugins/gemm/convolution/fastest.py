@@ -58,6 +58,17 @@ def measures(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def may_have_kernel(x: torch.Tensor, weight: torch.Tensor, place: Place) -> bool:
+    """Whether a kernel of this package computes one of the products of a convolution; operands may have no data."""
+    outputs, channels, *taps = weight.shape
+    if x.dtype not in NARROW or x.dtype != weight.dtype or not small_k.fallback.runs(x.device):
+        return False
+    size = taps[0], taps[1]
+    forward = small_k.supports(channels, outputs, size, *place, deepest=DEEPEST)
+    backward = place.stride == (1, 1) and small_k.supports(outputs, channels, size, deepest=DEEPEST)
+    return forward or backward or narrow_wgrad.supports(channels, outputs, size, place.stride)
+
+
 def convolve(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, place: Place, by_torch: Run
 ) -> torch.Tensor:
