@@ -69,7 +69,7 @@ def test_a_training_has_them_in_fp8_and_resumes_with_them(
     chosen = json.loads((run.model_dir("nvfp4") / SENSITIVE).read_text())
     train_models(config, run, ("nvfp4",), resume=True)
     card, names = read_card(run.checkpoint("nvfp4")), chosen["fp8"]
-    assert list(card.fp8) == names
+    assert list(card.formats["fp8"]) == names
     assert list(card.exclude) == chosen["fp16"]
     model, _ = load_model(run.checkpoint("nvfp4"))
     formats = {name: layer.recipe.activation.format for name, layer in quantized_layers(model).items()}
