@@ -57,7 +57,7 @@ from fp4deploy.train.state import Progress, read_progress
 from fp4deploy.train.tasks import class_weights, make_head, make_task, require_same_head, require_same_task
 from fp4deploy.train.volumes import at_spacing, sized, volume_input
 
-SENSITIVE = "sensitive_layers.json"  # those that quant.fp16_macs and quant.fp8_macs have chosen
+SENSITIVE = "sensitive_layers.json"  # those that quant.fp16_macs, quant.fp8_macs and quant.fp4_macs have chosen
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def _train(
         if config.quant.equalize and not resume:
             names = quantized_layers(prepare_as(copied(network), card))
             equalize(network, _first_images(network, loaders[0], config), names)
-        if config.quant.fp16_macs or config.quant.fp8_macs:
+        if config.quant.by_error:
             card = _without_sensitive(network, card, loaders[0], config, job.folder / SENSITIVE, resume)
         set_products(prepare_as(network, card), config.train.products)
         if (fine_tuned or find_recipe(config.recipe).amax_learned) and not resume:
@@ -349,11 +349,11 @@ def _without_sensitive(
     def measured(share: float, card: ModelCard) -> list[str]:
         probe = prepare_as(copied(network), card)
         calibrate_on(probe, loader, config, card.rest)
-        return sensitive_layers(probe, _first_images(probe, loader, config), share)
+        return sensitive_layers(probe, _first_images(probe, loader, config), share, config.quant.fp4_macs)
 
     chosen = validated(dict[str, list[str]], read_json(path), path) if resume else {}
-    for form, share in (("fp16", config.quant.fp16_macs), ("fp8", config.quant.fp8_macs)):
-        if share and not resume:
+    for form, share in config.quant.by_error.items():
+        if not resume:
             chosen[form] = from_first(partial(measured, share, card))
             _say(f"In {form.upper()}, for the largest errors in FP4: {', '.join(chosen[form]) or 'no layer'}")
             if form == "fp8" and chosen[form] and form not in card.formats:

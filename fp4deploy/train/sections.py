@@ -303,6 +303,13 @@ class QuantSection(create_model("LayerSection", __base__=LayerSection, **_FORMAT
         lt=1,
         description="likewise, of layers that stay in FP16, which packed networks have as well; chosen before fp8_macs",
     )
+    fp4_macs: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="least share of the multiply-accumulates of the whole network, layers that are not quantised "
+        "included, that stays in FP4; with neither of the two, the rest goes to FP8 in the same order",
+    )
     target: str | None = Field(None, description="the engine that fp8 was chosen for; train --for sets both")
     equalize: bool = Field(
         False,
@@ -337,6 +344,12 @@ class QuantSection(create_model("LayerSection", __base__=LayerSection, **_FORMAT
         """`include`, `exclude` and formats, those that are given."""
         chosen = {name: getattr(self, name) for name in ("include", "exclude", *LAYER_FORMATS)}
         return {name: patterns for name, patterns in chosen.items() if patterns is not None}
+
+    @property
+    def by_error(self) -> dict[str, float]:
+        """Formats of layers that are chosen by their errors, and the share of the quantised work that each may have."""
+        shares = {"fp16": self.fp16_macs, "fp8": self.fp8_macs or float(bool(self.fp4_macs and not self.fp16_macs))}
+        return {form: share for form, share in shares.items() if share}
 
 
 class DistillSection(Section):
