@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4deploy.data.sample import TRAIN, evenly
+from fp4deploy.data.sample import TRAIN
 from fp4deploy.errors import InputError
 from fp4deploy.models import ModelCard, load_weights, read_card, save_checkpoint
 from fp4deploy.models.checkpoint import network_of
@@ -21,7 +21,7 @@ from fp4deploy.ptq.quantize import Result, quantize
 from fp4deploy.qat.selection import Selection
 from fp4deploy.qat.sensitive import with_sensitive
 from fp4deploy.rest import rest_of
-from fp4deploy.tasks import images_for, task_of
+from fp4deploy.tasks import image_batches, images_for
 
 
 def calibration_images(checkpoint: Path, data: Path, count: int, batch: int = 4) -> Iterator[Tensor]:
@@ -33,11 +33,7 @@ def calibration_images(checkpoint: Path, data: Path, count: int, batch: int = 4)
         InputError: not a checkpoint, or data that does not fit it.
     """
     card = read_card(checkpoint)
-    dataset = images_for(card, data, TRAIN, known=True)
-    transform = task_of(card).transform(card.size, card.mean, card.std)
-    places = evenly(len(dataset), count)
-    for start in range(0, len(places), batch):
-        yield torch.stack([transform(dataset.load(place))[0] for place in places[start : start + batch]])
+    return image_batches(card, images_for(card, data, TRAIN, known=True), count, batch)
 
 
 def quantize_checkpoint(
