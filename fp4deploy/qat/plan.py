@@ -37,7 +37,13 @@ from fp4deploy.qat.placement import is_single_gemm
 from fp4deploy.qat.recipes import Recipe, find_recipe
 from fp4deploy.qat.selection import Predicate, Selection, predicate_of, require_possible
 
-NORMS = (nn.GroupNorm, nn.LayerNorm, nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+_OF_AXIS_1 = (nn.GroupNorm, nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+NORMS = (nn.LayerNorm, *_OF_AXIS_1)
+
+
+def channel_axis(layer: nn.Module) -> int:
+    """The axis of the channels in what a layer reads and returns: 1 of convolutions and their norms, else -1."""
+    return 1 if isinstance(layer, (nn.modules.conv._ConvNd, *_OF_AXIS_1)) else -1
 
 
 @dataclass(frozen=True)

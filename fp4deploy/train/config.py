@@ -23,7 +23,7 @@ from fp4deploy.models.torchvision_detectors import LEARNING_RATES, METHODS, own_
 from fp4deploy.models.unet import STRIDE
 from fp4deploy.qat import find_recipe
 from fp4deploy.qat.fp4_gemms.requirements import require_packed
-from fp4deploy.qat.recipes import Recipe
+from fp4deploy.qat.recipes import RULES, Recipe
 from fp4deploy.system.files import write_whole
 from fp4deploy.system.schema import briefly, parse_yaml, read_yaml
 from fp4deploy.tasks import TASKS
@@ -41,10 +41,6 @@ from fp4deploy.train.sections import (
     checked,
     valid_text,
 )
-
-# Names for a recipe with settings. Every file has a form of 4/6 of weights, and nine tenths of the work stays in FP4:
-# chosen on COCO persons, nuclei and BasicUNet, for each by the two others (docs/results.md).
-RULES: dict[str, dict[str, Any]] = {"nvfp4_best": {"recipe": "nvfp4_4o6_weight_qat", "quant": {"fp4_macs": 0.9}}}
 
 
 class Config(Section):

@@ -38,7 +38,7 @@ from fp4deploy.formats import fake_quantize_nvfp4
 from fp4deploy.graph.costs import MULTIPLYING, work_of_layers
 from fp4deploy.models import read_card
 from fp4deploy.qat import QuantSpec, calibrate, layer_plan, load_model, prepare, restore
-from fp4deploy.qat.plan import NORMS
+from fp4deploy.qat.plan import NORMS, channel_axis
 from fp4deploy.qat.telemetry.collect import contracted_axis
 from fp4deploy.qat.telemetry.statistics import coded_row, encode
 from fp4deploy.tasks import image_batches
@@ -142,9 +142,8 @@ def _inputs(
     seen: dict[str, list[torch.Tensor]] = {name: [] for name in layers}
 
     def hook(name: str) -> Callable[..., None]:
-        def watch(_layer: nn.Module, inputs: tuple[torch.Tensor, ...], _output: torch.Tensor) -> None:
-            x = inputs[0].detach()
-            rows = x.movedim(1, -1).flatten(0, -2) if x.ndim == 4 else x.flatten(0, -2)
+        def watch(layer: nn.Module, inputs: tuple[torch.Tensor, ...], _output: torch.Tensor) -> None:
+            rows = inputs[0].detach().movedim(channel_axis(layer), -1).flatten(0, -2)
             step = max(1, rows.numel() * len(batches) // SAMPLE) | 1  # odd, see qat.telemetry_statistics.sample
             seen[name].append(rows[::step].contiguous())
 
