@@ -541,7 +541,7 @@ class PackedNetwork:
         names, tensors = weight_names(node), self.file.tensors
         if quantizes_itself(node):
             parts = [tensors[name].to(self.device) for name in names]
-            shape = weight_shape(self.graph, node, sum(sources))
+            shape = torch.Size(weight_shape(self.graph, node, sum(sources)))
             if not self._decodes and self.has_mixed_kernels and has_mixed_kernel(node):
                 rows = (1, 1) if isinstance(node, Linear) else ()
                 codes, scales = (part.view(part.shape[0], *rows, *part.shape[1:]) for part in parts)
