@@ -24,10 +24,7 @@ and of each form:
 | frechet | Frechet distance of 1024 samples (Heun's method, the same noise for each form) to held-out crops |
 
 The distance ranks forms of one model, and is no FID (`sample_quality`). `real`: of training crops, the floor.
-
-On a GPU `latency` has packed FP16 and NVFP4, as steps and compiled, beside all forms of torch's FP16 (`peers`), of
-`--latency` batches: milliseconds of one step of the denoiser, `best` form of torch and the packed networks' times over
-it, as `packed_latency.py` has them.
+`denoiser_latency.py` times it.
 """
 
 from __future__ import annotations
@@ -37,25 +34,22 @@ import copy
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
-from packed_latency import compare, no_gradients
-from peers import FORMS, Run, command, forward, machine, measured, origin
+from peers import command, machine, origin
 from sample_quality import HIGH, LOW, SEED, Denoise, frechet, sampled
 from torch import nn
 
 import fp4deploy as fd
 from fp4deploy.data.images import read_image
-from fp4deploy.errors import Fp4DeployError
 from fp4deploy.models import build_unet
 from fp4deploy.models.volumes import NetworkInput
 from fp4deploy.packed.network import PackedNetwork
-from fp4deploy.packed.program import compile_program
 from fp4deploy.qat import quantized_layers
 
 DATA_STD = 0.5
@@ -131,21 +125,22 @@ def crops(folder: Path, size: int, count: int, held_out: bool) -> torch.Tensor:
     return torch.stack(found).float() / 127.5 - 1
 
 
-def levels(count: int, generator: torch.Generator, device: torch.device) -> torch.Tensor:
+def levels(count: int, high: float, generator: torch.Generator, device: torch.device) -> torch.Tensor:
     """Log-uniform sigma [count, 1, 1, 1]."""
     at = torch.rand(count, 1, 1, 1, generator=generator, device=device)
-    return LOW * (HIGH / LOW) ** at
+    return LOW * (high / LOW) ** at
 
 
-def train(network: nn.Module, data: torch.Tensor, steps: int, batch: int, lr: float) -> nn.Module:
+def train(network: nn.Module, data: torch.Tensor, steps: int, lr: float, options: Any) -> nn.Module:
     """Minimise the weighted error of denoised crops."""
+    batch = options.batch
     generator = torch.Generator(data.device).manual_seed(SEED)
     optimizer = torch.optim.AdamW(network.parameters(), lr)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps))
     network.train()
     for _ in range(steps):
         clean = data[torch.randint(len(data), (batch,), generator=generator, device=data.device)]
-        sigma = levels(batch, generator, data.device)
+        sigma = levels(batch, options.high, generator, data.device)
         noisy = clean + sigma * torch.randn(clean.shape, generator=generator, device=data.device)
         weight = (sigma**2 + DATA_STD**2) / (sigma * DATA_STD) ** 2
         with torch.autocast(data.device.type, torch.bfloat16, enabled=data.is_cuda):
@@ -159,29 +154,39 @@ def train(network: nn.Module, data: torch.Tensor, steps: int, batch: int, lr: fl
     return network.eval()
 
 
-def forms(base: nn.Module, data: torch.Tensor, tune: int, batch: int) -> Iterator[tuple[str, Network, bool]]:
-    """Name, network, and whether it runs in FP16."""
-    generator = torch.Generator(data.device).manual_seed(SEED + 1)
-    seen = []
+def noisy_inputs(data: torch.Tensor, options: Any) -> list[torch.Tensor]:
+    """Eight batches to calibrate with."""
+    generator, found = torch.Generator(data.device).manual_seed(SEED + 1), []
     for _ in range(8):
-        clean, sigma = data[:batch], levels(batch, generator, data.device)[: len(data[:batch])]
-        seen.append(inputs_of(clean + sigma * torch.randn(clean.shape, generator=generator, device=data.device), sigma))
+        clean = data[: options.batch]
+        sigma = levels(len(clean), options.high, generator, data.device)
+        noise = torch.randn(clean.shape, generator=generator, device=data.device)
+        found.append(inputs_of(clean + sigma * noise, sigma))
+    return found
 
-    def prepared(recipe: str) -> nn.Module:
-        model = fd.prepare(copy.deepcopy(base), recipe)
-        fd.calibrate(model, seen)
-        return model.eval()
+
+def calibrated(base: nn.Module, recipe: str, seen: list[torch.Tensor]) -> nn.Module:
+    """A copy of `base` in a recipe's precision."""
+    model = fd.prepare(copy.deepcopy(base), recipe)
+    fd.calibrate(model, seen)
+    return model.eval()
+
+
+def forms(base: nn.Module, data: torch.Tensor, options: Any) -> Iterator[tuple[str, Network, bool]]:
+    """Name, network, and whether it runs in FP16."""
+    seen = noisy_inputs(data, options)
+    tune = partial(train, data=data, steps=options.tune, lr=1e-4, options=options)
 
     yield "FP32", base, False
     yield "FP16", base, True
-    yield "FP8", prepared("fp8_qat"), True
-    yield "NVFP4", prepared("nvfp4_qat"), True
+    yield "FP8", calibrated(base, "fp8_qat", seen), True
+    yield "NVFP4", calibrated(base, "nvfp4_qat", seen), True
     gptq = copy.deepcopy(base)
     fd.quantize(gptq, seen, method="gptq")
     yield "NVFP4 GPTQ", gptq.eval(), True
-    yield "FP32 tuned", train(copy.deepcopy(base), data, tune, batch, 1e-4), False
+    yield "FP32 tuned", tune(copy.deepcopy(base)), False
     for name, recipe in (("FP8 QAT", "fp8_qat"), ("NVFP4 QAT", "nvfp4_qat")):
-        tuned = train(prepared(recipe), data, tune, batch, 1e-4)
+        tuned = tune(calibrated(base, recipe, seen))
         yield name, tuned, True
     yield "NVFP4 QAT, packed", packed(tuned, seen[0][:2]), True
 
@@ -191,26 +196,6 @@ def packed(network: nn.Module, example: torch.Tensor) -> PackedNetwork:
     with tempfile.TemporaryDirectory() as folder:
         file = fd.pack(copy.deepcopy(network).cpu(), Path(folder) / "denoiser.fp4", example_inputs=example.cpu()).file
     return PackedNetwork(file, example.device)
-
-
-def latency(base: nn.Module, networks: dict[str, PackedNetwork], x: torch.Tensor) -> dict[str, Any]:
-    """Milliseconds of one call on x: all forms of torch in FP16, and packed networks as steps and compiled."""
-    made: dict[str, Callable[[], Run]] = {f"fp16, {form}": partial(forward, base, form, x) for form in FORMS}
-    for name, network in networks.items():
-        made[f"packed {name}"] = partial(partial, network, x)
-        made[f"packed {name}, compiled"] = partial(_compiled, network, x)
-    row: dict[str, Any] = {"batch": len(x), "runs": {}}
-    for name, make in made.items():
-        try:
-            row["runs"][name] = measured(no_gradients(make()))
-        except Fp4DeployError as error:
-            row["runs"][name] = {"error": str(error)}
-    compare(row)
-    return row
-
-
-def _compiled(network: PackedNetwork, x: torch.Tensor) -> Run:
-    return partial(compile_program(network.file, [x]), x)
 
 
 def main() -> None:
@@ -224,8 +209,8 @@ def main() -> None:
     parser.add_argument("--tune", type=int, default=1500, help="steps of fine-tuning")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--samples", type=int, default=1024)
-    parser.add_argument("--sampler-steps", type=int, default=24)
-    parser.add_argument("--latency", type=int, nargs="*", default=[1, 64], metavar="BATCH", help="on a GPU")
+    parser.add_argument("--sampler-steps", type=int, default=32)
+    parser.add_argument("--high", type=float, default=HIGH, help="largest sigma, which samples start from")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.manual_seed(SEED)
@@ -236,7 +221,7 @@ def main() -> None:
     fresh = crops(options.data, options.size, max(options.samples, options.batch), held_out=True).to(device)
     content["real"] = round(frechet(data[: options.samples], fresh), 5)
     start = time.perf_counter()
-    base = train(Denoiser(options.network, options.scale).to(device), data, options.steps, options.batch, 3e-4)
+    base = train(Denoiser(options.network, options.scale).to(device), data, options.steps, 3e-4, options)
     content["train_seconds"] = round(time.perf_counter() - start, 1)
     content |= {"parameters": sum(each.numel() for each in base.parameters()), "crops": len(data)}
     content["fp4_layers"] = len(quantized_layers(fd.prepare(copy.deepcopy(base))))
@@ -246,21 +231,10 @@ def main() -> None:
             options.json.write_text(json.dumps(content, indent=1) + "\n")
 
     exact: dict[float, torch.Tensor] = {}
-    for name, network, half in forms(base, data, options.tune, options.batch):
+    for name, network, half in forms(base, data, options):
         row = scored(partial(denoised, network, half=half), fresh, exact, options)
         content["rows"].append({"form": name, **row})
         print(json.dumps(content["rows"][-1]), flush=True)
-        keep()
-    if device.type == "cpu":
-        return
-    networks = {
-        "nvfp4": cast(PackedNetwork, network),
-        "fp16": packed(base, inputs_of(data[:2], data.new_ones(2, 1, 1, 1))),
-    }
-    for batch in options.latency:
-        x = torch.randn(batch, 4, options.size, options.size, device=device, dtype=torch.float16)
-        content.setdefault("latency", []).append(latency(base, networks, x))
-        print(json.dumps(content["latency"][-1]), flush=True)
         keep()
 
 
@@ -279,7 +253,9 @@ def scored(denoise: Denoise, fresh: torch.Tensor, exact: dict[float, torch.Tenso
         row["psnr"][str(sigma)] = round(10 * float(np.log10(4 / max(error, 1e-20))), 3)
         power, apart = float((wanted**2).sum()), float(((found - wanted) ** 2).sum())
         row["sqnr_db"][str(sigma)] = round(10 * float(np.log10(power / apart)), 2) if apart else None
-    made = sampled(denoise, options.samples, options.size, options.sampler_steps, fresh.device, options.batch)
+    made = sampled(
+        denoise, options.samples, options.size, options.sampler_steps, fresh.device, 4 * options.batch, options.high
+    )
     return row | {"frechet": round(frechet(made, fresh), 5), "std_of_samples": round(float(made.std()), 4)}
 
 

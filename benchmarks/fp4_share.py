@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from benchmarks.sweep_result import machine
+from benchmarks.sweep_result import machine, macs_in_fp4
 from docs.tables.picture import WHOLE_PICTURE
 from docs.tables.results import document
 from fp4deploy.experiments.search.costs import FP4, FP16
 from fp4deploy.experiments.sweep.spec import load_sweep
-from fp4deploy.graph.costs import MULTIPLYING, work_of_layers
+from fp4deploy.graph.costs import MULTIPLYING
 from fp4deploy.models.build import network_for
 from fp4deploy.qat import prepare_as, quantized_layers
 from fp4deploy.train.config import Config, with_settings
@@ -75,17 +74,12 @@ def counted(config: Config) -> dict[str, Any]:
     card = model_card(config, "nvfp4", train)
     network = prepare_as(network_for(card, "The configuration"), card).eval()
     quantized = quantized_layers(network)
-    for layer in quantized.values():
-        layer.quantizing = False
-    layers: dict[str, nn.Module] = {
-        name: each for name, each in network.named_modules() if isinstance(each, MULTIPLYING)
-    }
-    work = work_of_layers(network, layers, torch.zeros(1, *card.input_shape))
+    layers = [each for each in network.modules() if isinstance(each, MULTIPLYING)]
     weights = sum(layer.weight.numel() for layer in quantized.values())
     total = sum(value.numel() for value in network.parameters())
     return {
         "layers": [len(quantized), len(layers)],
-        "macs": round(sum(work[name].macs for name in quantized) / sum(each.macs for each in work.values()), 4),
+        "macs": macs_in_fp4(network, card.input_shape),
         "bytes": round((FP4 * weights + FP16 * (total - weights)) / (FP16 * total), 4),
     }
 

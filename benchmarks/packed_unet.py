@@ -31,8 +31,8 @@ import torch
 from peers import machine, measured
 
 from fp4deploy.data import EvalTransform, eval_loader, validation_set
+from fp4deploy.export.verify.nodes import compare_nodes
 from fp4deploy.export.verify.outputs import validation_images
-from fp4deploy.export.verify.packed import compare_nodes
 from fp4deploy.packed import activation_bytes, read_packed
 from fp4deploy.packed.network import PackedNetwork
 from fp4deploy.qat import load_model
@@ -121,7 +121,7 @@ def layerwise(run: Path, data: Path, images: int = 16) -> dict[str, Any]:
     for batch in validation_images(data, card, images):
         with torch.autocast("cuda", dtype=torch.float16):
             image = batch.to("cuda", torch.float16).contiguous(memory_format=torch.channels_last)
-            errors = compare_nodes(model, network, image)
+            errors = compare_nodes(model, network, image).errors
         for name, error in errors.items():
             worst[name] = max(worst.get(name, 0.0), error)
     kinds = {"packed elements": (".norm", "up."), "plain images": (".conv",), "classes": ("head",)}

@@ -14,20 +14,22 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-LOW, HIGH = 0.02, 20.0  # sigma
+LOW, HIGH = 0.02, 200.0  # sigma; at HIGH even the mean of a crop of 64 x 64 pixels is lost in the noise
 SEED = 0
 Denoise = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @torch.no_grad()
-def sampled(denoise: Denoise, count: int, size: int, steps: int, device: torch.device, batch: int) -> torch.Tensor:
-    """Samples by Heun's method, from noise that depends on their number alone."""
+def sampled(
+    denoise: Denoise, count: int, size: int, steps: int, device: torch.device, batch: int, high: float = HIGH
+) -> torch.Tensor:
+    """Samples by Heun's method, from noise of sigma `high` that depends on their number alone."""
     ramp = torch.linspace(0, 1, steps, device=device)
-    schedule = [*((HIGH ** (1 / 7) + ramp * (LOW ** (1 / 7) - HIGH ** (1 / 7))) ** 7).tolist(), 0.0]
+    schedule = [*((high ** (1 / 7) + ramp * (LOW ** (1 / 7) - high ** (1 / 7))) ** 7).tolist(), 0.0]
     generator, found = torch.Generator(device).manual_seed(SEED), []
     for first in range(0, count, batch):
         number = min(batch, count - first)
-        x = HIGH * torch.randn(number, 3, size, size, generator=generator, device=device)
+        x = high * torch.randn(number, 3, size, size, generator=generator, device=device)
         for now, then in itertools.pairwise(schedule):
             slope = (x - denoise(x, torch.full((number, 1, 1, 1), now, device=device))) / now
             euler = x + (then - now) * slope

@@ -11,6 +11,9 @@ events, while the others wait: `ms` launched from Python, `graph_ms` replayed as
 `first_step_s` is with compiling beside the others; `kernels_ms` and `kernels` are the sum and the number of the kernels
 of one step. With `--autocast fp16 bf16` each case is measured under BF16 autocast, too, with `over_fp16` as in
 `training_step.py`.
+
+Transformers (`transformer_steps.py`) read batches of their own: `--cases transformers` is all of them, compiled in FP16
+and by the general path with every recipe.
 """
 
 from __future__ import annotations
@@ -26,11 +29,12 @@ from typing import Any
 
 import peers
 import torch
+import transformer_steps
 from peers import command, machine
 from torch import nn
 from training_step import AUTOCAST, CLASSES, HEIGHT, WIDTH, graph_ms, make_step, median_ms, over_fp16
 
-from fp4deploy.qat import calibrate_percentile, prepare
+from fp4deploy.qat import calibrate_percentile, prepare, quantized_layers
 from fp4deploy.qat.fusion.fuse import fuse
 
 RECOMPUTE = {"fused": False, "recomputed": True, "default": None}
@@ -49,7 +53,8 @@ CASES = (
 
 
 def build(network: str, recipe: str) -> nn.Module:
-    model = peers.network(network, CLASSES)
+    tokens = network in transformer_steps.NETWORKS
+    model = transformer_steps.build(network) if tokens else peers.network(network, CLASSES)
     if recipe != "fp16":
         prepare(model, recipe)
     return model.cuda().to(memory_format=torch.channels_last).train()  # type: ignore[no-any-return, call-overload]
@@ -95,7 +100,11 @@ def _first_step(row: dict[str, Any]) -> Callable[[], None]:
         model.compile(dynamic=False)
     elif row["way"] in RECOMPUTE:
         fuse(model, recompute=RECOMPUTE[row["way"]])
-    step = make_step(model, torch.channels_last, autocast=row["autocast"])
+    row["fp4_layers"] = len(quantized_layers(model))
+    if row["network"] in transformer_steps.NETWORKS:
+        step = transformer_steps.make_step(row["network"], model, row["autocast"])
+    else:
+        step = make_step(model, torch.channels_last, autocast=row["autocast"])
     if row["recipe"].endswith("+learned"):
         calibrate_percentile(model, [torch.randn(2, 3, HEIGHT, WIDTH, device="cuda")], 99.9)
     start = time.perf_counter()
@@ -124,6 +133,8 @@ def main() -> None:
     folder = arguments.profiles or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
     own = [sys.executable, __file__, "--cases"]
+    if arguments.cases == ["transformers"]:
+        arguments.cases = transformer_steps.CASES
     cases = [f"{case},{autocast}" for case in arguments.cases for autocast in arguments.autocast]
     commands = [[*own, case, "--one", str(folder), str(place)] for place, case in enumerate(cases)]
     for place in peers.at_once(commands, folder, arguments.compile_seconds, arguments.seconds):

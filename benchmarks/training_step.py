@@ -74,14 +74,29 @@ def make_step(
     images = torch.randn(batch, channels, *size, device=device, generator=generator).to(memory_format=layout)
     masks = torch.randint(0, classes, (batch, *size), device=device, generator=generator)
     loss: Any = torch.compile(SegmentationLoss().of) if compiled_loss else SegmentationLoss()
+
+    def logits() -> torch.Tensor:
+        found = model(images)
+        return found["out"] if isinstance(found, dict) else found  # type: ignore[no-any-return]
+
+    return step_of(model, logits, lambda found: loss(found, masks), autocast)
+
+
+def step_of(
+    model: nn.Module,
+    forward: Callable[[], torch.Tensor],
+    loss: Callable[[torch.Tensor], torch.Tensor],
+    autocast: str = "fp16",
+) -> Callable[[], None]:
+    """A whole training step: `forward` under autocast, the loss of what it returns, backward and optimiser."""
+    device = next(model.parameters()).device
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True, capturable=device.type == "cuda")
     scaler = torch.amp.GradScaler(device.type, enabled=autocast == "fp16")
 
     def step() -> None:
         with torch.autocast(device.type, dtype=rest_of(autocast).dtype):
-            logits = model(images)
-            logits = logits["out"] if isinstance(logits, dict) else logits
-        value = loss(logits, masks)
+            logits = forward()
+        value = loss(logits)
         del logits
         scaler.scale(value).backward()
         scaler.unscale_(optimizer)

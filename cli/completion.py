@@ -54,9 +54,9 @@ def _listed(names: Callable[[typer.Context], Iterable[str]]) -> Callable[[typer.
 
 
 def _recipes(ctx: typer.Context) -> Iterable[str]:
-    from fp4deploy.qat.recipes import RECIPES
+    from fp4deploy.qat.recipes import RECIPES, RULES
 
-    return RECIPES
+    return [*RECIPES, *RULES]
 
 
 def _architectures(ctx: typer.Context) -> Iterable[str]:

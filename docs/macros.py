@@ -32,6 +32,7 @@ from docs.tables import (  # noqa: E402
     networks,
     packed,
     picture,
+    pipelines,
     results,
     studies,
     timing,
@@ -90,7 +91,7 @@ FIGURES: dict[str, Callable[..., Any]] = {
 TEXTS: dict[str, Callable[..., str]] = {"commands": commands, "public_names": names.public_names}
 TABLES: dict[str, Callable[..., str]] = {
     name: function
-    for module in (accuracy, engines, kernels, names, networks, packed, picture, studies, timing, training)
+    for module in (accuracy, engines, kernels, names, networks, packed, picture, pipelines, studies, timing, training)
     for name, function in inspect.getmembers(module, inspect.isfunction)
     if function.__module__ == module.__name__ and not name.startswith("_") and name not in FIGURES | TEXTS
 }

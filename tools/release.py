@@ -11,7 +11,8 @@
 
 Everything is built twice, from two copies of the commit and never from the working tree, and has to be equal byte for
 byte: times are the commit's (SOURCE_DATE_EPOCH), files of the archives are sorted and belong to nobody. Then the wheel
-is installed in an environment of its own and answers `fp4deploy doctor` and `fp4deploy selftest`.
+is installed in an environment of its own and answers `fp4deploy doctor` and `fp4deploy selftest`. Workflows are checked
+against the schema of GitHub's that check-jsonschema has.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ def main() -> None:
         sys.exit(1)
     if options.out.exists() and any(options.out.iterdir()):
         sys.exit(f"error: {options.out} holds files. Move them, or give another folder: --out DIR")
+    workflows = sorted(ROOT.glob(".github/workflows/*.yml"))
+    tool("check_jsonschema", "--builtin-schema", "vendor.github-workflows", *map(str, workflows))
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         first, second = (build(Path(folder) / name) for name in ("first", "second"))

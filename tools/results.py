@@ -46,6 +46,7 @@ MEASURED = {  # by script, or command of fp4deploy: folders of fp4deploy
     "data_loading": ("data",),
     "depthwise_conv": ("plugins/gemm",),
     "denoiser": ("qat", "ptq", "models", *_PACKED),
+    "denoiser_latency": ("qat", "models", *_PACKED),
     "direct_conv": ("plugins/gemm",),
     "emulated": ("plugins",),
     "engine_accuracy": (*_TRAINING, *_ENGINES, "interop"),

@@ -99,6 +99,25 @@ def parity() -> str:
     return markdown(["data; network; split", "", "settings", "seeds", "score", "minus the control"], rows)
 
 
+def one_rule() -> str:
+    """`nvfp4_best`, trained and calibrated only, on the networks of `PARITY`: gaps to the control of the same seed."""
+    rows = []
+    for label, name in PARITY:
+        name = name.replace("parity", "parity_rule")
+        if not (RESULTS / f"{name}.json").is_file():
+            rows.append([label, *[NOT_MEASURED] * 6])
+            continue
+        found = result(name)["variants"]
+        split = "test" if found["rule"]["gap_test"] else "best"
+        ways = [found[each] for each in ("rule", "ptq_rule", "ptq_rule_plain")]
+        shares = [run["fp4_macs"] for row in ways for run in row["runs"].values() if "fp4_macs" in run]
+        seeds = str(len(ways[0][f"gap_{split}"]["by_seed"]))
+        cells = [f"{label}; {'test' if split == 'test' else 'validation'}", seeds, spread(found["control"][split])]
+        rows.append([*cells, *(shown(row[f"gap_{split}"]) for row in ways), f"{100 * min(shares):.1f} %"])
+    head = ["data; network; split", "seeds", "FP16 control", "QAT", "calibrated, norms measured again", "calibrated"]
+    return markdown([*head, "MACs in FP4, least"], rows)
+
+
 W4A8 = {  # networks and data of the whole picture, trained again beside W4A8
     "w4a8_camvid_h200": "CamVid; smp Unet(resnet34)",
     "w4a8_dsb2018_h200": "DSB2018; smp Unet(resnet34)",

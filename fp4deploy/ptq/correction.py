@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from fp4deploy.ptq.forward import call_of, order_of
 from fp4deploy.qat.layers import QuantizedLayer
-from fp4deploy.qat.plan import NORMS
+from fp4deploy.qat.plan import NORMS, channel_axis
 
 if TYPE_CHECKING:
     from fp4deploy.system.progress import Phase
@@ -82,15 +82,15 @@ def _moments(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(mean of y, mean of y', variance of y', covariance) of each channel, float32 [C]."""
     sums: list[Tensor] = []
+    axis = channel_axis(model.get_submodule(name))
     for batch in batches:
-        y, other = (_channels(call_of(each, name, batch).outputs[0]) for each in (reference, model))
+        y, other = (_channels(call_of(each, name, batch).outputs[0], axis) for each in (reference, model))
         sums.append(torch.stack([y.mean(1), other.mean(1), other.square().mean(1), (y * other).mean(1)]))
     mean, other_mean, square, product = torch.stack(sums).mean(0).unbind()
     moments = (mean, other_mean, square - other_mean.square(), product - mean * other_mean)
     return tuple(each.float() for each in moments)  # type: ignore[return-value]
 
 
-def _channels(y: Tensor) -> Tensor:
+def _channels(y: Tensor, axis: int) -> Tensor:
     """[C, everything else], float64 sums being too slow on a GPU: float32."""
-    axis = 1 if y.ndim > 2 and y.ndim != 3 else y.ndim - 1
     return y.float().movedim(axis, 0).flatten(1)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fp4deploy.graph.costs import work_of_layers
+from fp4deploy.graph.costs import MULTIPLYING, work_of_layers
 from fp4deploy.graph.modes import evaluating
 from fp4deploy.models.card import ModelCard
 from fp4deploy.qat.batches import arguments_of, first_tensor, run
@@ -30,13 +30,14 @@ ENOUGH_IMAGES = 32  # on which every layer is put into FP4 alone
 
 
 @torch.no_grad()
-def sensitive_layers(model: nn.Module, batches: Iterable[object], share: float) -> list[str]:
+def sensitive_layers(model: nn.Module, batches: Iterable[object], share: float, fp4: float = 0.0) -> list[str]:
     """The names of the layers, the largest error per multiply-accumulate first.
 
     Args:
         model: prepared and calibrated. Layers of FP8, INT8 and W4A8 are not asked.
         batches: model inputs on the model's device, of which the first `ENOUGH_IMAGES` are taken.
         share: the most of the multiply-accumulates of all quantised layers that they may have, in [0, 1].
+        fp4: the least of those of the whole network, its unquantised layers included, that stays in FP4, in [0, 1].
     """
     layers, asked = quantized_layers(model), _enough(batches)
     errors: dict[str, float] = {}
@@ -44,8 +45,9 @@ def sensitive_layers(model: nn.Module, batches: Iterable[object], share: float) 
         with evaluating(model):
             _only(layers, ())
             expected = [_outputs(model, batch) for batch in asked]
-            work = work_of_layers(model, layers, arguments_of(model, asked[0]))
-            macs = {name: each.macs for name, each in work.items()}
+            multiplying = {name: each for name, each in model.named_modules() if isinstance(each, MULTIPLYING)}
+            work = work_of_layers(model, {**multiplying, **layers}, arguments_of(model, asked[0]))
+            macs = {name: work[name].macs for name in layers}
             for name, layer in layers.items():
                 if layer.recipe.precision != "FP4" or not macs[name]:
                     continue
@@ -54,7 +56,8 @@ def sensitive_layers(model: nn.Module, batches: Iterable[object], share: float) 
                 errors[name] = sum(found)
     finally:
         _only(layers, layers)
-    left, chosen = share * sum(macs.values()), []
+    least = fp4 * sum(each.macs for each in work.values())
+    left, chosen = min(share * sum(macs.values()), sum(macs[name] for name in errors) - least), []
     for name in sorted(errors, key=lambda name: errors[name] / macs[name], reverse=True):
         if macs[name] <= left:
             chosen.append(name)
@@ -71,7 +74,7 @@ def with_sensitive(card: ModelCard, form: str, names: Collection[str]) -> ModelC
     """A card with these layers in "fp16" or "fp8"."""
     if form == "fp16":
         return replace(card, exclude=(*(card.exclude or ()), *names)) if names else card
-    return replace(card, fp8=(*(card.fp8 or ()), *names)) if names else card
+    return replace(card, formats=card.formats | {form: (*card.formats.get(form, ()), *names)}) if names else card
 
 
 def _enough(batches: Iterable[object]) -> list[object]:

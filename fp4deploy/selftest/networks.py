@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from fp4deploy.errors import GateError, UnavailableError
+from fp4deploy.export.verify.nodes import largest
 from fp4deploy.export.verify.outputs import ALLOWED_ELEMENTS
-from fp4deploy.export.verify.packed import largest
 from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.packed import PackedFile, PackedNetwork
 from fp4deploy.packed.graph import Concat, Layer, Node, named

@@ -23,7 +23,7 @@ from fp4deploy.models.torchvision_detectors import LEARNING_RATES, METHODS, own_
 from fp4deploy.models.unet import STRIDE
 from fp4deploy.qat import find_recipe
 from fp4deploy.qat.fp4_gemms.requirements import require_packed
-from fp4deploy.qat.recipes import Recipe
+from fp4deploy.qat.recipes import RULES, Recipe
 from fp4deploy.system.files import write_whole
 from fp4deploy.system.schema import briefly, parse_yaml, read_yaml
 from fp4deploy.tasks import TASKS
@@ -58,6 +58,20 @@ class Config(Section):
     telemetry: TelemetrySection = TelemetrySection()
     instance: InstanceSection = InstanceSection()
     detection: DetectionSection = DetectionSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _settings_of_the_rule(cls, values: Any) -> object:
+        """Those that are given come before the rule's."""
+        rule = RULES.get(str(values.get("recipe"))) if isinstance(values, dict) else None
+        quant = values.get("quant", {}) if rule else None
+        if not rule or not isinstance(quant, dict):
+            return values
+        return {
+            **values,
+            **rule,
+            "quant": {**quant, **{key: quant.get(key) or rule["quant"][key] for key in rule["quant"]}},
+        }
 
     @model_validator(mode="before")
     @classmethod
@@ -112,13 +126,13 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _measures_a_trained_network(self) -> Config:
-        on = [name for name in ("fp16_macs", "fp8_macs") if getattr(self.quant, name)]
+        on = [name for name in ("fp16_macs", "fp8_macs", "fp4_macs") if getattr(self.quant, name)]
         if on and self.train.from_scratch:
             raise ValueError(
                 f"quant.{on[0]} measures what a trained network loses, and train.from_scratch starts from random "
                 "weights; leave out one"
             )
-        if self.quant.fp8_macs:
+        if "fp8" in self.quant.by_error:
             checked(find_recipe(self.recipe), Recipe.in_format)
         return self
 

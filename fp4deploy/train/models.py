@@ -36,7 +36,6 @@ from fp4deploy.errors import InputError, Interrupted, suggest
 from fp4deploy.graph.copies import copied
 from fp4deploy.models import ModelCard, load_weights, read_card
 from fp4deploy.models.build import network_for
-from fp4deploy.models.card import FORMATS
 from fp4deploy.models.initial import load_initial
 from fp4deploy.models.spec import UNET
 from fp4deploy.qat import calibrate_percentile, find_recipe, prepare_as, quantized_layers, set_products
@@ -58,7 +57,7 @@ from fp4deploy.train.state import Progress, read_progress
 from fp4deploy.train.tasks import class_weights, make_head, make_task, require_same_head, require_same_task
 from fp4deploy.train.volumes import at_spacing, sized, volume_input
 
-SENSITIVE = "sensitive_layers.json"  # those that quant.fp16_macs and quant.fp8_macs have chosen
+SENSITIVE = "sensitive_layers.json"  # those that quant.fp16_macs, quant.fp8_macs and quant.fp4_macs have chosen
 
 
 @dataclass(frozen=True)
@@ -175,7 +174,7 @@ def _train(
         if config.quant.equalize and not resume:
             names = quantized_layers(prepare_as(copied(network), card))
             equalize(network, _first_images(network, loaders[0], config), names)
-        if config.quant.fp16_macs or config.quant.fp8_macs:
+        if config.quant.by_error:
             card = _without_sensitive(network, card, loaders[0], config, job.folder / SENSITIVE, resume)
         set_products(prepare_as(network, card), config.train.products)
         if (fine_tuned or find_recipe(config.recipe).amax_learned) and not resume:
@@ -350,14 +349,14 @@ def _without_sensitive(
     def measured(share: float, card: ModelCard) -> list[str]:
         probe = prepare_as(copied(network), card)
         calibrate_on(probe, loader, config, card.rest)
-        return sensitive_layers(probe, _first_images(probe, loader, config), share)
+        return sensitive_layers(probe, _first_images(probe, loader, config), share, config.quant.fp4_macs)
 
     chosen = validated(dict[str, list[str]], read_json(path), path) if resume else {}
-    for form, share in (("fp16", config.quant.fp16_macs), ("fp8", config.quant.fp8_macs)):
-        if share and not resume:
+    for form, share in config.quant.by_error.items():
+        if not resume:
             chosen[form] = from_first(partial(measured, share, card))
             _say(f"In {form.upper()}, for the largest errors in FP4: {', '.join(chosen[form]) or 'no layer'}")
-            if form == "fp8" and chosen[form] and card.fp8 is None:
+            if form == "fp8" and chosen[form] and form not in card.formats:
                 chosen[form] += fp8_layers(prepare_as(copied(network), card))
         card = with_sensitive(card, form, chosen.get(form, ()))
     if is_first_process() and not resume:
@@ -382,11 +381,8 @@ def rest_trained_for(config: Config) -> RestName:
 def model_card(config: Config, model: str, data: SegmentationDataset) -> ModelCard:
     """The card of one model of a run."""
     quantized = model in QUANTIZED_MODELS
-    chosen = {
-        name: tuple(patterns) if quantized and patterns is not None else None
-        for name in ("include", "exclude", *FORMATS)
-        for patterns in (getattr(config.quant, name),)
-    }
+    selected = config.quant.selections if quantized else {}
+    chosen = {name: tuple(patterns) for name, patterns in selected.items()}
     volume = volume_input(config, data)
     mean, std = (IMAGE_MEAN, IMAGE_STD) if volume is None else ((value,) * len(volume.channels) for value in (0.0, 1.0))
     return ModelCard(
@@ -405,7 +401,9 @@ def model_card(config: Config, model: str, data: SegmentationDataset) -> ModelCa
         background=data.background,
         recipe=config.recipe if quantized else None,
         rest=rest_trained_for(config),
-        **chosen,
+        include=chosen.pop("include", None),
+        exclude=chosen.pop("exclude", None),
+        formats=chosen,
         target=config.quant.target if quantized else None,
         task=config.task,
         head=make_head(config, data),

@@ -74,6 +74,33 @@ def test_a_training_step_of_the_tables_moves_the_weights_in_either_precision(
     assert any(not torch.equal(*each) for each in zip(before, network.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("network", ["timm:vit_small_patch16_224", "transformers:gpt2"])
+def test_a_training_step_of_a_transformer_minimises_its_loss(monkeypatch: pytest.MonkeyPatch, network: str) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import transformer_steps
+
+    for name, value in {"IMAGES": 2, "SIZE": 8, "LABELS": 10, "SEQUENCES": 2, "LENGTH": 6, "TOKENS": 10}.items():
+        monkeypatch.setattr(transformer_steps, name, value)
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    of_images = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 8 * 8, 10))
+    of_tokens = torch.nn.Sequential(torch.nn.Embedding(10, 8), torch.nn.Linear(8, 10))
+    model = of_images if network.startswith("timm:") else of_tokens
+    seen: list[float] = []
+    monkeypatch.setattr(
+        transformer_steps, "_cross_entropy", lambda *each, own=transformer_steps._cross_entropy: noted(own(*each), seen)
+    )
+    step = transformer_steps.make_step(network, model, "bf16")
+    for _ in range(20):
+        step()
+    assert len(seen) == 20
+    assert seen[-1] < seen[0]
+
+
+def noted(loss: torch.Tensor, seen: list[float]) -> torch.Tensor:
+    seen.append(loss.item())
+    return loss
+
+
 def test_rows_beside_those_of_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
     import packed_latency

@@ -17,7 +17,7 @@ from cli import completion
 from cli.settings import SettingOptions, use_device
 from cli.settings import settings as resolve
 from fp4deploy.errors import InputError, UnavailableError
-from fp4deploy.qat.recipes import RECIPES
+from fp4deploy.qat.recipes import RECIPES, RULES
 from fp4deploy.train.config import Config, setting_names
 from tests.cli.command_line import ENVIRONMENT, PACKAGE, ROOT, Invoke
 
@@ -33,7 +33,7 @@ class Context:
 
 def test_recipes_settings_architectures_and_models_complete() -> None:
     assert completion.recipes(Context(), "tetra") == ["tetrajet", "tetrajet_v2", "tetrajet_v2_outcontrol"]
-    assert set(completion.recipes(Context(), "")) == set(RECIPES)
+    assert set(completion.recipes(Context(), "")) == {*RECIPES, *RULES}
     assert completion.settings(Context(), "train.l") == ["train.lr=", "train.label_smoothing="]
     assert "sm120" in completion.architectures(Context(), "sm1")
     assert completion.models(Context(), "fp16,nv") == ["fp16,nvfp4", "fp16,nvfp4_ptq"]

@@ -90,6 +90,7 @@ def test_files_hold_what_was_found(study: LayerStudy, tmp_path: Path) -> None:
     assert files[2].read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.usefixtures("whole_unets")
 def test_what_it_cannot_study_is_refused(checkpoint: Path) -> None:
     with pytest.raises(InputError, match="--data DIR"):
         study_layers(checkpoint, [])

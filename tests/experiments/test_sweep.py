@@ -227,6 +227,17 @@ def test_a_variant_with_digits_starts_from_the_model_without(tiny_data: Path, tm
     assert shapes == [(8, 3, 3, 3), (8, 13, 3, 3)]
 
 
+def test_a_control_is_calibrated(tiny_data: Path, tmp_path: Path) -> None:
+    text = FILE[: FILE.index("  ptq:")] + "  ptq: {model: nvfp4_ptq, base: control}\n"
+    sweep = load_sweep(written(tmp_path, tiny_data, text), seeds=(0,))
+    run_sweep(sweep, tmp_path / "out", ("ptq",), say=lambda _: None)
+    control, ptq = (
+        load_file(tmp_path / "out" / name / "seed0" / model / "best.safetensors")
+        for name, model in (("control", "fp16_control"), ("ptq", "nvfp4_ptq"))
+    )
+    assert all(ptq[key].equal(value) for key, value in control.items())
+
+
 def test_a_control_teaches_the_model_that_is_compared_with_it(
     tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

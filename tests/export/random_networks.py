@@ -46,8 +46,8 @@ import fp4deploy as fd
 from benchmarks.peers import origin
 from fp4deploy.errors import InputError
 from fp4deploy.export.to_packed import pack_model
+from fp4deploy.export.verify.nodes import compare_nodes
 from fp4deploy.export.verify.outputs import Agreement
-from fp4deploy.export.verify.packed import compare_nodes
 from fp4deploy.export.verify.tensors import leaves
 from fp4deploy.packed import PackedNetwork, packed_file
 from fp4deploy.packed.file import read_packed, write_packed
@@ -397,7 +397,7 @@ def _packed(model: RandomNetwork, x: tuple[torch.Tensor, ...], seed: int, folder
     network = PackedNetwork(file)
     with torch.inference_mode():
         expected, got = leaves(model(*x)), leaves(network(*x))
-        errors = compare_nodes(model, network, *x)
+        errors = compare_nodes(model, network, *x).errors
     assert [each.shape for each in got] == [each.shape for each in expected], (seed, model)
     assert all(each.isfinite().all() for each in got), (seed, model)
     ends = {f"layers.{len(model.layers) - 1}", "other"}

@@ -13,7 +13,7 @@ from torch import nn
 
 import fp4deploy as fd
 from fp4deploy.export.onnx.layers import layers_of
-from fp4deploy.export.verify.packed import compare_nodes
+from fp4deploy.export.verify.nodes import compare_nodes
 from fp4deploy.packed import PackedNetwork
 from fp4deploy.qat import deployed
 
@@ -74,6 +74,6 @@ def test_the_packed_network_holds_the_codes_of_the_weight_as_computed(tmp_path: 
     packed = fd.pack(model, tmp_path / "net.fp4", example_inputs=images)
     assert {"1.weight.codes", "5.weight.codes"} <= set(packed.file.tensors)
     with torch.inference_mode():
-        errors = compare_nodes(deployed(model), PackedNetwork(packed.file), images)
+        errors = compare_nodes(deployed(model), PackedNetwork(packed.file), images).errors
     assert {"1", "5"} <= set(errors)
     assert max(errors.values()) < 1e-5

@@ -19,7 +19,8 @@ from fp4deploy.errors import GateError, InputError
 from fp4deploy.export.onnx.graph import export_graph
 from fp4deploy.export.to_packed import pack, pack_model
 from fp4deploy.export.verify import packed as module
-from fp4deploy.export.verify.packed import compare_nodes, require_packed, verify_packed
+from fp4deploy.export.verify.nodes import NodeComparison, compare_nodes
+from fp4deploy.export.verify.packed import require_packed, verify_packed
 from fp4deploy.formats import global_amax
 from fp4deploy.models import ModelCard, build_unet, save_checkpoint
 from fp4deploy.packed import PackedFile, PackedNetwork, packed_file, read_packed
@@ -146,7 +147,7 @@ def test_another_network() -> None:
     x = torch.randn(2, *SHAPE)
     file = packed_file(Path("x.fp4"), None, *pack_model(model, x))
     with torch.inference_mode():
-        errors = compare_nodes(model, PackedNetwork(file), x)
+        errors = compare_nodes(model, PackedNetwork(file), x).errors
     assert max(errors.values()) < 1e-3, errors
 
 
@@ -175,7 +176,7 @@ def test_layers_kept_in_fp16_by_choice() -> None:
     round_to_deployed(model)
     file = packed_file(Path("x.fp4"), card(), *pack_model(model.eval(), images(1), False))
     with torch.inference_mode():
-        errors = compare_nodes(model, PackedNetwork(file), images(2))
+        errors = compare_nodes(model, PackedNetwork(file), images(2)).errors
     assert max(errors.values()) < 1e-3
 
 
@@ -217,7 +218,7 @@ def test_a_node_is_judged_by_its_worst_batch(errors: tuple[float, float], monkey
     model, _ = unet()
     of_batch = iter(errors)
     given = [model(images(1))]
-    monkeypatch.setattr(module, "run_nodes", lambda *_, **__: ({"head": next(of_batch)}, given))
+    monkeypatch.setattr(module, "compare_nodes", lambda *_, **__: NodeComparison({"head": next(of_batch)}, given))
     found = verify_packed(model, broken_networks()["amax"], images(2).split(1), flat=False)
     assert [name for name, _ in found.wrong_nodes] == ["head"]
     assert not found.passed

@@ -15,7 +15,7 @@ from torch import nn
 import fp4deploy as fd
 from fp4deploy.errors import GateError, InputError
 from fp4deploy.export.to_packed import pack_model
-from fp4deploy.export.verify.packed import compare_nodes
+from fp4deploy.export.verify.nodes import compare_nodes
 from fp4deploy.export.verify.tensors import leaves
 from fp4deploy.packed import PackedFile, PackedNetwork, activation_bytes, full_precision, packed_file, read_packed
 from fp4deploy.packed.describe import describe_packed
@@ -68,7 +68,7 @@ def test_a_file_does_not_depend_on_what_its_process_wrote_before(tmp_path: Path)
 def test_every_layer_computes_what_torch_computes(name: str) -> None:
     model, file, x = made(name)
     with torch.inference_mode():
-        errors = compare_nodes(model, PackedNetwork(file), x)
+        errors = compare_nodes(model, PackedNetwork(file), x).errors
     weights = [layer for layer, module in model.named_modules() if list(module.parameters(recurse=False))]
     assert set(weights) == set(errors)
     assert max(errors.values()) < 1e-3, errors
@@ -100,7 +100,7 @@ def test_other_sizes_from_one_file(name: str) -> None:
     sizes = (*x.shape[2:-2], x.shape[-2] + 16, x.shape[-1] - 16)
     other = torch.randn(3, 3, *sizes, generator=torch.Generator().manual_seed(2))
     with torch.inference_mode():
-        errors = compare_nodes(model, PackedNetwork(file), other)
+        errors = compare_nodes(model, PackedNetwork(file), other).errors
         expected, got = leaves(model(other)), leaves(PackedNetwork(file)(other))
     assert max(errors.values()) < 1e-3, errors
     assert [each.shape for each in got] == [each.shape for each in expected]
@@ -158,7 +158,9 @@ def test_a_layer_of_two_names_is_compared_with_reference_inputs() -> None:
     x = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(1))
     model = deployed(Renamed(), x)
     with torch.inference_mode():
-        errors = compare_nodes(model, PackedNetwork(packed_file(Path("own.fp4"), None, *pack_model(model, x))), x)
+        errors = compare_nodes(
+            model, PackedNetwork(packed_file(Path("own.fp4"), None, *pack_model(model, x))), x
+        ).errors
     assert set(errors) == {"stem", "called.deep", "head"}
 
 

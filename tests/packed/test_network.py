@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from fp4deploy.data import EvalTransform, generate_shapes, open_dataset
 from fp4deploy.errors import InputError
 from fp4deploy.export.to_packed import pack_model
-from fp4deploy.export.verify.packed import compare_nodes
+from fp4deploy.export.verify.nodes import compare_nodes
 from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.models import build_unet
 from fp4deploy.models.input_encoding import encode_input as written
@@ -37,7 +37,7 @@ from tests.packed.small_networks import CLASSES, SIZE, images, packed
 def test_every_step_computes_what_torch_computes(recipe: str, scale: float) -> None:
     model, file = packed(recipe, scale)
     with torch.inference_mode():
-        errors = compare_nodes(model, PackedNetwork(file), images(2))
+        errors = compare_nodes(model, PackedNetwork(file), images(2)).errors
     assert len(errors) == 23  # 13 convolutions and 10 normalisations
     assert max(errors.values()) < 2e-4, errors
 
@@ -49,7 +49,7 @@ def test_every_step_computes_what_torch_computes(recipe: str, scale: float) -> N
 def test_every_step_where_the_image_is_digits_or_packed(digits: bool, everything: bool, scale: float) -> None:
     model, file = packed("nvfp4_qat", scale, digits, everything)
     with torch.inference_mode():
-        errors = compare_nodes(model, PackedNetwork(file), images(2))
+        errors = compare_nodes(model, PackedNetwork(file), images(2)).errors
     assert len(errors) == 23
     assert max(errors.values()) < 2e-4, errors
     convolutions = [node for node in file.graph.nodes if isinstance(node, Layer)]

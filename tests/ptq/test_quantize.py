@@ -194,6 +194,33 @@ def test_bias_correction_restores_the_mean_of_every_channel(images: list[torch.T
         assert torch.allclose(model(x[0]).mean(0), reference(x[0]).mean(0), atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "layers",
+    [
+        (nn.Conv1d(4, 8, 1), nn.GroupNorm(2, 8)),  # [N, channels, length]: three axes, as tokens have
+        (nn.Conv1d(4, 8, 1), nn.BatchNorm1d(8)),
+        (nn.Conv3d(4, 8, 1), nn.InstanceNorm3d(8, affine=True)),
+        (nn.Linear(5, 8), nn.LayerNorm(8)),  # [N, tokens, channels]
+    ],
+    ids=lambda layers: type(layers[1]).__name__,
+)
+def test_norm_correction_is_of_the_channels_that_the_layer_has(layers: tuple[nn.Module, nn.Module]) -> None:
+    """The mean of every channel is back, whatever the rank of what holds it."""
+    torch.manual_seed(3)
+    reference = nn.Sequential(*layers).eval()
+    model = copy.deepcopy(reference)
+    shape = {3: (6, 4, 5), 5: (6, 4, 2, 3, 5)}[layers[0].weight.ndim if isinstance(layers[0], nn.Conv3d) else 3]
+    x = [torch.randn(shape)]
+    axis = -1 if isinstance(layers[1], nn.LayerNorm) else 1
+    with torch.no_grad():
+        model[0].weight += 0.1 * torch.randn_like(model[0].weight)
+        model[0].bias += 0.5
+    correct(model, reference, x, "norm")
+    with torch.no_grad():
+        means = [each(x[0]).movedim(axis, 0).flatten(1).mean(1) for each in (model, reference)]
+    torch.testing.assert_close(*means, rtol=0, atol=1e-5)
+
+
 def test_norm_correction_is_the_regression_of_the_channel() -> None:
     torch.manual_seed(2)
     reference = nn.Sequential(nn.Conv2d(4, 8, 1), nn.GroupNorm(2, 8)).eval()
@@ -245,9 +272,11 @@ def test_the_layers_that_lose_most_are_left_out_and_the_file_says_so(untrained: 
     model, written = load_model(out)
     layers = quantized_layers(model)
     assert written.exclude == ("up.0", *result.sensitive["fp16"])
-    assert written.fp8 == tuple(result.sensitive["fp8"])
+    assert written.formats == {"fp8": tuple(result.sensitive["fp8"])}
     assert result.sensitive["fp16"]
-    assert {name for name, layer in layers.items() if layer.recipe.activation.format == "fp8"} == set(written.fp8)
+    assert {name for name, layer in layers.items() if layer.recipe.activation.format == "fp8"} == set(
+        result.sensitive["fp8"]
+    )
     assert not {"up.0", *result.sensitive["fp16"]} & layers.keys()
     plain = tmp_path / "plain.safetensors"
     quantize_checkpoint(untrained.checkpoint("fp16"), [x], plain, "amax", correction="none", exclude=["up.0"])

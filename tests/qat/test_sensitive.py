@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.sweep_result import macs_in_fp4
 from fp4deploy.errors import InputError
 from fp4deploy.models import read_card
 from fp4deploy.qat import calibrate, load_model, prepare, quantized_layers
@@ -44,8 +45,12 @@ def test_the_worst_for_their_work_come_first_and_no_more_than_fit() -> None:
     assert sensitive_layers(model, [images], 0.2) == [name for name in order if macs[name] == 1]
     assert sensitive_layers(model, [images], 0.05) == []
     assert all(layer.quantizing for layer in quantized_layers(model).values())
+    assert sensitive_layers(model, [images], 0.2, fp4=0.9) == [name for name in order if macs[name] == 1][:1]
     eight = prepare(model, include=["*"], fp8=["1", "2"])
     assert set(sensitive_layers(eight, [images], 1.0)) == {"0", "3"}
+    prepare(model, include=["0", "1", "2"])  # layer 3, a tenth of the work, is FP16
+    assert sensitive_layers(model, [images], 1.0, fp4=0.8) == ["2"]
+    assert sensitive_layers(model, [images], 1.0, fp4=0.95) == []
 
 
 def test_a_training_has_them_in_fp8_and_resumes_with_them(
@@ -69,7 +74,7 @@ def test_a_training_has_them_in_fp8_and_resumes_with_them(
     chosen = json.loads((run.model_dir("nvfp4") / SENSITIVE).read_text())
     train_models(config, run, ("nvfp4",), resume=True)
     card, names = read_card(run.checkpoint("nvfp4")), chosen["fp8"]
-    assert list(card.fp8) == names
+    assert list(card.formats["fp8"]) == names
     assert list(card.exclude) == chosen["fp16"]
     model, _ = load_model(run.checkpoint("nvfp4"))
     formats = {name: layer.recipe.activation.format for name, layer in quantized_layers(model).items()}
@@ -88,9 +93,24 @@ def test_layers_that_the_recipe_has_in_fp8_stay_there(tiny: Config, tmp_path: Pa
     assert recipes < more < formats.keys()
 
 
+def test_the_rule_leaves_nine_tenths_of_the_work_in_fp4(tiny: Config, tmp_path: Path) -> None:
+    config = with_settings(tiny, ["recipe=nvfp4_best", "train.epochs=1", "train.calibration=1"])
+    assert (config.recipe, config.quant.fp4_macs) == ("nvfp4_4o6_weight_qat", 0.9)
+    assert with_settings(tiny, ["recipe=nvfp4_best", "quant.fp4_macs=0.5"]).quant.fp4_macs == 0.5
+    run = create_run(tmp_path / "run")
+    train_models(config, run, ("fp16", "nvfp4_ptq"))
+    model, card = load_model(run.checkpoint("nvfp4_ptq"))
+    assert card.recipe == config.recipe
+    assert card.formats["fp8"]
+    assert 0.9 <= macs_in_fp4(model, card.input_shape) < 0.95
+
+
 @pytest.mark.parametrize(
     ("settings", "cause"),
     [
+        (["recipe=nvfp4_best", "train.from_scratch=true"], r"quant\.fp4_macs measures"),
+        (["recipe=nvfp4_bes"], r"Did you mean 'nvfp4_best'\?"),
+        (["recipe=nvfp4_best+dynamic"], "the recipe alone is nvfp4_4o6_weight_qat"),
         (["quant.fp16_macs=0.1", "train.from_scratch=true"], r"quant\.fp16_macs measures what a trained network loses"),
         (["quant.fp8_macs=0.1", "recipe=nvfp4_train"], "nvfp4_train"),
     ],

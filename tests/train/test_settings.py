@@ -33,7 +33,7 @@ NO_EFFECT = (
 ELSEWHERE = {  # what other tests show: another network, another kind of data, another machine
     "task", "data.root", "data.depth", "data.spacing", "model.init", "model.output", "model.args", "model.digits",
     "train.compile", "train.channels_last", "train.products", "augment.foreground", "train.init_checkpoint", "quant.target", "data.classes",
-    "distill.teacher", "quant.fp16_macs", "quant.fp8_macs", "model.spec", "model.scale", "train.from_scratch", "quant.include", "quant.exclude",
+    "distill.teacher", "quant.fp16_macs", "quant.fp8_macs", "quant.fp4_macs", "model.spec", "model.scale", "train.from_scratch", "quant.include", "quant.exclude",
 }  # fmt: skip
 VALUES: dict[str, Any] = {
     "recipe": "nvfp4_4o6_qat", "train.warmup": 0.6, "train.clip": 0.01, "train.zoom": [0.3, 0.4], "train.precision": "bf16",

@@ -47,7 +47,8 @@ NOT_OF_THE_BASE = ("data.root", "data.workers", "data.cache_gib")
 class VariantSection(Section):
     """model: what is trained; set: settings; against: the variant to compare with, null for none; note: a text.
 
-    base: the FP16 variant to start from, where it is not the one that the settings ask for.
+    base: the FP16 variant to start from, where it is not the one that the settings ask for; a control for what should
+        start from a network that has been trained as long as it.
     teacher: the FP16 or control variant that distils it (`distill`), where it is not the one it starts from.
     """
 
@@ -215,7 +216,7 @@ def _check(sweep: Sweep) -> None:
         if variant.against is not None and variant.against not in by_name:
             near = suggest(variant.against, by_name)
             problems.append(f"{variant.name} is compared with '{variant.against}', which is no variant.{near}")
-        if variant.base is not None and by_name[variant.base].model != "fp16":
+        if variant.base is not None and not _trained_in_fp16(by_name[variant.base], by_name):
             problems.append(f"'{variant.base}' is the FP16 model that {variant.name} starts from; rename the variant")
         if variant.teacher is not None:
             problems += _wrong_teacher(sweep, variant, by_name)
@@ -229,6 +230,12 @@ def _check(sweep: Sweep) -> None:
         problems.append("seeds are distinct whole numbers from 0 on, at least one")
     if problems:
         raise InputError(f"{sweep.file} is not a valid sweep: {'; '.join(problems)}")
+
+
+def _trained_in_fp16(base: Variant, by_name: dict[str, Variant]) -> bool:
+    """Or the control of one that was."""
+    start = by_name.get(str(base.base))
+    return base.model == BASE or (base.model == "fp16_control" and start is not None and start.model == BASE)
 
 
 def _wrong_teacher(sweep: Sweep, variant: Variant, by_name: dict[str, Variant]) -> list[str]:

@@ -4,13 +4,13 @@ First both run end to end on the same real images, as `verify.outputs` does for 
 large model differs from itself when a sum is accumulated in another order (see `verify.layerwise`). Where the
 end-to-end comparison fails, every node is compared alone, with reference inputs from torch. At most 0.1 % of the
 elements of a packed activation may differ or those of one block, 0.1 % of the norm of a plain one, and 0.1 % of what
-the outputs mean that follow from them (`agreement`), but for what last bits decide there (`last_bits`).
+the outputs mean that follow from them (`agreement`). What exceeds that is compared anew without the elements that last
+bits decide about (`last_bits`): such as those of a convolution that reads one value at a rounding boundary of E2M1.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -20,25 +20,17 @@ import torch
 from torch import nn
 
 from fp4deploy.errors import GateError, InputError
-from fp4deploy.export.verify.agreement import Comparison, OutputAgreement, compare_outputs, described, unsettled
+from fp4deploy.export.verify.agreement import Comparison, OutputAgreement, compare_outputs, described
 from fp4deploy.export.verify.flat import flat_difference
-from fp4deploy.export.verify.last_bits import movements
+from fp4deploy.export.verify.last_bits import MOST
+from fp4deploy.export.verify.nodes import compare_nodes, largest
 from fp4deploy.export.verify.outputs import ALLOWED_ELEMENTS, NOTHING_WRITTEN
 from fp4deploy.export.verify.tensors import leaves
-from fp4deploy.formats import NVFP4_BLOCK, Nvfp4Tensor, pad_to_blocks
 from fp4deploy.graph.capture import Inputs, file_names, of_batch
 from fp4deploy.models.meaning import OutputMeanings, known_outputs
 from fp4deploy.packed import PackedFile, PackedNetwork
-from fp4deploy.packed.graph import GroupNormReLU, Layer, Node
-from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4
-from fp4deploy.qat import QuantizedLayer
 from fp4deploy.qat.ranges import Ranges
 from fp4deploy.rest import rest_of
-
-Activation = torch.Tensor | Nvfp4Tensor
-LAYERS = (
-    nn.modules.conv._ConvNd, nn.Linear, nn.GroupNorm, nn.LayerNorm, nn.modules.batchnorm._NormBase,
-)  # fmt: skip
 
 
 @dataclass(frozen=True, repr=False)
@@ -62,6 +54,12 @@ class PackedAgreement(Comparison):
     def wrong_nodes(self) -> list[tuple[str, float]]:
         """Nodes that differ by more than is allowed, and by how much, in the order of the graph."""
         return [(node, error) for node, error in (self.nodes or {}).items() if not error <= ALLOWED_ELEMENTS]
+
+    @property
+    def is_near(self) -> bool:
+        """Whether so little differs with reference inputs that last bits may be the reason."""
+        few = all(error**2 <= MOST for _, error in self.wrong_nodes)  # of a plain activation, the root of a share
+        return few and all(each.is_near for each in self.referenced)
 
     @property
     def place(self) -> str:
@@ -109,19 +107,14 @@ def verify_packed(
         count += len(batch[0])
     agreement = PackedAgreement(count, found, ranges=ranges.largest, rest=ranges.rest)
     if not all(each.passed for each in found):
-        nodes: dict[str, float] = {}
-        of_nodes: list[list[torch.Tensor]] = []
-        for batch in kept:
-            errors, given = run_nodes(model, network, *_copies(batch), forward=forward)
-            nodes |= {name: largest(nodes.get(name, 0.0), error) for name, error in errors.items()}
-            of_nodes.append(given)
-        for last_bits in (False, True):
-            referenced: tuple[OutputAgreement, ...] = ()
-            for batch, outputs, own in zip(kept, expected, of_nodes, strict=True):
-                moved = _moved(model, forward, batch, outputs) if last_bits else None
-                referenced = compare_outputs(outputs, own, names, meanings, referenced, moved)
+        for most in (0.0, MOST):
+            nodes, referenced = dict[str, float](), tuple[OutputAgreement, ...]()
+            for batch, outputs in zip(kept, expected, strict=True):
+                by_node = compare_nodes(model, network, *batch, forward=forward, last_bits=most)
+                nodes |= {name: largest(nodes.get(name, 0.0), error) for name, error in by_node.errors.items()}
+                referenced = compare_outputs(outputs, by_node.outputs, names, meanings, referenced, by_node.moved)
             agreement = replace(agreement, nodes=nodes, referenced=referenced)
-            if agreement.passed or agreement.wrong_nodes or not all(each.is_near for each in referenced):
+            if agreement.passed or not agreement.is_near:
                 break
     if not (agreement.passed and flat):
         return agreement
@@ -130,17 +123,11 @@ def verify_packed(
         return _copies(of_batch(cast("tuple[torch.Tensor, ...]", x), file.graph.batch))
 
     def by_layer(x: Inputs) -> bool:
-        return all(
-            error <= ALLOWED_ELEMENTS for error in run_nodes(model, network, *sized(x), forward=forward)[0].values()
-        )
+        measures = (partial(compare_nodes, forward=forward, last_bits=most) for most in (0.0, 1.0))
+        return any(not compared(model, network, *sized(x)).wrong for compared in measures)
 
     runs = (lambda x: leaves(forward(*sized(x))), lambda x: leaves(network(*sized(x))))
     return replace(agreement, flat=flat_difference(model, *runs, kept[0], file.card, by_layer))
-
-
-def largest(*errors: float) -> float:
-    """The largest number; NaN where one is."""
-    return float(np.max(errors))
 
 
 def _copies(inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -176,46 +163,6 @@ def require_packed(found: PackedAgreement, name: str) -> None:
     raise GateError(f"{name}: the packed network and torch disagree: {cause}. {NOTHING_WRITTEN}")
 
 
-def compare_nodes(model: nn.Module, network: PackedNetwork, *inputs: torch.Tensor) -> dict[str, float]:
-    """The error of each node that is a layer of torch, with reference inputs from torch: by layer, in their order.
-
-    Nodes without parameters (add, resize, ...) are torch's own operators, and run on the reference inputs.
-    """
-    return run_nodes(model, network, *inputs)[0]
-
-
-def run_nodes(
-    model: nn.Module, network: PackedNetwork, *inputs: torch.Tensor, forward: Callable[..., object] | None = None
-) -> tuple[dict[str, float], list[torch.Tensor]]:
-    """`compare_nodes`, and the outputs as the last nodes give them with reference inputs; forward: calls the model."""
-    graph = network.graph
-    seen, calls = _outputs(model, forward or model, *_copies(inputs)), dict[str, int]()
-    sizes = {f"{each.name}.{axis}": size for each, x in zip(graph.inputs, inputs, strict=True)
-             for axis, size in enumerate(x.shape)}  # fmt: skip
-    live: dict[str, Activation] = {}
-    for each, x in zip(graph.inputs, inputs, strict=True):
-        live.update(zip([form.name for form in each.outputs], network.read_input(each, x), strict=True))
-    buffers = dict(model.named_buffers(remove_duplicate=False)) | dict(model.named_parameters(remove_duplicate=False))
-    amaxes = {name: buffers[form.amax] for name, form in graph.forms().items() if form.amax}
-    ends = {each.activation for each in graph.outputs}
-    written = {name: value for name, value in live.items() if name in ends}
-    errors: dict[str, float] = {}
-    for node in graph.nodes:
-        got = network.run_node(node, [live[name] for name in node.inputs], sizes)
-        names = [form.name for form in node.outputs]
-        written |= {name: value for name, value in zip(names, got, strict=True) if name in ends}
-        layer = str(getattr(node, "layer", None) or "")
-        at = calls[layer] = calls.get(layer, -1) + 1 if layer else 0
-        if not layer or at >= len(seen.get(layer, [])):
-            live.update(zip(names, got, strict=True))
-            continue
-        expected = _expected(node, seen[layer][at], model.get_submodule(layer), amaxes)
-        key = layer if at == 0 else f"{layer} (call {at + 1})"
-        errors[key] = largest(*(_error(*pair) for pair in zip(got, expected, strict=True)))
-        live.update(zip(names, expected, strict=True))
-    return errors, [cast(torch.Tensor, written[each.activation]) for each in graph.outputs]
-
-
 def packed_values(file: PackedFile, inputs: Inputs) -> list[torch.Tensor]:
     """Every tensor that a packed network without quantised layers computes; those before a node that does not run."""
     network, given = PackedNetwork(file), positional(inputs, file)
@@ -233,88 +180,3 @@ def packed_values(file: PackedFile, inputs: Inputs) -> list[torch.Tensor]:
             break
         live.update(zip([form.name for form in node.outputs], got, strict=True))
     return [each for each in live.values() if isinstance(each, torch.Tensor)]
-
-
-def _expected(node: Node, x: torch.Tensor, layer: nn.Module, amaxes: Mapping[str, torch.Tensor]) -> list[Activation]:
-    """What the node should write, from the output of torch's layer; `amaxes`: what torch quantises with."""
-    bias = cast(Any, layer).bias if isinstance(node, Layer) else None
-    if bias is not None and cast(Layer, node).bias is None:  # the normalisation adds it
-        x = x - bias.view(-1, 1, 1)
-    if isinstance(node, GroupNormReLU) or getattr(node, "relu", False):
-        x = x.relu()
-    found: list[Activation] = []
-    for form in node.outputs:
-        y = nn.functional.max_pool2d(x, 2) if form.pooled else x
-        axis = 1 if form.axis == "channels" else -1
-        found.append(quantize_nvfp4(y.movedim(axis, -1), amax=amaxes[form.name]) if form.amax else y)
-    return found
-
-
-def _outputs(model: nn.Module, forward: Callable[..., object], *inputs: torch.Tensor) -> dict[str, list[torch.Tensor]]:
-    """The outputs of every layer with weights, one for each call, by every name that the layer has."""
-
-    def keep(outputs: list[torch.Tensor]) -> Any:
-        return lambda _layer, _inputs, output: outputs.append(output.clone())
-
-    layers = _layers(model)
-    found: dict[nn.Module, list[torch.Tensor]] = {module: [] for module in layers.values()}
-    seen = {name: found[module] for name, module in layers.items()}
-    handles = [module.register_forward_hook(keep(outputs)) for module, outputs in found.items()]
-    try:
-        forward(*inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return seen
-
-
-def _moved(
-    model: nn.Module,
-    forward: Callable[..., Any],
-    inputs: tuple[torch.Tensor, ...],
-    expected: list[torch.Tensor],
-) -> list[torch.Tensor]:
-    """How far outputs move by last bits, each layer with reference inputs: FP4 amplifies nothing."""
-    kept: dict[nn.Module, list[torch.Tensor]] = {module: [] for module in _layers(model).values()}
-    left: dict[nn.Module, Iterator[torch.Tensor]] = {}
-
-    def keep(layer: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
-        kept[layer] += [x.clone() for x in given[:1]]
-
-    def reference(layer: nn.Module, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        references = [next(left[layer], x).clone() for x in given[:1]]  # with noise, but of a quantised layer
-        return *references, *given[1:]
-
-    def run(x: tuple[torch.Tensor, ...], hook: Callable[..., object] = reference) -> list[torch.Tensor]:
-        left.update({layer: iter(each) for layer, each in kept.items()})
-        handles = [layer.register_forward_pre_hook(hook) for layer in kept]
-        try:
-            return leaves(forward(*_copies(x)))
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    run(inputs, keep)
-    return movements(model, run, inputs, expected, partial(unsettled, expected))
-
-
-def _layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers with weights whose nodes are compared, by every name that they have."""
-    named = model.named_modules(remove_duplicate=False)
-    return {name: module for name, module in named if isinstance(module, LAYERS) and _plain(module)}
-
-
-def _plain(module: nn.Module) -> bool:
-    """Whether a layer's forward is torch's or a quantised one: that of a subclass may do more than the layer's node."""
-    return isinstance(module, QuantizedLayer) or type(module).forward.__module__.startswith("torch.nn.")
-
-
-def _error(got: Activation, expected: Activation) -> float:
-    if isinstance(got, Nvfp4Tensor) and isinstance(expected, Nvfp4Tensor):
-        differs = got.dequantize() != expected.dequantize()
-        if not bool(got.dequantize().isfinite().all()):
-            return math.nan
-        blocks = pad_to_blocks(differs, (differs.ndim - 1,)).unflatten(-1, (-1, NVFP4_BLOCK)).any(-1).sum()
-        return float(differs.float().mean()) if blocks > 1 else 0.0  # a last bit of its amax can change a block's scale
-    got, expected = cast(torch.Tensor, got), cast(torch.Tensor, expected)
-    return float((got - expected).norm() / expected.norm().clamp(min=1e-30))

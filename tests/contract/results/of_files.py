@@ -21,10 +21,13 @@ from onnx import helper
 from PIL import Image
 
 from fp4deploy.data import check_dataset, import_coco, open_boxes, open_dataset, open_instances, summarise
+from fp4deploy.data.cache import cache_dataset
+from fp4deploy.data.folders import FolderDataset
 from fp4deploy.data.images import ImageError, read_class_ids, read_image
 from fp4deploy.data.importing import yolo
 from fp4deploy.data.importing.anything import import_folder
 from fp4deploy.data.importing.label_studio import coco_content
+from fp4deploy.data.inspection.summary import shared_images
 from fp4deploy.data.part import part_of, repeated
 from fp4deploy.data.photos import usual_size
 from fp4deploy.data.volumes import nifti
@@ -55,6 +58,7 @@ from tests.packed.small_networks import packed
 from tests.predict.pointwise import Pointwise, card
 from tests.volumes import write as write_nifti
 
+BIRDS = ("ant", "bird", "cat")
 ORIENTATIONS = range(1, 9)
 CARD = ModelCard("fp16", 0.125, ("background", "c3", "c4"), 24, 40, (0.5,) * 3, (0.2,) * 3, True)
 
@@ -178,6 +182,50 @@ def opened(folder: Path) -> Any:
 def described(folder: Path) -> Any:
     root = dataset(folder)
     return [(d.file, d.kind, d.annotation_id) for d in check_dataset(root)], [vars(s) for s in summarise(root)]
+
+
+def uneven(layout: str) -> Any:
+    """Splits that differ: images of nine sizes, one of them in both splits and twice in one; no "bird" to validate on."""
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        tree: Any = {
+            "images": [],
+            "annotations": [],
+            "categories": [{"id": 7 - n, "name": c} for n, c in enumerate(BIRDS)],
+        }
+        for split, shown in (("train", (0, 1, 2, 2, 0, 1)), ("val", (2, 0, 2))):
+            of_split = {**tree, "images": [], "annotations": []}
+            for number, shows in enumerate(shown):
+                first = number in (1, 5)
+                side = 9 if first else 7 + 2 * number + 5 * (split == "val")
+                file = f"{number}.png"
+                path = root / split / (BIRDS[shows] if layout == "folders" else "") / file
+                path.parent.mkdir(parents=True, exist_ok=True)
+                seed = 1 if first else side
+                pixels = np.random.default_rng(seed).integers(0, 200, (side, side + 3, 3)).astype(np.uint8)
+                Image.fromarray(pixels).save(path)
+                mask = np.zeros(pixels.shape[:2], np.uint8)
+                mask[1:4, number % 3 : 5] = shows + 1
+                mask[-1, -1] = 255
+                if layout == "masks":
+                    (root / "masks" / split).mkdir(parents=True, exist_ok=True)
+                    Image.fromarray(mask).save(root / "masks" / split / file)
+                box = [number % 3, 1, 5 - number % 3, 3]
+                corners = [box[0], 1, 5, 1, 5, 4, box[0], 4]
+                of_split["images"].append({"id": number, "file_name": file, "height": side, "width": side + 3})
+                of_split["annotations"].append({"id": number, "image_id": number, "category_id": 7 - shows, "bbox": box,
+                                                "area": 9, "iscrowd": 0, "segmentation": [corners]})  # fmt: skip
+            if layout == "coco":
+                (root / "annotations").mkdir(exist_ok=True)
+                (root / "annotations" / f"instances_{split}.json").write_text(json.dumps(of_split))
+        if layout == "masks":
+            (root / "classes.txt").write_text("\n".join(("background", *BIRDS)))
+        opens = FolderDataset if layout == "folders" else open_dataset
+        sets = [cache_dataset(opens(root, split, chosen), budget) for split in ("train", "val")
+                for chosen, budget in ((None, 10**6), (BIRDS[:0:-1], 700))]  # fmt: skip
+        every = [each.load(at) for each in sets for at in range(len(each))]
+        seen = [type(each).__name__ for each in sets], [each.class_names for each in sets]
+        return *seen, every, summarise(root), shared_images(root), check_dataset(root)
 
 
 def imported(folder: Path) -> Any:
@@ -326,7 +374,7 @@ def parts(folder: Path) -> Any:
 
 def in_eight_bits(int8: tuple[str, ...] | None, recipe: str) -> Any:
     """What an engine multiplies in FP8 of a network, of which some layers are in INT8."""
-    own = dataclasses.replace(CARD, precision="nvfp4", recipe=recipe, int8=int8)
+    own = dataclasses.replace(CARD, precision="nvfp4", recipe=recipe, formats={} if int8 is None else {"int8": int8})
     return [layers_in_fp8(own, target) for target in ("rtx sm120", "tensorrt sm100")]
 
 
@@ -398,6 +446,7 @@ RESULTS: dict[str, Answer] = {
     "planes": each(planes, ("nvfp4_qat", "nvfp4_4o6_weight_qat")),
     "opened": in_a_folder(opened),
     "described": in_a_folder(described),
+    "uneven splits": each(uneven, ("folders", "masks", "coco")),
     "imported": in_a_folder(imported),
     "yolo": in_a_folder(of_yolo),
     "masks imported": each(of_masks, (None, 200, 201, 255), (2, 3)),

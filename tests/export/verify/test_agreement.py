@@ -20,8 +20,9 @@ from fp4deploy.export import to_portable
 from fp4deploy.export.to_packed import pack
 from fp4deploy.export.verify.agreement import OutputAgreement, compare_outputs
 from fp4deploy.export.verify.layerwise import compare_layerwise
+from fp4deploy.export.verify.nodes import largest
 from fp4deploy.export.verify.outputs import Agreement, require_agreement
-from fp4deploy.export.verify.packed import PackedAgreement, largest, require_packed, verify_packed
+from fp4deploy.export.verify.packed import PackedAgreement, require_packed, verify_packed
 from fp4deploy.models.heads import InstanceHead
 from fp4deploy.models.meaning import UNKNOWN, Classes, OutputMeanings, known_outputs
 from fp4deploy.qat import deployed

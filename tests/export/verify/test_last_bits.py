@@ -20,11 +20,13 @@ from fp4deploy.errors import GateError
 from fp4deploy.export import to_portable
 from fp4deploy.export.to_packed import pack_model
 from fp4deploy.export.verify.last_bits import NOISE, movements, noise, settled
+from fp4deploy.export.verify.nodes import compare_nodes
 from fp4deploy.export.verify.outputs import require_agreement
 from fp4deploy.export.verify.packed import verify_packed
 from fp4deploy.models.meaning import known_outputs
-from fp4deploy.packed import packed_file
+from fp4deploy.packed import PackedNetwork, packed_file
 from fp4deploy.qat import deployed
+from fp4deploy.rest import FP32
 from tests.export.exported_models import initializer
 
 IMAGES = torch.randn(2, 3, 12, 8, generator=torch.Generator().manual_seed(7)).half().float()
@@ -207,6 +209,57 @@ def test_ties_of_a_packed_network(amount: float, passes: bool) -> None:
     found = verify_packed(model, file, [IMAGES])
     assert found.share < 0.999
     assert found.passed is passes
+
+
+class Edge(nn.Module):
+    """[1, 3, 12, 8] -> values of a convolution in FP4, of whose input one element is multiplied by `factor`."""
+
+    place: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0
+        self.stem, self.body = nn.Conv2d(3, 16, 1), nn.Conv2d(16, 32, 1)
+        self.register_buffer("place", torch.zeros(1, 16, 12, 8))
+        self.place[0, 5, 0, 0] = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(self.stem(x) * (1 + (self.factor - 1) * self.place))
+
+
+@cache
+def edge() -> tuple[Edge, float, float]:
+    """The network, and neighbouring factors between which the element's code changes."""
+    torch.manual_seed(0)
+    model = Edge().eval()
+    fd.calibrate(fd.prepare(model, include="body"), IMAGES[:1])
+    model = deployed(model, FP32)
+
+    def output(factor: float) -> torch.Tensor:
+        model.factor = factor
+        with torch.no_grad():
+            return model(IMAGES[:1])[0, :, 0, 0]
+
+    low, high = 0.5, 1.0
+    start = output(low)
+    while high - low > 1e-7:
+        middle = (low + high) / 2
+        low, high = (middle, high) if torch.equal(output(middle), start) else (low, middle)
+    return model, low, high
+
+
+@pytest.mark.parametrize(("beyond", "passes"), [(0.0, True), (1e-4, False)])
+def test_an_element_at_a_rounding_boundary_of_a_packed_network(beyond: float, passes: bool) -> None:
+    """Its pixel differs in every channel: by the file's last bits, or since a number of the file is another one."""
+    model, low, high = edge()
+    model.factor = low
+    file = packed_file(Path("edge.fp4"), None, *pack_model(model, IMAGES[:1], rest=FP32))
+    model.factor = high + beyond
+    with torch.no_grad():
+        assert set(compare_nodes(model, PackedNetwork(file), IMAGES[:1]).wrong) == {"body"}
+    found = verify_packed(model, file, [IMAGES[:1]])
+    assert found.passed is passes
+    assert [node for node, _ in found.wrong_nodes] == ([] if passes else ["body"])
 
 
 class Deep(nn.Module):

@@ -100,11 +100,6 @@ constexpr int STAGED = STORE ? 8 : 16 * WIDE + 8;        // halves of a strip's 
 static_assert(!POINT || (C % 16 == 0 && KH == 1 && KW == 1 && STRIDE == 1), "POINT");
 static_assert(STORE <= LANE && (STORE || SLICES == 1), "STORE");
 
-// Sixteen bytes to shared memory, or zeros.
-__device__ __forceinline__ void copy_16_bytes(uint32_t to, const void* from, bool has) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(has ? 16 : 0) : "memory");
-}
-
 struct Shape {
     int H, W, OH, OW, O, padding_h, padding_w, across, per_item;
 };
@@ -166,7 +161,7 @@ __device__ __forceinline__ uint32_t pair(HALF low, HALF high) {
 // The tile is in shared memory after it and a barrier.
 __device__ __forceinline__ void store_tile(const Raw& raw, HALF* tile) {
     if constexpr (UNIT == 8) {
-        asm volatile("cp.async.wait_all;" ::: "memory");
+        wait_for_copies();
     } else {
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) {
@@ -392,14 +387,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) small_k_conv(
                     Two v[BLOCKS];
 #pragma unroll
                     for (int t = 0; t < BLOCKS; ++t) {
-                        channels::narrow(make_float2(d[u][t][2 * half], d[u][t][2 * half + 1]), v[t]);
+                        narrow(make_float2(d[u][t][2 * half], d[u][t][2 * half + 1]), v[t]);
                         if (relu) v[t] = __hmax2_nan(v[t], Two(HALF(0.f), HALF(0.f)));
                     }
                     if constexpr (MOMENTS) {
                         if (half == 0 && strip + u == 0) {  // the warp's first pixel: it has one, or no pixel at all
 #pragma unroll
                             for (int t = 0; t < BLOCKS; ++t) {
-                                const float2 wide = channels::widen(v[t]);
+                                const float2 wide = widen(v[t]);
                                 sums.first[2 * t] = __shfl_sync(0xffffffffu, wide.x, q);
                                 sums.first[2 * t + 1] = __shfl_sync(0xffffffffu, wide.y, q);
                             }
@@ -407,7 +402,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) small_k_conv(
                         if (has) {
 #pragma unroll
                             for (int t = 0; t < BLOCKS; ++t) {
-                                const float2 wide = channels::widen(v[t]);
+                                const float2 wide = widen(v[t]);
                                 const float a = wide.x - sums.first[2 * t], b = wide.y - sums.first[2 * t + 1];
                                 sums.delta[2 * t] += a, sums.delta[2 * t + 1] += b;
                                 sums.square[2 * t] = __fmaf_rn(a, a, sums.square[2 * t]);
