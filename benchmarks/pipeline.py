@@ -1,7 +1,6 @@
 """From decoded frames to masks: copies, resizing, network, classes and copies back, overlapped, over the network alone.
 
-    python benchmarks/pipeline.py --json benchmarks/results/pipeline_h200.json
-    python benchmarks/pipeline.py --batch 2 --frame 48 64 --size 32 48 --scales 0.125 --forms packed eager
+    python -m benchmarks.pipeline --json benchmarks/results/pipeline_h200.json
 
 UNets of random weights, whose classes are no results; frames uint8 of `--frame`, networks of `--size`. A row for each
 scale and form, as `fp4deploy bench --pipeline` measures it (`predict.pipeline`): milliseconds of a batch by part, each
@@ -21,8 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.peers import origin
-from fp4deploy.bench.environment import environment
+from benchmarks.peers import command, machine
 from fp4deploy.bench.runtimes.open import open_runtime
 from fp4deploy.data import IMAGE_MEAN, IMAGE_STD
 from fp4deploy.export.to_packed import pack
@@ -70,12 +68,7 @@ def main() -> None:
     arguments = parser.parse_args()
     shape = (arguments.batch, *arguments.frame, 3)
     frames = torch.from_numpy(np.random.default_rng(0).integers(0, 256, shape, np.uint8))
-    found: dict[str, Any] = {
-        **origin(),
-        "command": "python benchmarks/pipeline.py",
-        "machine": environment(),
-        "rows": [],
-    }
+    found: dict[str, Any] = {"command": command(), "machine": machine(), "rows": []}
     with tempfile.TemporaryDirectory() as folder:
         for scale in arguments.scales:
             for form in arguments.forms:

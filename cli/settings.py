@@ -106,6 +106,10 @@ CompileOption = Annotated[
         callback=_compile,
     ),
 ]
+JsonOutOption = Annotated[
+    str | None,
+    typer.Option("--json", help="Write the results as JSON; alone or with - on stdout.", show_default="no JSON"),
+]
 MODELS_HELP = f"Any of {', '.join(MODELS)}, in order."
 DEFAULT = ",".join(DEFAULT_MODELS)
 ModelsOption = Annotated[str, typer.Option("--models", help=MODELS_HELP, autocompletion=completion.models)]

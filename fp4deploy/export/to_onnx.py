@@ -41,12 +41,14 @@ from fp4deploy.graph.nested import flat_inputs, taking_flat_inputs
 from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.card import ModelCard
 from fp4deploy.models.meaning import Outputs, known_outputs
+from fp4deploy.precisions import PRECISIONS
 from fp4deploy.qat import deployed, load_model, quantized_layers
+from fp4deploy.qat.experts import PRECISION as EXPERTS
 from fp4deploy.qat.ranges import automatic_rest
 from fp4deploy.rest import AUTO
 from fp4deploy.system.files import file_digest, write_whole
 
-QUANTIZED = ("FP4", "FP4 weights", "W4A8", "FP8", "INT8")  # precisions of layers
+QUANTIZED = (*PRECISIONS, EXPERTS)
 
 
 @dataclass(frozen=True)

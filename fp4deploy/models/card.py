@@ -20,11 +20,11 @@ from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.heads import MAX_CLASSES, ClassHead, InstanceHead
 from fp4deploy.models.spec import KNOWN, ModelSpec, parse_spec
 from fp4deploy.models.volumes import MAX_CHANNELS, NetworkInput, Side, Size, VolumeInput
+from fp4deploy.precisions import with_formats
 from fp4deploy.rest import RestName
 from fp4deploy.system.schema import Bool, Float, Name, parse_json, validated
 
 CARD_KEY = "fp4deploy.card"
-FORMATS = ("fp8", "int8", "w4a8")  # that layers may have in place of NVFP4 (`qat.recipes.LAYER_FORMATS`)
 HEADS = ("centres", "set", "label", "fcos", "fcos_relu", "retinanet")  # `method` of a head
 AGAIN = "Export or train the model again."
 
@@ -50,9 +50,9 @@ class ModelCard:
 
     `height` and `width` are in pixels, `mean` and `std` in units of [0, 1] RGB; `background` says that class 0 stands
     for everything unlabelled (COCO layouts) rather than for a class of its own (semantic masks). `include` and
-    `exclude` are the patterns that chose the quantised layers, those named as one of `FORMATS` say which of them have
-    that format; None for the default choice. `task` is "semantic", "instance", "detection" or "classification", and
-    `head` the layout of the output of all but the first.
+    `exclude` are the patterns that chose the quantised layers; None for the default choice. `formats` has those of the
+    layers in one of `precisions.LAYER_FORMATS`, which in a file are fields of the card. `task` is "semantic",
+    "instance", "detection" or "classification", and `head` the layout of the output of all but the first.
     `target`: the engine whose precision each layer has, as `train --for` names it: "rtx sm120".
     `digits`: the model encodes the image in several FP4 terms before its first layer (`models.input_encoding`); its
     input is the same.
@@ -76,9 +76,7 @@ class ModelCard:
     architecture: Name = "unet"
     include: Patterns | None = None
     exclude: Patterns | None = None
-    fp8: Patterns | None = None
-    int8: Patterns | None = None
-    w4a8: Patterns | None = None
+    formats: dict[Name, Patterns] = field(default_factory=dict, hash=False)
     target: Name | None = None
     task: TaskName = "semantic"
     head: Annotated[InstanceHead | ClassHead | DetectionHead, Field(discriminator="method")] | None = None
@@ -87,11 +85,6 @@ class ModelCard:
     output: Name | None = None
     rest: RestName = "fp16"
     volume: VolumeInput | None = None
-
-    @property
-    def formats(self) -> dict[str, tuple[str, ...] | None]:
-        """The patterns of each of `FORMATS`."""
-        return {name: getattr(self, name) for name in FORMATS}
 
     @property
     def size(self) -> Size:
@@ -142,7 +135,8 @@ class ModelCard:
     def to_json(self) -> str:
         """Serialise; `from_json` gives the same card back."""
         fields = dataclasses.asdict(self)
-        usual = {"arguments": {}, "rest": "fp16"} | dict.fromkeys(("output", *FORMATS, "target", "volume"))
+        fields |= fields.pop("formats")
+        usual = {"arguments": {}, "rest": "fp16"} | dict.fromkeys(("output", "target", "volume"))
         for name in usual:  # older versions do not know them
             if fields[name] == usual[name]:
                 del fields[name]
@@ -155,7 +149,7 @@ class ModelCard:
         Raises:
             InputError: the text is not a card, or a field is missing, unknown or beyond its limits.
         """
-        card = validated(cls, parse_json(text, source, AGAIN), source, AGAIN, HEADS)
+        card = validated(cls, with_formats(parse_json(text, source, AGAIN)), source, AGAIN, HEADS)
         wrong = card._contradictions()
         if wrong:
             raise InputError(f"{source}: {wrong[0]}. {AGAIN}")

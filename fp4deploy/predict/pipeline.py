@@ -31,7 +31,7 @@ from torch import Tensor
 from fp4deploy.bench.environment import cpu_name
 from fp4deploy.bench.runtimes.protocol import Runtime
 from fp4deploy.data.augmentation.transforms import scale_and_offset
-from fp4deploy.data.sample import MAX_CLASSES, Pixels
+from fp4deploy.data.sample import Pixels, class_type
 from fp4deploy.errors import InputError
 from fp4deploy.system.processors import cores
 
@@ -278,7 +278,7 @@ def _prepared(frames: Tensor, taps: Sequence[tuple[int, Taps]], scale: Tensor, o
 def _classes(logits: Tensor, size: tuple[int, int]) -> Tensor:
     """The most likely class of each pixel of frames of `size`, of `class_type`."""
     enlarged = F.interpolate(logits.float(), size, mode="bilinear", align_corners=False)
-    return enlarged.argmax(1).to(torch.uint8 if logits.shape[1] <= MAX_CLASSES else torch.uint16)
+    return enlarged.argmax(1).to(getattr(torch, class_type(logits.shape[1]).__name__))
 
 
 def _size(frames: Tensor) -> tuple[int, int]:

@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4deploy.data.sample import TRAIN, evenly
+from fp4deploy.data.sample import TRAIN
 from fp4deploy.errors import InputError
 from fp4deploy.models import ModelCard, load_weights, read_card, save_checkpoint
-from fp4deploy.models.card import FORMATS
 from fp4deploy.models.checkpoint import network_of
 from fp4deploy.models.spec import UNET
+from fp4deploy.precisions import LAYER_FORMATS
 from fp4deploy.ptq.forward import deployed_in
 from fp4deploy.ptq.quantize import Result, quantize
 from fp4deploy.qat.selection import Selection
 from fp4deploy.qat.sensitive import with_sensitive
 from fp4deploy.rest import rest_of
-from fp4deploy.tasks import images_for, task_of
+from fp4deploy.tasks import image_batches, images_for
 
 
 def calibration_images(checkpoint: Path, data: Path, count: int, batch: int = 4) -> Iterator[Tensor]:
@@ -33,11 +33,7 @@ def calibration_images(checkpoint: Path, data: Path, count: int, batch: int = 4)
         InputError: not a checkpoint, or data that does not fit it.
     """
     card = read_card(checkpoint)
-    dataset = images_for(card, data, TRAIN, known=True)
-    transform = task_of(card).transform(card.size, card.mean, card.std)
-    places = evenly(len(dataset), count)
-    for start in range(0, len(places), batch):
-        yield torch.stack([transform(dataset.load(place))[0] for place in places[start : start + batch]])
+    return image_batches(card, images_for(card, data, TRAIN, known=True), count, batch)
 
 
 def quantize_checkpoint(
@@ -65,7 +61,8 @@ def quantize_checkpoint(
     card = read_card(checkpoint)
     if card.precision != "fp16":
         raise InputError(f"{checkpoint} is {card.precision} already. Give the FP16 checkpoint it was made of.")
-    quantized = quantized_card(card, "", *(options.get(name) for name in ("include", "exclude", *FORMATS)))
+    chosen = {name: options.get(name) for name in ("include", "exclude", *LAYER_FORMATS)}
+    quantized = quantized_card(card, "", **chosen)
     network = network_of(checkpoint, card)
     load_weights(network, checkpoint)
     if digits and not card.digits:
@@ -94,16 +91,19 @@ def _encoded(checkpoint: Path, card: ModelCard) -> torch.nn.Module:
 def quantized_card(
     card: ModelCard,
     recipe: str,
-    include: Selection,
-    exclude: Selection,
-    fp8: Selection = None,
-    int8: Selection = None,
-    w4a8: Selection = None,
+    include: Selection = None,
+    exclude: Selection = None,
+    **formats: Selection,
 ) -> ModelCard:
     """The card of a quantised model; layers are chosen by patterns there, not by functions."""
-    chosen = {"include": include, "exclude": exclude, "fp8": fp8, "int8": int8, "w4a8": w4a8}
-    patterns: dict[str, Any] = {name: _patterns(each) for name, each in chosen.items()}
-    return replace(card, precision="nvfp4", recipe=recipe, **patterns)
+    return replace(
+        card,
+        precision="nvfp4",
+        recipe=recipe,
+        include=_patterns(include),
+        exclude=_patterns(exclude),
+        formats={name: patterns for name, each in formats.items() if (patterns := _patterns(each)) is not None},
+    )
 
 
 def _patterns(selection: Selection) -> tuple[str, ...] | None:

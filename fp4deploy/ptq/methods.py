@@ -23,6 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fp4deploy.errors import InputError, suggest
+from fp4deploy.precisions import LAYER_FORMATS
 
 NEAREST = "nvfp4_qat"
 LEARNED = ("layer", "network", "block")  # learned roundings, by what is compared
@@ -69,9 +70,7 @@ METHODS: dict[str, Method] = {
         Method("adaround", "amax", "layer", FREE_SCALES, "Nagel et al., Up or Down?, 2020"),
         Method("faar", "amax", "network", FREE_SCALES, "Li et al., FAAR, 2026"),
         Method("brecq", "amax", "block", FREE_SCALES, "Li et al., BRECQ, 2021"),
-        Method("fp8", "amax", "nearest", "fp8_qat", "Micikevicius et al., FP8 Formats for Deep Learning, 2022"),
-        Method("w4a8", "amax", "nearest", "w4a8_qat", "Rouhani et al., Microscaling Data Formats, 2023"),
-        Method("int8", "amax", "nearest", "int8_qat", "Jacob et al., Integer-Arithmetic-Only Inference, 2018"),
+        *(Method(name, "amax", "nearest", f"{name}_qat", form.source) for name, form in LAYER_FORMATS.items()),
     )
 }
 

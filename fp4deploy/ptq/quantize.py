@@ -67,9 +67,6 @@ def quantize(
     *,
     include: Selection = None,
     exclude: Selection = None,
-    fp8: Selection = None,
-    int8: Selection = None,
-    w4a8: Selection = None,
     fp16_macs: float = 0.0,
     fp8_macs: float = 0.0,
     correction: str = "norm",
@@ -79,6 +76,7 @@ def quantize(
     seed: int = 0,
     say: Say = lambda text: None,
     progress: Phase | None = None,
+    **formats: Selection,
 ) -> Result:
     """Quantise a full-precision model to NVFP4, in place.
 
@@ -87,7 +85,7 @@ def quantize(
         images: model inputs, such as normalised images [N, 3, H, W]: one batch or several, on the model's device, as of
             `qat.calibrate`: tensors, dicts of arguments, or samples of a DataLoader.
         method: one of `methods.METHODS`.
-        include, exclude, fp8, int8, w4a8: which layers, as of `prepare`.
+        include, exclude, formats: which layers, as of `prepare`.
         fp16_macs, fp8_macs: shares of the multiply-accumulates of the quantised layers. The layers that lose most in
             FP4 for their work (`qat.sensitive`) stay in FP16, and become FP8, as far as they fit into them.
         correction: "none", "bias", "norm" or "both" (`correction`).
@@ -118,7 +116,7 @@ def quantize(
         for parameter in reference.parameters():
             parameter.requires_grad_(False)
         example = arguments_of(model, batches[0])
-        prepare(model, chosen.recipe, include, exclude, fp8, example, int8, w4a8)
+        prepare(model, chosen.recipe, include, exclude, example_inputs=example, **formats)
         result = Result(method, chosen.recipe, correction, count)
         for form, share in (("fp16", fp16_macs), ("fp8", fp8_macs)):
             if not share:
@@ -128,11 +126,11 @@ def quantize(
                 calibrate_activations(model, batches)
                 names = result.sensitive[form] = sensitive_layers(model, batches, share)
             say(f"{form.upper()} for the largest errors in FP4: {', '.join(names) or 'no layer'}.")
-            exclude, fp8 = (
-                with_names(each, names) if names and form == own else each
-                for own, each in (("fp16", exclude), ("fp8", fp8))
-            )
-            prepare(model, chosen.recipe, include, exclude, fp8, example, int8, w4a8)
+            if names and form == "fp16":
+                exclude = with_names(exclude, names)
+            elif names:
+                formats |= {form: with_names(formats.get(form), names)}
+            prepare(model, chosen.recipe, include, exclude, example_inputs=example, **formats)
         say(f"Activations: {activations or chosen.activations} over {result.images} images.")
         report("activations", 0, None)
         with autocast(batches[0]):

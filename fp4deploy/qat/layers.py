@@ -297,54 +297,44 @@ class QuantizedLayer(nn.Module):
         self._split_channels()
 
 
-class QuantConv1d(QuantizedLayer, nn.Conv1d):
+class _Convolution(QuantizedLayer):
+    """Over any number of spatial axes."""
+
+    def gemms(self) -> ConvGemms:
+        return _conv_gemms(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _convolve(self, x)
+
+
+class _TransposedConvolution(QuantizedLayer):
+    """Over any number of spatial axes."""
+
+    def gemms(self) -> ConvGemms:
+        return _transposed_gemms(self)
+
+    def forward(self, x: torch.Tensor, output_size: list[int] | None = None) -> torch.Tensor:
+        return _convolve_transposed(self, x, output_size)
+
+
+class QuantConv1d(_Convolution, nn.Conv1d):
     """Conv1d with fake-quantised GEMMs: [N, C, L] -> [N, O, L']."""
 
-    def gemms(self) -> ConvGemms:
-        return _conv_gemms(self)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _convolve(self, x)
-
-
-class QuantConv2d(QuantizedLayer, nn.Conv2d):
+class QuantConv2d(_Convolution, nn.Conv2d):
     """Conv2d with fake-quantised GEMMs: [N, C, H, W] -> [N, O, H', W']."""
 
-    def gemms(self) -> ConvGemms:
-        return _conv_gemms(self)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _convolve(self, x)
-
-
-class QuantConv3d(QuantizedLayer, nn.Conv3d):
+class QuantConv3d(_Convolution, nn.Conv3d):
     """Conv3d with fake-quantised GEMMs: [N, C, D, H, W] -> [N, O, D', H', W']."""
 
-    def gemms(self) -> ConvGemms:
-        return _conv_gemms(self)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _convolve(self, x)
-
-
-class QuantConvTranspose2d(QuantizedLayer, nn.ConvTranspose2d):
+class QuantConvTranspose2d(_TransposedConvolution, nn.ConvTranspose2d):
     """ConvTranspose2d with fake-quantised GEMMs: [N, C, H, W] -> [N, O, H', W']."""
 
-    def gemms(self) -> ConvGemms:
-        return _transposed_gemms(self)
 
-    def forward(self, x: torch.Tensor, output_size: list[int] | None = None) -> torch.Tensor:
-        return _convolve_transposed(self, x, output_size)
-
-
-class QuantConvTranspose3d(QuantizedLayer, nn.ConvTranspose3d):
+class QuantConvTranspose3d(_TransposedConvolution, nn.ConvTranspose3d):
     """ConvTranspose3d with fake-quantised GEMMs: [N, C, D, H, W] -> [N, O, D', H', W']."""
-
-    def gemms(self) -> ConvGemms:
-        return _transposed_gemms(self)
-
-    def forward(self, x: torch.Tensor, output_size: list[int] | None = None) -> torch.Tensor:
-        return _convolve_transposed(self, x, output_size)
 
 
 class QuantLinear(QuantizedLayer, nn.Linear):

@@ -8,8 +8,8 @@ input channels (as one that reads a second image), and everything that is not a 
 functions). A subclass with a forward of its own is quantised where that is still one product (`computed`).
 A layer that no quantised class implements (another subclass, an embedding) says so.
 
-Of the layers that are quantised, those that `fp8`, `int8` and `w4a8` name are in these formats; by default the recipe
-decides (`Recipe.fp8`).
+Of the layers that are quantised, those that are named for one of `precisions.LAYER_FORMATS` have that format; by
+default the recipe decides (`Recipe.fp8`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fp4deploy.errors import InputError
+from fp4deploy.errors import InputError, suggest
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.graph.own_linear import weight_axis
+from fp4deploy.precisions import LAYER_FORMATS
 from fp4deploy.qat.attention import OpenAttention, opened
 from fp4deploy.qat.computed import torch_class, why_not_plain
 from fp4deploy.qat.ends import Ends, Inputs, ends_of
@@ -64,10 +65,9 @@ def layer_plan(
     recipe: str | Recipe | None = "nvfp4_qat",
     include: Selection = None,
     exclude: Selection = None,
-    fp8: Selection = None,
+    *,
     example_inputs: Inputs | None = None,
-    int8: Selection = None,
-    w4a8: Selection = None,
+    **formats: Selection,
 ) -> list[LayerPlan]:
     """Plan every layer with weights, in the model's order. A prepared model is described as it is.
 
@@ -78,7 +78,8 @@ def layer_plan(
         include: name, glob or keyword, several, or predicate(name, module) (`qat.selection`); given, exactly these
             layers are quantised.
         exclude: likewise; these stay in high precision.
-        fp8, int8, w4a8: likewise; of the quantised layers these have that format. None leaves the choice to the recipe.
+        formats: `fp8`, `int8` or `w4a8` (`precisions.LAYER_FORMATS`), likewise; of the quantised layers these have that
+            format. None leaves the choice to the recipe.
         example_inputs: what the forward takes, for a network whose first and output layers are found neither by
             tracing nor with an assumed input (`qat.ends`).
 
@@ -93,7 +94,7 @@ def layer_plan(
     2 FP16 output layer: its error goes straight into the logits
     """
     with opened(model, is_quantized):
-        return planned(model, recipe, include, exclude, {"fp8": fp8, "int8": int8, "w4a8": w4a8}, example_inputs)
+        return planned(model, recipe, include, exclude, formats, example_inputs)
 
 
 def planned(
@@ -104,7 +105,7 @@ def planned(
     selections: Mapping[str, Selection],
     example_inputs: Inputs | None,
 ) -> list[LayerPlan]:
-    """`layer_plan`, attention open (`qat.attention`); selections: by the formats of `recipes.LAYER_FORMATS`."""
+    """`layer_plan`, attention open (`qat.attention`); selections: by the formats of `precisions.LAYER_FORMATS`."""
     layers = _layers_with_weights(model)
     lazy = next((name for name, layer in layers if any(map(is_lazy, layer.parameters(recurse=False)))), None)
     if lazy is not None:
@@ -155,12 +156,20 @@ def eight_bits(recipe: Recipe) -> str:
     return spec.named if spec is not None and spec.in_eight_bits else ""
 
 
-Formats = Mapping[str, Predicate]  # format of `recipes.LAYER_FORMATS` -> which layers have it
+Formats = Mapping[str, Predicate]  # format of `precisions.LAYER_FORMATS` -> which layers have it
 
 
 def formats_of(selections: Mapping[str, Selection], names: Mapping[str, object]) -> Formats:
-    """The selections that are given, as predicates."""
-    chosen = {name: predicate_of(selection, names) for name, selection in selections.items()}
+    """The selections that are given, as predicates.
+
+    Raises:
+        InputError: one is of no format, or a pattern matches no layer.
+    """
+    for name in selections:
+        if name not in LAYER_FORMATS:
+            near, valid = suggest(name, LAYER_FORMATS), ", ".join(LAYER_FORMATS)
+            raise InputError(f"'{name}' is no format that layers may have in place of NVFP4.{near} Valid: {valid}.")
+    chosen = {name: predicate_of(selections.get(name), names) for name in LAYER_FORMATS}
     return {name: predicate for name, predicate in chosen.items() if predicate is not None}
 
 
@@ -239,7 +248,9 @@ def crossed_groups(layer: nn.Module, recipe: Recipe) -> str | None:
     Training quantises each group alone. An operator that decodes a file has one axis of all channels.
     """
     channels, groups = _input_channels(layer)
-    has_file = recipe.precision == "W4A8" or (recipe.activation is not None and recipe.activation.scale == "static")
+    has_file = recipe.precision.lower() in LAYER_FORMATS or (
+        recipe.activation is not None and recipe.activation.scale == "static"
+    )
     if groups == 1 or eight_bits(recipe) or not has_file:
         return None
     if channels % _block(recipe):

@@ -32,15 +32,14 @@ def prepare(
     recipe: str | Recipe = "nvfp4_qat",
     include: Selection = None,
     exclude: Selection = None,
-    fp8: Selection = None,
+    *,
     example_inputs: Inputs | None = None,
-    int8: Selection = None,
-    w4a8: Selection = None,
+    **formats: Selection,
 ) -> nn.Module:
     """Fake-quantise the layers that `layer_plan` chooses, in place; parameters, names, biases and hooks stay.
 
     A prepared model can be prepared again: with another recipe for the same layers, or for others by `include` or
-    `exclude`; `fp8`, `int8` and `w4a8` choose those in these formats, and `example_inputs` is as of `layer_plan`.
+    `exclude`; `fp8`, `int8` and `w4a8` choose those in these `formats`, and `example_inputs` is as of `layer_plan`.
     Static scales that were calibrated stay. `restore` undoes it.
 
     Raises:
@@ -52,11 +51,11 @@ def prepare(
     >>> print(str(prepare(nn.Linear(64, 32))).partition("nvfp4_qat: ")[2])
     X NVFP4 RN static along C, W^T NVFP4 RN along C, G -, W -, G^T -, X (dW) -, straight-through)
     """
-    chosen, selections = find_recipe(recipe), {"fp8": fp8, "int8": int8, "w4a8": w4a8}
+    chosen = find_recipe(recipe)
     with opened(model, is_quantized):
-        plans = {plan.name: plan for plan in planned(model, chosen, include, exclude, selections, example_inputs)}
+        plans = {plan.name: plan for plan in planned(model, chosen, include, exclude, formats, example_inputs)}
         names = [name for name, plan in plans.items() if plan.precision != "FP16"]
-        formats = formats_of(selections, plans)
+        own = formats_of(formats, plans)
         if not names:
             raise InputError(_nothing_to_quantize(model, plans))
         calibrated = {name: layer.input_amax for name, layer in quantized_layers(model).items()}
@@ -67,7 +66,7 @@ def prepare(
                 attach(layer, chosen)
                 continue
             layer.__class__ = quantized_class(layer)
-            layer.attach(recipe_of(chosen, name, layer, formats), calibrated.get(name), name)  # type: ignore[operator]
+            layer.attach(recipe_of(chosen, name, layer, own), calibrated.get(name), name)  # type: ignore[operator]
         return model
 
 

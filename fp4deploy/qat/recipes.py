@@ -33,6 +33,7 @@ from typing import Any
 
 from fp4deploy.errors import InputError, suggest
 from fp4deploy.formats import MXFP4_BLOCK, NVFP4_BLOCK, FourOverSix
+from fp4deploy.precisions import LAYER_FORMATS
 
 _CHOICES = {
     "format": ("nvfp4", "mxfp4", "mxfp8", "fp8", "int8"),
@@ -295,12 +296,12 @@ class Recipe:
         return wrong
 
     def in_format(self, form: str = "fp8") -> Recipe:
-        """This recipe for a layer in one of `LAYER_FORMATS`: the same name, timing and decay, other operands.
+        """This recipe for a layer in one of `OPERANDS`: the same name, timing and decay, other operands.
 
         Raises:
             InputError: of FP8 and INT8, its gradients are quantised, or its amax is learned.
         """
-        activation, weight = LAYER_FORMATS[form]
+        activation, weight = OPERANDS[form]
         changed: dict[str, Any] = {"weight": weight, "fp8": "none", "weight_reset": None}
         if activation.scale == "static" and self.activation:
             activation = replace(activation, scale=self.activation.scale)
@@ -339,10 +340,10 @@ class Recipe:
 
     @property
     def precision(self) -> str:
-        """What a layer of this recipe multiplies in: of `LAYER_FORMATS` in capitals, "FP4", or the formats of both."""
+        """What a layer of this recipe multiplies in: of `precisions.PRECISIONS`, or the formats of both."""
         x, w = self.activation or self.weight, self.weight or self.activation
         own = tuple(spec.format for spec in (x, w) if spec)
-        known = {tuple(s.format for s in pair): name.upper() for name, pair in LAYER_FORMATS.items()}
+        known = {tuple(s.format for s in pair): name.upper() for name, pair in OPERANDS.items()}
         return known.get(own) or ("FP4" if {*own} <= {"nvfp4", "mxfp4"} else " x ".join(own).upper())
 
     @property
@@ -419,9 +420,8 @@ def _everywhere(name: str, spec: QuantSpec) -> Recipe:
     return Recipe(name, spec, spec, spec, spec, spec, spec)
 
 
-LAYER_FORMATS = {  # what a layer may be quantised to in place of NVFP4: activation, weight
-    **{form: (QuantSpec(form, scale="static"), QuantSpec(form, row_scaled=True)) for form in EIGHT_BITS},
-    "w4a8": (MXFP8, MXFP4_FLOOR),  # of weights `floor` has the smaller error (docs/numerics.md)
+OPERANDS = {  # of the formats that a layer may have in place of NVFP4: activation, weight
+    name: (QuantSpec(**each.activation), QuantSpec(**each.weight)) for name, each in LAYER_FORMATS.items()
 }
 TETRAJET_V2 = replace(
     _everywhere("tetrajet_v2", NVFP4_ROTATED),
@@ -451,7 +451,7 @@ RECIPES: dict[str, Recipe] = {
             replace(NVFP4, four_over_six=FourOverSix()),
         ),
         Recipe("nvfp4_4o6_weight_qat", NVFP4_STATIC, replace(NVFP4, four_over_six=FourOverSix())),
-        *(Recipe(f"{form}_qat", *operands) for form, operands in LAYER_FORMATS.items()),
+        *(Recipe(f"{form}_qat", *operands) for form, operands in OPERANDS.items()),
         Recipe("nvfp4_fp8_qat", NVFP4_STATIC, NVFP4, fp8="convolutions"),
         Recipe(
             "nvfp4_train",

@@ -74,7 +74,7 @@ def with_sensitive(card: ModelCard, form: str, names: Collection[str]) -> ModelC
     """A card with these layers in "fp16" or "fp8"."""
     if form == "fp16":
         return replace(card, exclude=(*(card.exclude or ()), *names)) if names else card
-    return replace(card, fp8=(*(card.fp8 or ()), *names)) if names else card
+    return replace(card, formats=card.formats | {form: (*card.formats.get(form, ()), *names)}) if names else card
 
 
 def _enough(batches: Iterable[object]) -> list[object]:

@@ -10,9 +10,14 @@ classification.py  a class for every image
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from fp4deploy.data import PhotoDataset, SegmentationDataset, are_photos
+from fp4deploy.data.sample import evenly
 from fp4deploy.models.card import ModelCard
 from fp4deploy.tasks.classification import ClassificationTask
 from fp4deploy.tasks.detection import DetectionTask
@@ -24,7 +29,7 @@ TASKS: dict[str, Task] = {
     task.name: task for task in (SemanticTask(), InstanceTask(), DetectionTask(), ClassificationTask())
 }
 
-__all__ = ["TASKS", "Evaluation", "Task", "TaskScores", "images_for", "key_of", "readable", "task_of"]
+__all__ = ["TASKS", "Evaluation", "Task", "TaskScores", "image_batches", "images_for", "key_of", "readable", "task_of"]
 
 
 def task_of(card: ModelCard) -> Task:
@@ -54,3 +59,11 @@ def images_for(card: ModelCard, data: Path, split: str, known: bool = False) -> 
     task = task_of(card)
     known = known or card.volume is not None  # which also says how volumes are read
     return task.for_card(card, data, split) if known else task.open(data, split, labelled=False)
+
+
+def image_batches(card: ModelCard, dataset: SegmentationDataset, count: int, batch: int) -> Iterator[Tensor]:
+    """`count` images, evenly spaced, sized and normalised as the card says, in batches."""
+    transform = task_of(card).transform(card.size, card.mean, card.std)
+    places = evenly(len(dataset), count)
+    for start in range(0, len(places), batch):
+        yield torch.stack([transform(dataset.load(place))[0] for place in places[start : start + batch]])

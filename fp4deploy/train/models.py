@@ -36,7 +36,6 @@ from fp4deploy.errors import InputError, Interrupted, suggest
 from fp4deploy.graph.copies import copied
 from fp4deploy.models import ModelCard, load_weights, read_card
 from fp4deploy.models.build import network_for
-from fp4deploy.models.card import FORMATS
 from fp4deploy.models.initial import load_initial
 from fp4deploy.models.spec import UNET
 from fp4deploy.qat import calibrate_percentile, find_recipe, prepare_as, quantized_layers, set_products
@@ -357,7 +356,7 @@ def _without_sensitive(
         if not resume:
             chosen[form] = from_first(partial(measured, share, card))
             _say(f"In {form.upper()}, for the largest errors in FP4: {', '.join(chosen[form]) or 'no layer'}")
-            if form == "fp8" and chosen[form] and card.fp8 is None:
+            if form == "fp8" and chosen[form] and form not in card.formats:
                 chosen[form] += fp8_layers(prepare_as(copied(network), card))
         card = with_sensitive(card, form, chosen.get(form, ()))
     if is_first_process() and not resume:
@@ -382,11 +381,8 @@ def rest_trained_for(config: Config) -> RestName:
 def model_card(config: Config, model: str, data: SegmentationDataset) -> ModelCard:
     """The card of one model of a run."""
     quantized = model in QUANTIZED_MODELS
-    chosen = {
-        name: tuple(patterns) if quantized and patterns is not None else None
-        for name in ("include", "exclude", *FORMATS)
-        for patterns in (getattr(config.quant, name),)
-    }
+    selected = config.quant.selections if quantized else {}
+    chosen = {name: tuple(patterns) for name, patterns in selected.items()}
     volume = volume_input(config, data)
     mean, std = (IMAGE_MEAN, IMAGE_STD) if volume is None else ((value,) * len(volume.channels) for value in (0.0, 1.0))
     return ModelCard(
@@ -405,7 +401,9 @@ def model_card(config: Config, model: str, data: SegmentationDataset) -> ModelCa
         background=data.background,
         recipe=config.recipe if quantized else None,
         rest=rest_trained_for(config),
-        **chosen,
+        include=chosen.pop("include", None),
+        exclude=chosen.pop("exclude", None),
+        formats=chosen,
         target=config.quant.target if quantized else None,
         task=config.task,
         head=make_head(config, data),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from fp4deploy.errors import Fp4DeployError
@@ -19,6 +19,7 @@ from fp4deploy.models.heads import MAX_DETECTIONS, MAX_MASKS, MAX_NMS, require_o
 from fp4deploy.models.spec import UNET, parse_spec
 from fp4deploy.models.unet import channel_widths
 from fp4deploy.models.volumes import MAX_PIXELS, Size
+from fp4deploy.precisions import LAYER_FORMATS
 
 
 class Section(BaseModel):
@@ -269,17 +270,26 @@ class AugmentSection(Section):
     mosaic: float = Field(0.0, ge=0, le=1, description="detection: share of the images that are joined of four")
 
 
-class QuantSection(Section):
-    """What is quantised in addition to the recipe, and how its training is stabilised; for nvfp4 and nvfp4_ptq."""
+class LayerSection(Section):
+    """Which layers are quantised."""
 
     include: list[str] | None = Field(
         None,
         description="glob patterns of layer names; default: all but the first and last; ['*']: all",
     )
     exclude: list[str] | None = Field(None, description="glob patterns of layers that stay in FP16")
-    fp8: list[str] | None = Field(
-        None, description="glob patterns of quantised layers that are FP8; default: as the recipe has it"
-    )
+
+
+_USUAL = "; default: as the recipe has it"
+_FORMATS: dict[str, Any] = {
+    name: (list[str] | None, Field(None, description=f"glob patterns of layers quantised to {form.described}{_USUAL}"))
+    for name, form in LAYER_FORMATS.items()
+}
+
+
+class QuantSection(create_model("LayerSection", __base__=LayerSection, **_FORMATS)):  # type: ignore[misc]
+    """What is quantised in addition to the recipe, and how its training is stabilised; for nvfp4 and nvfp4_ptq."""
+
     fp8_macs: float = Field(
         0.0,
         ge=0,
@@ -300,8 +310,6 @@ class QuantSection(Section):
         description="least share of the multiply-accumulates of the whole network, layers that are not quantised "
         "included, that stays in FP4; with neither of the two, the rest goes to FP8 in the same order",
     )
-    int8: list[str] | None = Field(None, description="likewise, of layers that are INT8")
-    w4a8: list[str] | None = Field(None, description="likewise, of layers with MXFP4 weights and MXFP8 activations")
     target: str | None = Field(None, description="the engine that fp8 was chosen for; train --for sets both")
     equalize: bool = Field(
         False,
@@ -330,6 +338,12 @@ class QuantSection(Section):
         lt=1,
         description="share of the training after which dampening begins to rise, linearly",
     )
+
+    @property
+    def selections(self) -> dict[str, list[str]]:
+        """`include`, `exclude` and formats, those that are given."""
+        chosen = {name: getattr(self, name) for name in ("include", "exclude", *LAYER_FORMATS)}
+        return {name: patterns for name, patterns in chosen.items() if patterns is not None}
 
     @property
     def by_error(self) -> dict[str, float]:

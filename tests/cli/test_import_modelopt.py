@@ -46,7 +46,7 @@ def test_a_file_of_modelopt_becomes_a_checkpoint(invoke: Invoke, checkpoint: Pat
     assert "mo.safetensors (2 of 3 quantised layers, 1 of them in FP8)" in result.stdout
     assert "its format, INT8" in result.stdout
     model, card = load_model(tmp_path / "mo.safetensors")
-    assert (card.include, card.fp8) == (("encoder.1.conv1", "encoder.1.conv2"), ("encoder.1.conv2",))
+    assert (card.include, card.formats) == (("encoder.1.conv1", "encoder.1.conv2"), {"fp8": ("encoder.1.conv2",)})
     assert {name: round(float(layer.input_amax), 3) for name, layer in quantized_layers(model).items()} == {  # type: ignore[arg-type]
         "encoder.1.conv1": 1.5, "encoder.1.conv2": 1.5
     }  # fmt: skip

@@ -22,10 +22,13 @@ from fp4deploy.experiments.search.files import pareto_front, recipe, save_search
 from fp4deploy.experiments.search.run import Budget, Point, search
 from fp4deploy.models import read_card
 from fp4deploy.peaks import find_gpu
+from fp4deploy.precisions import LAYER_FORMATS
 from fp4deploy.runs import LOCK, Run, create_run
 from fp4deploy.timing.library import library_time
 from fp4deploy.train import load_config
 from fp4deploy.train.config import save_config, with_settings
+
+COSTS = {"FP4": 1, "W4A8": 1, "FP8": 2, "INT8": 2, "FP16": 4}
 
 
 def test_the_solver_is_as_good_as_trying_everything() -> None:
@@ -58,21 +61,21 @@ def test_costs_of_layers_by_hand() -> None:
     names = {"0": model[0], "1": model[1]}
     gpu = find_gpu("sm120")
     found = layer_costs(model, names, torch.zeros(1, 20, 6, 6), gpu, "auto")
-    assert found["0"].bytes_fp16 == 2 * 8 * 20 * 9
-    assert found["0"].bytes_fp4 == 8 * 32 * 9 * 4.5 / 8 + 4  # 20 channels fill two blocks
+    assert found["0"].bytes["FP16"] == 2 * 8 * 20 * 9
+    assert found["0"].bytes["FP4"] == 8 * 32 * 9 * 4.5 / 8 + 4  # 20 channels fill two blocks
     moved = 2 * (20 + 8) * 36
     product = (36, 8, 20 * 9)
-    assert found["0"].ms_fp16 == library_time("FP16", *product, 2 * 8 * 20 * 9 + moved, gpu).ms
-    assert found["0"].bytes_w4a8 == 8 * 32 * 9 * 4.25 / 8  # one block of 32; decoded, so that its time is that of FP16
-    assert found["0"].ms_w4a8 == found["0"].ms_fp16
+    assert found["0"].ms["FP16"] == library_time("FP16", *product, 2 * 8 * 20 * 9 + moved, gpu).ms
+    assert found["0"].bytes["W4A8"] == 8 * 32 * 9 * 4.25 / 8  # a block of 32; decoded, so that its time is FP16's
+    assert found["0"].ms["W4A8"] == found["0"].ms["FP16"]
     moved = (20 + 2 * 8) * 36
-    assert found["0"].bytes_fp8 == 8 * 20 * 9 + 2 * 8
-    assert found["0"].ms_fp8 == library_time("FP8", *product, found["0"].bytes_fp8 + moved, gpu).ms
-    assert found["0"].ms_int8 == library_time("INT8", *product, found["0"].bytes_int8 + moved, gpu).ms
-    in_fp8 = library_time("FP8", *product, found["0"].bytes_fp4 + moved, gpu)
-    assert found["0"].ms_fp4 == in_fp8.ms  # multiplied in FP8
+    assert found["0"].bytes["FP8"] == 8 * 20 * 9 + 2 * 8
+    assert found["0"].ms["FP8"] == library_time("FP8", *product, found["0"].bytes["FP8"] + moved, gpu).ms
+    assert found["0"].ms["INT8"] == library_time("INT8", *product, found["0"].bytes["INT8"] + moved, gpu).ms
+    in_fp8 = library_time("FP8", *product, found["0"].bytes["FP4"] + moved, gpu)
+    assert found["0"].ms["FP4"] == in_fp8.ms  # multiplied in FP8
     packed = 4 * 16 * 4.5 / 8 + 4 + 8 * 36 * 4.5 / 8 + 2 * 4 * 36
-    assert found["1"].ms_fp4 == library_time("FP4", 36, 4, 8, packed, gpu).ms
+    assert found["1"].ms["FP4"] == library_time("FP4", 36, 4, 8, packed, gpu).ms
     assert {find_gpu(text).name for text in ("sm_120", "sm_120a", "12.0", "SM120")} == {"RTX 5090"}
     for text in ("sm75", "blackwell"):
         with pytest.raises(InputError, match="no published peaks"):
@@ -103,9 +106,8 @@ def test_a_search_writes_a_recipe_and_can_go_on(untrained: Run, shapes: Path, tm
     }  # fmt: skip
     config = load_config(out / "precision.yaml", [])
     assert set(config.quant.include or ()) == {*again.chosen.quantized}
-    assert (config.quant.fp8 or []) == list(again.chosen.fp8)
-    assert (config.quant.int8 or []) == list(again.chosen.int8)
-    assert (config.quant.w4a8 or []) == list(again.chosen.w4a8)
+    placed = {name: list(again.chosen.placed[name.upper()]) for name in LAYER_FORMATS}
+    assert {name: getattr(config.quant, name) or [] for name in LAYER_FORMATS} == placed
     assert {precision for each in found.errors.values() for precision in each} == {"FP4", "W4A8", "FP8", "INT8"}
     assert config.train.init_checkpoint == str(checkpoint.resolve())
     run = create_run(tmp_path / "run")
@@ -118,7 +120,7 @@ def test_a_search_writes_a_recipe_and_can_go_on(untrained: Run, shapes: Path, tm
     rows = [(name, "FP16", 2.0) for name in found.errors], [("head", "FP4", 1.5), ("up.0", "FP4", 3.0)]
     times.write_text(json.dumps({"layers": [timed("GPU", 1, own) for own in rows]}))
     measured = search(checkpoint, shapes, Budget("ms", 45.5), out, measured=times, **options)  # type: ignore[arg-type]
-    assert measured.chosen.layers == ("head",)  # up.0 takes longer in FP4
+    assert measured.chosen.placed["FP4"] == ("head",)  # up.0 takes longer in FP4
     assert (measured.chosen.ms, measured.fp16.ms, measured.gpu) == (45.5, 46.0, "GPU")
     save_search(measured, out, checkpoint)
     assert json.loads((out / "search.json").read_text())["latency"].startswith("measured")
@@ -146,10 +148,10 @@ def test_measured_times_of_layers(tmp_path: Path) -> None:
     path.write_text(json.dumps({"layers": [half, four]}))
     times, device = measured_layers(path)
     assert device == "GPU"
-    costs = with_measured(dict.fromkeys("01", LayerCost(1, 1, 2, 2, 4, 0.1, 0.1, 0.1, 0.1, 0.1)), times)
-    assert (costs["0"].ms_fp4, costs["0"].ms_int8, costs["0"].ms_fp16) == (1.0, None, 2.0)  # both uses, of 4 images
+    costs = with_measured(dict.fromkeys("01", LayerCost(COSTS, COSTS)), times)
+    assert costs["0"].ms == {"FP4": 1.0, "FP16": 2.0}  # both uses, of 4 images
     assert (costs["0"].precisions, costs["1"].precisions) == (("FP4",), ())
-    assert costs["0"].bytes_fp4 == 1
+    assert costs["0"].bytes["FP4"] == 1
     with pytest.raises(InputError, match="The times are not of 2 in FP16"):
         with_measured(dict.fromkeys("02", costs["0"]), times)
     with pytest.raises(InputError, match="not of any layer in FP4"):
@@ -163,9 +165,7 @@ def test_measured_times_of_layers(tmp_path: Path) -> None:
 
 
 def test_the_front_has_no_point_that_another_beats() -> None:
-    points = [
-        Point((), (), (), (), 0.0, cost, 0.0, miou) for cost, miou in ((1, 0.3), (2, 0.2), (2, 0.5), (3, 0.5), (4, 0.6))
-    ]
+    points = [Point({}, 0.0, cost, 0.0, miou) for cost, miou in ((1, 0.3), (2, 0.2), (2, 0.5), (3, 0.5), (4, 0.6))]
     front = pareto_front(points, lambda each: each.bytes)
     assert [(each.bytes, each.score) for each in front] == [(1, 0.3), (2, 0.5), (4, 0.6)]
 

@@ -20,13 +20,11 @@ from fp4deploy.export.onnx.layers import layers_of, planned_layers
 from fp4deploy.export.to_onnx import export_onnx, portable_name
 from fp4deploy.export.to_packed import pack
 from fp4deploy.formats import Mxfp4Tensor, Mxfp8Tensor, fake_quantize_mxfp4, fake_quantize_mxfp8
-from fp4deploy.models.card import FORMATS
 from fp4deploy.packed import PackedNetwork, read_packed
 from fp4deploy.packed.describe import describe_packed
 from fp4deploy.plugins.gemm.training import Window
 from fp4deploy.qat import layer_plan, prepare
 from fp4deploy.qat.load import deployed
-from fp4deploy.qat.recipes import LAYER_FORMATS
 
 
 class Mixed(nn.Module):
@@ -127,7 +125,6 @@ def test_single_layers_of_an_nvfp4_model_are_in_it() -> None:
     assert found == {"stem": "FP16", "body": "W4A8", "skip": "FP4", "up": "W4A8", "point": "FP8", "head": "FP16"}
     assert [name for name, _ in mixed.named_buffers()] == ["skip.input_amax", "point.input_amax"]
     assert mixed.body.recipe.name == mixed.skip.recipe.name
-    assert tuple(LAYER_FORMATS) == FORMATS
     with pytest.raises(InputError, match="up is among the layers of both fp8 and w4a8"):
         prepare(Mixed(), w4a8="up", fp8=["up", "body"])
 

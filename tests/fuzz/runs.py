@@ -89,7 +89,7 @@ def _timed() -> bytes:
 
 def _use_timed(path: Path) -> object:
     found = with_measured(
-        dict.fromkeys("ab", LayerCost(1, 1, 2, 2, 4, 0.1, 0.1, 0.1, 0.1, 0.1)), measured_layers(path)[0]
+        dict.fromkeys("ab", LayerCost({"FP4": 1, "FP16": 4}, {"FP4": 0.1, "FP16": 0.2})), measured_layers(path)[0]
     )
     assert all(math.isfinite(cost.of(each, "ms")) for cost in found.values() for each in ("FP16", *cost.precisions))
     return found

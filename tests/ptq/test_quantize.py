@@ -272,9 +272,11 @@ def test_the_layers_that_lose_most_are_left_out_and_the_file_says_so(untrained: 
     model, written = load_model(out)
     layers = quantized_layers(model)
     assert written.exclude == ("up.0", *result.sensitive["fp16"])
-    assert written.fp8 == tuple(result.sensitive["fp8"])
+    assert written.formats == {"fp8": tuple(result.sensitive["fp8"])}
     assert result.sensitive["fp16"]
-    assert {name for name, layer in layers.items() if layer.recipe.activation.format == "fp8"} == set(written.fp8)
+    assert {name for name, layer in layers.items() if layer.recipe.activation.format == "fp8"} == set(
+        result.sensitive["fp8"]
+    )
     assert not {"up.0", *result.sensitive["fp16"]} & layers.keys()
     plain = tmp_path / "plain.safetensors"
     quantize_checkpoint(untrained.checkpoint("fp16"), [x], plain, "amax", correction="none", exclude=["up.0"])

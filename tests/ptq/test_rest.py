@@ -46,7 +46,11 @@ def test_what_was_chosen_is_in_the_card(source: Path) -> None:
     out = source.with_name("nvfp4.safetensors")
     chosen: dict[str, Any] = {"include": "encoder.*", "exclude": ("*.0",), "fp8": "*.1", "int8": ()}
     module.quantize_checkpoint(source, [torch.randn(1, 3, 32, 32)], out, "amax", target="rtx sm120", **chosen)
-    patterns: dict[str, Any] = {"include": ("encoder.*",), "exclude": ("*.0",), "fp8": ("*.1",), "int8": ()}
+    patterns: dict[str, Any] = {
+        "include": ("encoder.*",),
+        "exclude": ("*.0",),
+        "formats": {"fp8": ("*.1",), "int8": ()},
+    }
     expected = replace(read_card(source), precision="nvfp4", recipe="nvfp4_qat", target="rtx sm120", **patterns)
     assert read_card(out) == expected
 

@@ -53,15 +53,15 @@ def test_a_recipe_says_which_layers_are_fp8() -> None:
 
 
 def test_a_card_keeps_which_layers_are_fp8() -> None:
-    card = replace(CARD, precision="nvfp4", recipe="nvfp4_4o6_weight_qat", include=("1", "2"), fp8=("1",))
+    card = replace(CARD, precision="nvfp4", recipe="nvfp4_4o6_weight_qat", include=("1", "2"), formats={"fp8": ("1",)})
     assert ModelCard.from_json(card.to_json()) == card
     assert "int8" not in card.to_json()
-    assert "fp8" not in replace(card, fp8=None).to_json().replace("nvfp4_fp8", "")
-    model = prepare_as(network(), replace(card, include=("1", "2", "3"), int8=("3",)))
+    assert "fp8" not in replace(card, formats={}).to_json()
+    model = prepare_as(network(), replace(card, include=("1", "2", "3"), formats={"fp8": ("1",), "int8": ("3",)}))
     found = {name: eight_bits(layer.recipe) for name, layer in quantized_layers(model).items()}
     assert found == {"1": "FP8", "2": "", "3": "INT8"}
     with pytest.raises(InputError, match="1 is among the layers of both fp8 and int8"):
-        prepare_as(network(), replace(card, int8=("1",)))
+        prepare_as(network(), replace(card, formats={"fp8": ("1",), "int8": ("1",)}))
 
 
 def test_gradients_pass_straight_through_where_nothing_is_clipped() -> None:

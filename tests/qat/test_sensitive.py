@@ -74,7 +74,7 @@ def test_a_training_has_them_in_fp8_and_resumes_with_them(
     chosen = json.loads((run.model_dir("nvfp4") / SENSITIVE).read_text())
     train_models(config, run, ("nvfp4",), resume=True)
     card, names = read_card(run.checkpoint("nvfp4")), chosen["fp8"]
-    assert list(card.fp8) == names
+    assert list(card.formats["fp8"]) == names
     assert list(card.exclude) == chosen["fp16"]
     model, _ = load_model(run.checkpoint("nvfp4"))
     formats = {name: layer.recipe.activation.format for name, layer in quantized_layers(model).items()}
@@ -101,7 +101,7 @@ def test_the_rule_leaves_nine_tenths_of_the_work_in_fp4(tiny: Config, tmp_path: 
     train_models(config, run, ("fp16", "nvfp4_ptq"))
     model, card = load_model(run.checkpoint("nvfp4_ptq"))
     assert card.recipe == config.recipe
-    assert card.fp8
+    assert card.formats["fp8"]
     assert 0.9 <= macs_in_fp4(model, card.input_shape) < 0.95
 
 

@@ -12,7 +12,7 @@ from fp4deploy.runs import latest_run
 
 from ... import completion
 from ...console import done, note, print_json, shown
-from ...settings import NamedModelOption, expect
+from ...settings import JsonOutOption, NamedModelOption, expect
 
 if TYPE_CHECKING:
     from fp4deploy.runs import Run
@@ -31,12 +31,7 @@ def report(
         Path | None,
         typer.Option("--out", help="HTML file to write.", show_default="in the run; of several, next to the first"),
     ] = None,
-    json_out: Annotated[
-        str | None,
-        typer.Option(
-            "--json", help="Write the report data as JSON; alone or with - on stdout.", show_default="no JSON"
-        ),
-    ] = None,
+    json_out: JsonOutOption = None,
     model: NamedModelOption = None,
 ) -> None:
     """Write one self-contained page: the report of a run, or a comparison of runs. Nothing is trained or measured."""

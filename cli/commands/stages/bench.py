@@ -15,7 +15,7 @@ from ...artifacts import find_artifacts, write_json
 from ...console import note, notes, results, shown
 from ...deferred import given_options
 from ...numbers import MAX_DROP, MAX_SECONDS, finite
-from ...settings import CompileOption, NamedModelOption, RestOption, expect
+from ...settings import CompileOption, JsonOutOption, NamedModelOption, RestOption, expect
 
 if TYPE_CHECKING:
     from fp4deploy.bench.gate.baseline import Baseline
@@ -187,10 +187,7 @@ def bench(
         list[int] | None, typer.Option("--streams", min=1, hidden=True, help="Now: fp4deploy throughput.")
     ] = None,
     trace: Annotated[Path | None, typer.Option("--trace", hidden=True, help="Now: fp4deploy profile.")] = None,
-    out: Annotated[
-        str | None,
-        typer.Option("--json", help="Write the results as JSON; alone or with - on stdout.", show_default="no JSON"),
-    ] = None,
+    out: JsonOutOption = None,
     compiled: CompileOption = True,
     model: NamedModelOption = None,
     rest: RestOption = None,

@@ -69,7 +69,7 @@ def with_formats(config: Config, target: str | None) -> Config:
         return config
     if quant.target is not None:
         raise InputError(f"The run was begun for {quant.target}. Resume it without --for, or begin another one.")
-    if quant.fp8 is not None:
+    if "fp8" in quant.selections:
         raise InputError("--for chooses the layers in FP8, and quant.fp8 names some too. Leave out one of them.")
     data, _ = open_splits(config)
     card: ModelCard = model_card(sized(config, data), "nvfp4", data)
@@ -89,8 +89,8 @@ def layers_in_fp8(card: ModelCard, target: str) -> tuple[str, ...]:
 
     network = network_for(card, "The configuration")
     image = torch.empty(2, *card.input_shape, device="meta")
-    others = card.formats | {"fp8": ()}
-    plans = layer_plan(network, card.recipe, card.include, card.exclude, example_inputs=image, **others)
+    formats = card.formats | {"fp8": ()}
+    plans = layer_plan(network, card.recipe, card.include, card.exclude, example_inputs=image, **formats)
     found = in_fp8(network, plans, "auto", rest_of(card))
     left = sum(plan.precision == "FP4" for plan in plans) - len(found)
     note(f"For {target}, --conv auto: {counted(len(found), 'layer')} in FP8, {left} in NVFP4.")

@@ -46,7 +46,7 @@ def import_modelopt(
     names, eight = (
         tuple(each.layer for each in kept if each.precision in wanted) for wanted in (("FP4", "FP8"), ("FP8",))
     )
-    save_checkpoint(target, network, quantized_card(card, "nvfp4_qat", names, None, eight or None))
+    save_checkpoint(target, network, quantized_card(card, "nvfp4_qat", names, None, fp8=eight or None))
     provenance.record("import-modelopt", target, [like, source])
     rows = [(each.layer, each.precision, "; ".join(each.lost) or "-") for each in found]
     results().print(table(("layer", "precision", "not kept"), rows))

@@ -11,6 +11,7 @@ from fp4deploy.errors import InputError
 
 from ...artifacts import PackedOption, packed_networks, write_json
 from ...console import note, notes, results, shown, table
+from ...settings import JsonOutOption
 
 
 def profile(
@@ -21,10 +22,7 @@ def profile(
         Path | None,
         typer.Option("--trace", help="Chrome trace of the layers of one network.", show_default="not written"),
     ] = None,
-    out: Annotated[
-        str | None,
-        typer.Option("--json", help="Write the times as JSON; alone or with - on stdout.", show_default="no JSON"),
-    ] = None,
+    out: JsonOutOption = None,
 ) -> None:
     """Time each layer of packed networks, against the limits of this machine."""
     from fp4deploy.bench import layers

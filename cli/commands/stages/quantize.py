@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from fp4deploy.errors import InputError
+from fp4deploy.precisions import LAYER_FORMATS
 from fp4deploy.runs import latest_run
 
 from ...artifacts import next_commands
@@ -18,7 +19,27 @@ from . import nnunet
 from .engine_formats import ArchOption, ForOption, layers_in_fp8, target_of
 from .quantize_onnx import change_of, meanings, of_onnx, rgb
 
-Layers = dict[str, list[str] | None]  # option -> its patterns
+Layers = dict[str, tuple[str, ...]]  # option -> its patterns, of those that are given
+
+PATTERNS = {
+    "include": ("Layers to quantise", "the default choice"),
+    "exclude": ("Layers to keep", "none"),
+    **{name: (f"Quantised layers that are {name.upper()}", "none") for name in LAYER_FORMATS},
+}
+LayerOptions = dataclasses.make_dataclass(
+    "LayerOptions",
+    [
+        (
+            name,
+            Annotated[
+                list[str] | None,
+                typer.Option(f"--{name}", help=f"{which}, a pattern; repeatable.", show_default=usual),
+            ],
+            None,
+        )
+        for name, (which, usual) in PATTERNS.items()
+    ],
+)
 
 MAX_IMAGES = 256
 
@@ -42,7 +63,8 @@ def quantize(
     method: Annotated[
         str,
         typer.Option(
-            "--method", help="amax, percentile, mse, 4/6, sweep, gptq, adaround, faar, brecq, fp8, int8 or w4a8."
+            "--method",
+            help=f"amax, percentile, mse, 4/6, sweep, gptq, adaround, faar, brecq, {', '.join(LAYER_FORMATS)}.",
         ),
     ] = "gptq",
     correction: Annotated[str, typer.Option("--correction", help="none, bias, norm or both.")] = "norm",
@@ -57,25 +79,7 @@ def quantize(
     iterations: Annotated[
         int, typer.Option("--iterations", min=1, help="Training steps of a unit (adaround, faar, brecq).")
     ] = 400,
-    include: Annotated[
-        list[str] | None,
-        typer.Option("--include", help="Layers to quantise, a pattern; repeatable.", show_default="the default choice"),
-    ] = None,
-    exclude: Annotated[
-        list[str] | None, typer.Option("--exclude", help="Layers to keep, a pattern; repeatable.", show_default="none")
-    ] = None,
-    fp8: Annotated[
-        list[str] | None,
-        typer.Option("--fp8", help="Quantised layers that are FP8, a pattern; repeatable.", show_default="none"),
-    ] = None,
-    int8: Annotated[
-        list[str] | None,
-        typer.Option("--int8", help="Quantised layers that are INT8, a pattern; repeatable.", show_default="none"),
-    ] = None,
-    w4a8: Annotated[
-        list[str] | None,
-        typer.Option("--w4a8", help="Quantised layers that are W4A8, a pattern; repeatable.", show_default="none"),
-    ] = None,
+    named: LayerOptions = LayerOptions(),  # type: ignore[valid-type]  # noqa: B008  which is frozen
     fp16_macs: Annotated[
         float,
         typer.Option(
@@ -156,7 +160,7 @@ def quantize(
     expect(model)
     aim = target_of(engine, arch)
     settings = {"correction": correction, "activations": activations, "iterations": iterations, "seed": seed}
-    layers = {"include": include, "exclude": exclude, "fp8": fp8, "int8": int8, "w4a8": w4a8}
+    layers = {name: tuple(patterns) for name, patterns in vars(named).items() if patterns}
     if aim is not None and checkpoint is not None and (checkpoint.is_dir() or checkpoint.suffix == ".onnx"):
         raise InputError("--for is for checkpoints. A folder of nnU-Net takes --fp8; an .onnx file has its own layers.")
     of_checkpoints = checkpoint is None or not (nnunet.is_folder(checkpoint) or checkpoint.suffix == ".onnx")
@@ -166,12 +170,10 @@ def quantize(
         if config is not None or digits or any(each is not None for each in (size, mean, std, outputs)):
             raise InputError(
                 "--config, --digits, --size, --mean, --std and --outputs are not for a folder of nnU-Net, which says "
-                "what its networks read; it takes --include, --exclude, --fp8 and --fold."
+                "what its networks read; it takes --include, --exclude, --fp8 and the like, and --fold."
             )
-        if int8 or w4a8:
-            option = "int8" if int8 else "w4a8"
-            raise InputError(f"--{option} is not for a folder of nnU-Net; --method {option} has all its layers so.")
-        given = {"include": include, "exclude": exclude, "fp8": fp8, "rest": rest, "batch": batch, **settings}
+        given: dict[str, Any] = {name: layers.pop(name, None) for name in ("include", "exclude")}
+        given |= {"formats": layers, "rest": rest, "batch": batch, **settings}
         nnunet.quantize(checkpoint, fold, data, out, method=method, patches=images, **given)
         return
     if fold:
@@ -181,7 +183,7 @@ def quantize(
             raise InputError(
                 "--config, --digits and --rest are for checkpoints; an .onnx file takes --include and --exclude."
             )
-        chosen = settings | _tuples(layers) | {"outputs": meanings(outputs)}
+        chosen = settings | layers | {"outputs": meanings(outputs)}
         of_onnx(checkpoint, data, out, method, images, batch, parse_size(size), (mean, std), compare, chosen)
         return
     if outputs is not None:
@@ -198,7 +200,7 @@ def quantize(
 
     find_method(method)
     if config is not None:
-        layers = _layers(config, any(layers.values()))
+        layers = _layers(config, bool(layers))
     source = checkpoint or _latest()
     if is_state_dict(source):
         source = _of_state_dict(source, model, sets, data, size, (mean, std), classes)
@@ -218,7 +220,7 @@ def quantize(
     require_writable(target)
     where = data or data_of(source)
     if aim is not None:
-        layers["fp8"] = _formats(source, aim, layers, find_method(method).recipe, digits, rest)
+        layers["fp8"] = _in_fp8(source, aim, layers, find_method(method).recipe, digits, rest)
     with progress("reading images") as bar:
         result = quantize_checkpoint(
             source,
@@ -234,7 +236,7 @@ def quantize(
             fp16_macs=fp16_macs,
             fp8_macs=fp8_macs,
             **settings,
-            **_tuples(layers),
+            **layers,
         )
     provenance.record("quantize", target, [source, where])
     change = change_of(source, target, where, compare)
@@ -252,17 +254,17 @@ def quantize(
     note(next_commands(target, source, where, model, given=data is not None))
 
 
-def _formats(source: Path, target: str, layers: Layers, recipe: str, digits: bool, rest: str | None) -> list[str]:
+def _in_fp8(source: Path, target: str, layers: Layers, recipe: str, digits: bool, rest: str | None) -> tuple[str, ...]:
     """The layers of a checkpoint that are to be FP8 for an engine."""
     from fp4deploy.models import read_card
+    from fp4deploy.ptq.checkpoint import quantized_card
     from fp4deploy.rest import rest_of
 
-    if layers["fp8"] is not None:
+    if "fp8" in layers:
         raise InputError("--for chooses the layers in FP8, and --fp8 or --config names some. Leave out one of them.")
-    card, chosen = read_card(source), _tuples({name: each for name, each in layers.items() if name != "fp8"})
-    named = rest_of(rest or card).name
-    card = dataclasses.replace(card, recipe=recipe, digits=digits or card.digits, rest=named, **chosen)
-    return list(layers_in_fp8(card, target))
+    card = read_card(source)
+    card = dataclasses.replace(card, digits=digits or card.digits, rest=rest_of(rest or card).name)
+    return layers_in_fp8(quantized_card(card, recipe, **layers), target)
 
 
 def _of_state_dict(
@@ -318,24 +320,16 @@ def beside(source: Path, method: str) -> Path:
     return source.with_name(f"{prefix}nvfp4-{method.replace('/', 'o')}.safetensors")
 
 
-def _tuples(layers: Layers) -> dict[str, Any]:
-    return {name: tuple(patterns) if patterns else None for name, patterns in layers.items()}
-
-
 def _layers(config: Path, given: bool) -> Layers:
     """The choice of layers in a settings file."""
-    from fp4deploy.models.card import FORMATS
     from fp4deploy.train import load_config
 
     if given:
-        raise InputError(
-            "--config brings its own choice of layers: leave out --include, --exclude, --fp8, --int8 and --w4a8."
-        )
-    quant = load_config(config, []).quant
-    chosen = {name: getattr(quant, name) for name in ("include", "exclude", *FORMATS)}
-    if all(each is None for each in chosen.values()):
-        raise InputError(f"{config} chooses no layers: it has none of quant.{', quant.'.join(chosen)}.")
-    return chosen
+        raise InputError(f"--config brings its own choice of layers: leave out --{', --'.join(PATTERNS)}.")
+    chosen = load_config(config, []).quant.selections
+    if not chosen:
+        raise InputError(f"{config} chooses no layers: it has none of quant.{', quant.'.join(PATTERNS)}.")
+    return {name: tuple(patterns) for name, patterns in chosen.items() if patterns}
 
 
 def _latest() -> Path:

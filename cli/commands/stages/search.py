@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from fp4deploy.precisions import LAYER_FORMATS
+
 from ...console import done, note, shown
 from ...settings import NamedModelOption, expect
 
@@ -76,10 +78,8 @@ def search(
         f"{found.chosen.counts(f' of {len(found.errors)}')}: "
         f"{found.metric} {100 * found.chosen.score:.2f} % (drop of {found.drop:.2f} points), "
         f"{found.chosen.bytes / 1e6:.2f} MB, {found.chosen.ms:.3g} ms {found.timed}",
-        layers=list(found.chosen.layers),
-        fp8=list(found.chosen.fp8),
-        int8=list(found.chosen.int8),
-        w4a8=list(found.chosen.w4a8),
+        layers=list(found.chosen.placed["FP4"]),
+        **{name: list(found.chosen.placed[name.upper()]) for name in LAYER_FORMATS},
         **{key_of(found.metric): found.chosen.score},
         drop_points=found.drop,
         bytes=found.chosen.bytes,

@@ -9,6 +9,7 @@ import typer
 
 from ...artifacts import PackedOption, packed_networks, write_json
 from ...console import notes, results, shown, table
+from ...settings import JsonOutOption
 
 STREAMS = (1, 2, 4)
 
@@ -20,10 +21,7 @@ def throughput(
         typer.Option("--streams", min=1, help="CUDA streams at the same time; repeatable.", show_default="1, 2 and 4"),
     ] = None,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Images of each stream at a time.")] = 1,
-    out: Annotated[
-        str | None,
-        typer.Option("--json", help="Write the results as JSON; alone or with - on stdout.", show_default="no JSON"),
-    ] = None,
+    out: JsonOutOption = None,
 ) -> None:
     """Measure throughput, GPU memory and energy of packed networks with several CUDA streams."""
     from fp4deploy.bench.environment import environment

@@ -11,9 +11,10 @@ from fp4deploy.export.ledger.ledger import Ledger
 from fp4deploy.export.ledger.shares import in_words
 from fp4deploy.export.onnx.layers import layers_of, planned_layers
 from fp4deploy.models.card import ModelCard
+from fp4deploy.precisions import PRECISIONS
 from fp4deploy.rest import Rest
 
-TITLES = {"FP4": "NVFP4", "W4A8": "W4A8", "FP8": "FP8", "INT8": "INT8"}
+TITLES = dict(zip(PRECISIONS, ("NVFP4", *PRECISIONS[1:]), strict=True))
 OF_CARDS = {"nvfp4": "NVFP4", "fp16": "FP16"}
 
 

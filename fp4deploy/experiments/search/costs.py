@@ -25,20 +25,16 @@ from torch import nn
 from fp4deploy.bench.records import Record
 from fp4deploy.errors import InputError
 from fp4deploy.export.lowering.forecast import forecast, forecast_other
-from fp4deploy.formats import MXFP4_BLOCK, NVFP4_BLOCK
 from fp4deploy.graph.costs import Work, work_of_layers
 from fp4deploy.peaks import Gpu
+from fp4deploy.precisions import ELEMENT_BYTES, LAYER_FORMATS, PRECISIONS
 from fp4deploy.qat.plan import crossed_groups
-from fp4deploy.qat.recipes import RECIPES
+from fp4deploy.qat.recipes import RECIPES, QuantSpec
 from fp4deploy.qat.telemetry.collect import contracted_axis
 from fp4deploy.system.schema import Count, Float, Name, read_json, validated
-from fp4deploy.timing.library import library_time
+from fp4deploy.timing.library import BYTES, library_time
 from fp4deploy.timing.model import error_bar
 
-FP16, FP8, FP4 = 2.0, 1.0, 4.5 / 8  # bytes an element; FP4 with its block scales
-MOVED = {"FP16": FP16, "FP8": FP8, "INT8": FP8, "FP4": FP4}
-W4A8 = 4.25 / 8
-PRECISIONS = ("FP4", "W4A8", "FP8", "INT8")
 PROJECTED = "projected: time model"
 MEASURED = "measured: layers of packed networks"
 MAX_MS = 1e9  # of one layer
@@ -46,28 +42,26 @@ MAX_MS = 1e9  # of one layer
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer: bytes of its weights, and milliseconds for one image, in each precision; None: not measured."""
+    """One layer: bytes of its weights, and milliseconds for one image, in each precision; no ms: not measured."""
 
-    bytes_fp4: float
-    bytes_w4a8: float
-    bytes_fp8: float
-    bytes_int8: float
-    bytes_fp16: float
-    ms_fp4: float | None
-    ms_w4a8: float | None
-    ms_fp8: float | None
-    ms_int8: float | None
-    ms_fp16: float
+    bytes: Mapping[str, float]
+    ms: Mapping[str, float]
 
     def of(self, precision: str, kind: str) -> float:
         """Bytes or ms (`kind`) in "FP16" or one of `precisions`."""
-        found: float = getattr(self, f"{kind}_{precision.lower()}")
-        return found
+        return (self.ms if kind == "ms" else self.bytes)[precision]
 
     @property
     def precisions(self) -> tuple[str, ...]:
         """Of the quantised precisions those whose time is known."""
-        return tuple(each for each in PRECISIONS if self.of(each, "ms") is not None)
+        return tuple(each for each in PRECISIONS if each in self.ms)
+
+    @property
+    def flat(self) -> dict[str, float | None]:
+        """As fields "bytes_fp4" .. "ms_fp16"."""
+        kinds: dict[str, Mapping[str, float]] = {"bytes": self.bytes, "ms": self.ms}
+        names = (*PRECISIONS, "FP16")
+        return {f"{kind}_{name.lower()}": given.get(name) for kind, given in kinds.items() for name in names}
 
 
 class TimedLayer(Record):
@@ -134,14 +128,7 @@ def with_measured(costs: Mapping[str, LayerCost], times: Mapping[tuple[str, str]
             "file: fp4deploy profile --engine FP16.fp4 --engine NVFP4.fp4 --json FILE"
         )
     return {
-        name: replace(
-            cost,
-            ms_fp4=times.get((name, "FP4")),
-            ms_w4a8=None,
-            ms_fp8=None,
-            ms_int8=None,
-            ms_fp16=times[name, "FP16"],
-        )
+        name: replace(cost, ms={each: times[name, each] for each in ("FP4", "FP16") if (name, each) in times})
         for name, cost in costs.items()
     }
 
@@ -160,37 +147,29 @@ def layer_costs(
 
 
 def _cost(layer: Any, work: Work, gpu: Gpu, conv: str) -> LayerCost:
-    weight = layer.weight
-    axis = contracted_axis(layer)
-
-    def padded(block: int) -> int:
-        return weight.numel() // weight.shape[axis] * (weight.shape[axis] + -weight.shape[axis] % block)
-
-    packed, mixed = FP4 * padded(NVFP4_BLOCK) + 4, W4A8 * padded(MXFP4_BLOCK)
-    eight, plain = FP8 * weight.numel() + 2 * weight.shape[1 - axis], FP16 * weight.numel()
-    compute = forecast(layer, conv).compute
-    if compute == "FP4" and gpu.fp4 is None:
-        compute = "FP16"
-
+    weight, axis = layer.weight, contracted_axis(layer)
     outputs = weight.shape[1 - axis]
     product = (work.written / outputs, outputs, work.macs / work.written)
+    recipes = {"FP4": RECIPES["nvfp4_qat"]} | {name.upper(): RECIPES[f"{name}_qat"] for name in LAYER_FORMATS}
+    stored = {each: _stored(weight, axis, recipe.weight) for each, recipe in recipes.items() if recipe.weight}
+    stored["FP16"] = BYTES["FP16"] * weight.numel()
 
-    def milliseconds(precision: str, stored: float) -> float:
-        moved = stored + MOVED[precision] * work.read + FP16 * work.written
-        return library_time(precision, *product, moved, gpu).ms
+    def milliseconds(compute: str, weights: str) -> float:
+        moved = stored[weights] + BYTES[compute] * work.read + BYTES["FP16"] * work.written
+        return library_time(compute, *product, moved, gpu).ms
 
-    def other(form: str, stored: float) -> float:
-        return milliseconds(forecast_other(layer, form).compute, stored)
+    compute = forecast(layer, conv).compute
+    times = {"FP4": milliseconds("FP16" if compute == "FP4" and gpu.fp4 is None else compute, "FP4")}
+    for each, recipe in recipes.items():
+        if each != "FP4" and not crossed_groups(layer, recipe):
+            other = forecast_other(layer, each)
+            times[each] = milliseconds(other.compute, other.weights)
+    return LayerCost(stored, times | {"FP16": milliseconds("FP16", "FP16")})
 
-    return LayerCost(
-        bytes_fp4=packed,
-        bytes_w4a8=mixed,
-        bytes_fp8=eight,
-        bytes_int8=eight,
-        bytes_fp16=plain,
-        ms_fp4=milliseconds(compute, packed),
-        ms_w4a8=None if crossed_groups(layer, RECIPES["w4a8_qat"]) else other("W4A8", plain),
-        ms_fp8=other("FP8", eight),
-        ms_int8=other("INT8", eight),
-        ms_fp16=milliseconds("FP16", plain),
-    )
+
+def _stored(weight: torch.Tensor, axis: int, spec: QuantSpec) -> float:
+    """Bytes of a weight: whole blocks along the contracted axis, and the scales of blocks, of rows or of the tensor."""
+    channels = weight.shape[axis]
+    padded = channels + -channels % (1 if spec.in_eight_bits else spec.block_size)
+    scales = 2 * weight.shape[1 - axis] if spec.row_scaled else 4 * (spec.format == "nvfp4")
+    return ELEMENT_BYTES[spec.format] * (weight.numel() // channels * padded) + scales

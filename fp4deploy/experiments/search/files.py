@@ -12,8 +12,9 @@ import yaml
 
 from fp4deploy.bench import tables
 from fp4deploy.experiments.panels import BLUE, ORANGE, panels, png
-from fp4deploy.experiments.search.costs import PRECISIONS, LayerCost
+from fp4deploy.experiments.search.costs import LayerCost
 from fp4deploy.experiments.search.run import Found, Point, sqnr
+from fp4deploy.precisions import LAYER_FORMATS, PRECISIONS
 from fp4deploy.ptq.methods import find_method
 from fp4deploy.runs import run_of
 from fp4deploy.system.files import write_whole
@@ -57,9 +58,7 @@ def recipe(found: Found, checkpoint: Path) -> str:
     settings["quant"] = settings.get("quant", {}) | {
         "include": layers,
         "exclude": None,
-        "fp8": list(chosen.fp8) or None,
-        "int8": list(chosen.int8) or None,
-        "w4a8": list(chosen.w4a8) or None,
+        **{name: list(chosen.placed[name.upper()]) or None for name in LAYER_FORMATS},
     }
     heading = f"# {found.budget.kind}={found.budget.most:g}: {_sentence(found, found.chosen)}\n"
     return heading + yaml.safe_dump(settings, sort_keys=False)
@@ -134,14 +133,16 @@ def _sentence(found: Found, point: Point) -> str:
 
 
 def _document(found: Found) -> dict[str, object]:
-    """Scores under the key of their task: "miou", "top1"."""
+    """Scores under the key of their task: "miou", "top1"; layers in FP4 under "layers"."""
     key = key_of(found.metric)
 
     def point(of: Point) -> dict[str, object]:
-        return {key if name == "score" else name: value for name, value in dataclasses.asdict(of).items()}
+        placed = {"layers" if each == "FP4" else each.lower(): layers for each, layers in of.placed.items()}
+        return {**placed, "error": of.error, "bytes": of.bytes, "ms": of.ms, key: of.score}
 
     points = {"chosen": point(found.chosen), "fp16": point(found.fp16), "points": [*map(point, found.points)]}
-    return {**dataclasses.asdict(found), **points, "drop": found.drop}
+    costs = {name: cost.flat for name, cost in found.costs.items()}
+    return {**dataclasses.asdict(found), **points, "costs": costs, "drop": found.drop}
 
 
 def _picture(found: Found) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,6 @@ from fp4deploy.errors import InputError
 from fp4deploy.experiments.search.choose import Option, Placement, least_cost, least_error
 from fp4deploy.experiments.search.costs import (
     MEASURED,
-    PRECISIONS,
     LayerCost,
     layer_costs,
     measured_layers,
@@ -30,6 +29,7 @@ from fp4deploy.experiments.search.study import Labelled, Measurements, Record
 from fp4deploy.metrics import LabelScore, SegmentationScore
 from fp4deploy.models import read_card
 from fp4deploy.peaks import find_gpu
+from fp4deploy.precisions import PRECISIONS
 from fp4deploy.ptq.checkpoint import calibration_images
 from fp4deploy.qat import layer_plan, load_model
 from fp4deploy.rest import rest_of
@@ -71,21 +71,13 @@ class Budget:
 
 @dataclass(frozen=True)
 class Point:
-    """A placement: layers in FP4, W4A8, FP8 and INT8, estimated error, cost, and its measured score."""
+    """A placement: layers of each of `PRECISIONS`, in that order, estimated error, cost, and its measured score."""
 
-    layers: tuple[str, ...]
-    w4a8: tuple[str, ...]
-    fp8: tuple[str, ...]
-    int8: tuple[str, ...]
+    placed: dict[str, tuple[str, ...]] = field(hash=False)
     error: float
     bytes: float
     ms: float
     score: float
-
-    @property
-    def placed(self) -> dict[str, tuple[str, ...]]:
-        """Layers by precision, in the order of `PRECISIONS`."""
-        return dict(zip(PRECISIONS, (self.layers, self.w4a8, self.fp8, self.int8), strict=True))
 
     @property
     def quantized(self) -> tuple[str, ...]:
@@ -193,15 +185,9 @@ def search(
 
         def point(placement: Placement) -> Point:
             chosen = dict(placement)
-            four, mixed, eight, whole = (
-                tuple(name for name in names if chosen.get(name) == each) for each in PRECISIONS
-            )
             parts = [(costs[name], chosen.get(name, "FP16")) for name in names]
             return Point(
-                four,
-                mixed,
-                eight,
-                whole,
+                {each: tuple(name for name in names if chosen.get(name) == each) for each in PRECISIONS},
                 sum(errors[option] for option in placement),
                 fixed + sum(cost.of(precision, "bytes") for cost, precision in parts),
                 sum(cost.of(precision, "ms") for cost, precision in parts),

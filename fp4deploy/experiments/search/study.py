@@ -21,10 +21,10 @@ from fp4deploy.bench.records import Record as Line
 from fp4deploy.errors import InputError
 from fp4deploy.experiments.search.choose import Option
 from fp4deploy.metrics import LabelScore, SegmentationScore
+from fp4deploy.precisions import LAYER_FORMATS
 from fp4deploy.ptq import quantize
 from fp4deploy.ptq.forward import deployed_in
 from fp4deploy.qat.load import round_to_deployed
-from fp4deploy.qat.recipes import LAYER_FORMATS
 from fp4deploy.rest import FP16, Rest
 from fp4deploy.system.files import append_line
 from fp4deploy.system.schema import MAX_BYTES, Name, records, whole_lines

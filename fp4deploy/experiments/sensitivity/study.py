@@ -33,7 +33,6 @@ import torch
 from torch import nn
 
 from fp4deploy.data import validation_set
-from fp4deploy.data.sample import evenly
 from fp4deploy.errors import InputError
 from fp4deploy.formats import fake_quantize_nvfp4
 from fp4deploy.graph.costs import MULTIPLYING, work_of_layers
@@ -42,7 +41,7 @@ from fp4deploy.qat import QuantSpec, calibrate, layer_plan, load_model, prepare,
 from fp4deploy.qat.plan import NORMS, channel_axis
 from fp4deploy.qat.telemetry.collect import contracted_axis
 from fp4deploy.qat.telemetry.statistics import coded_row, encode
-from fp4deploy.tasks import task_of
+from fp4deploy.tasks import image_batches
 
 NVFP4 = QuantSpec()
 PRODUCTS = (nn.Conv2d, nn.ConvTranspose2d, nn.Linear)
@@ -133,11 +132,7 @@ def study_images(checkpoint: Path, data: Path, count: int, batch: int = 4) -> It
         InputError: not a checkpoint, or data that does not fit it.
     """
     card = read_card(checkpoint)
-    dataset = validation_set(card, data)
-    transform = task_of(card).transform(card.size, card.mean, card.std)
-    places = evenly(len(dataset), count)
-    for start in range(0, len(places), batch):
-        yield torch.stack([transform(dataset.load(place))[0] for place in places[start : start + batch]])
+    return image_batches(card, validation_set(card, data), count, batch)
 
 
 def _inputs(

@@ -19,13 +19,12 @@ Trade-off: beside the windows at the edge, a 4x4 kernel of stride 2 costs no mul
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
-from onnx_ir.passes import InPlacePass, PassResult
+from onnx_ir.passes import PassResult
 
 from fp4deploy.export.lowering.gemm import (
     Geometry,
@@ -35,7 +34,7 @@ from fp4deploy.export.lowering.gemm import (
     replace_layer,
     reshape_storage,
 )
-from fp4deploy.export.lowering.pattern import Fp4Layer, attribute, find_fp4_layers
+from fp4deploy.export.lowering.pattern import Fp4Layer, NamedLayers, attribute, find_fp4_layers
 from fp4deploy.export.onnx.writer import NodeWriter
 from fp4deploy.formats import NVFP4_BLOCK
 
@@ -78,12 +77,8 @@ def phases(layer: Fp4Layer) -> Phases | None:
     return Phases(stride, (taps[0], taps[1]), (pads[0], pads[1]), (size[0], size[1]))
 
 
-class TransposedToGemm(InPlacePass):
+class TransposedToGemm(NamedLayers):
     """Lower the named transposed convolutions."""
-
-    def __init__(self, names: Collection[str]) -> None:
-        super().__init__()
-        self.names = frozenset(names)
 
     def call(self, model: ir.Model) -> PassResult:
         uses = Counter[str]()

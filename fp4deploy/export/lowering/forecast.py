@@ -19,6 +19,7 @@ from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.qat.layers import TRANSPOSED, QuantizedLayer
 from fp4deploy.qat.placement import is_pointwise, is_upsampling
 from fp4deploy.qat.plan import LayerPlan
+from fp4deploy.qat.recipes import EIGHT_BITS
 from fp4deploy.rest import FP16, Rest
 
 NO_MX = "TensorRT builds no block scales that are powers of two; packed networks hold them"
@@ -90,7 +91,7 @@ def in_fp8(model: nn.Module, plans: Iterable[LayerPlan], conv: str, rest: Rest =
 def forecast_other(layer: nn.Module, form: str, rest: Rest = FP16) -> Forecast:
     """The forecast of a layer that is FP8, INT8 or W4A8 in the model, under any `--conv` mode."""
     assert isinstance(layer.weight, torch.Tensor)
-    if form == "W4A8":
+    if form.lower() not in EIGHT_BITS:
         return Forecast(rest.label, rest.label, NO_MX)
     if problem := why_not_fp8(layer.weight.shape[2:], isinstance(layer, TRANSPOSED), form):
         return Forecast(rest.label, form, problem)

@@ -21,15 +21,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
-from onnx_ir.passes import InPlacePass, PassResult
+from onnx_ir.passes import PassResult
 
-from fp4deploy.export.lowering.pattern import OPEN, SCALE_TYPE_E4M3, Fp4Layer, attribute, find_fp4_layers
+from fp4deploy.export.lowering.pattern import OPEN, SCALE_TYPE_E4M3, Fp4Layer, NamedLayers, attribute, find_fp4_layers
 from fp4deploy.export.onnx.quantize_function import QUANTIZE_OP
 from fp4deploy.export.onnx.writer import NodeWriter
 from fp4deploy.formats import NVFP4_BLOCK
@@ -222,12 +221,8 @@ def _lower_im2col(writer: NodeWriter, layer: Fp4Layer, plan: Geometry) -> None:
     replace_layer(writer, layer, writer.add("Reshape", "image", result, shape))
 
 
-class ConvToGemm(InPlacePass):
+class ConvToGemm(NamedLayers):
     """Lower the named FP4 layers; layers of another form than the three above are not changed."""
-
-    def __init__(self, names: Collection[str]) -> None:
-        super().__init__()
-        self.names = frozenset(names)
 
     def call(self, model: ir.Model) -> PassResult:
         modified, uses = False, Counter[str]()

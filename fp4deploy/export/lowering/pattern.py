@@ -153,12 +153,16 @@ def find_fp4_layers(model: ir.Model) -> list[Fp4Layer]:
     return layers
 
 
-class LowerNamedLayers(InPlacePass):
-    """Lower the FP4 layers of these names, one after the other."""
+class NamedLayers(InPlacePass):
+    """A pass over layers of these names."""
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__()
         self.names = frozenset(names)
+
+
+class LowerNamedLayers(NamedLayers):
+    """Lower the FP4 layers of these names, one after the other."""
 
     @abstractmethod
     def lower(self, graph: ir.Graph, layer: Fp4Layer) -> None:

@@ -18,14 +18,14 @@ are stored in already. What the plugins take, tensor by tensor: docs/plugins.md.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes import InPlacePass, PassResult
+from onnx_ir.passes import PassResult
 
-from fp4deploy.export.lowering.pattern import Fp4Layer, find_fp4_layers
+from fp4deploy.export.lowering.pattern import Fp4Layer, NamedLayers, find_fp4_layers
 from fp4deploy.export.lowering.plan import MARK
 from fp4deploy.export.lowering.plugin_match import Source, read_source, scalar
 from fp4deploy.export.onnx.writer import NodeWriter
@@ -45,12 +45,8 @@ class Packed:
     channels: int
 
 
-class ConvToPlugin(InPlacePass):
+class ConvToPlugin(NamedLayers):
     """Lower the named FP4 convolutions, as far as `read_source` can read them, to plugins."""
-
-    def __init__(self, names: Collection[str]) -> None:
-        super().__init__()
-        self.names = frozenset(names)
 
     def call(self, model: ir.Model) -> PassResult:
         found = ((layer, read_source(layer)) for layer in find_fp4_layers(model) if layer.name in self.names)

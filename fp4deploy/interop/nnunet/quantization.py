@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -24,8 +24,10 @@ from torch import nn
 from fp4deploy.errors import InputError
 from fp4deploy.models.nnunet.folder import PLANS, Fold, ResultsFolder, read_fold
 from fp4deploy.models.nnunet.network import build_network, load_fold
+from fp4deploy.precisions import LAYER_FORMATS, with_formats
 from fp4deploy.qat.plan import LayerPlan, layer_plan
 from fp4deploy.qat.prepare import prepare
+from fp4deploy.qat.recipes import find_recipe
 from fp4deploy.qat.selection import Selection
 from fp4deploy.rest import RestName
 from fp4deploy.system.schema import Name, validated
@@ -36,18 +38,23 @@ AGAIN = "Quantise the folder again with: fp4deploy quantize FOLDER --data RAW --
 
 @dataclass(frozen=True)
 class Quantization:
-    """recipe: as of `qat.prepare`. layers: names of the quantised ones; fp8: those in FP8. rest: of the others."""
+    """recipe: as of `qat.prepare`. layers: names of the quantised ones; formats: of those in others. rest: of the rest.
+
+    In the plans each format is a field of its own.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     recipe: Name
     layers: Annotated[tuple[Name, ...], Field(min_length=1, max_length=2000)]
-    fp8: Annotated[tuple[Name, ...], Field(max_length=2000)] = ()
+    formats: dict[Name, Annotated[tuple[Name, ...], Field(max_length=2000)]] = field(default_factory=dict, hash=False)
     rest: RestName = "fp16"
 
     def of_plans(self, plans: Mapping[str, Any], configuration: str) -> dict[str, Any]:
         """A copy of `plans` whose configuration says this."""
-        values = {**plans["configurations"][configuration], KEY: dataclasses.asdict(self)}
+        said = dataclasses.asdict(self)
+        said |= {"fp8": ()} | said.pop("formats")  # which older versions ask for
+        values = {**plans["configurations"][configuration], KEY: said}
         return {**plans, "configurations": {**plans["configurations"], configuration: values}}
 
 
@@ -58,7 +65,7 @@ def quantization_of(values: Mapping[str, object], where: object) -> Quantization
         InputError: it says something that is no quantisation.
     """
     said = values.get(KEY)
-    return None if said is None else validated(Quantization, said, f"{where}: {KEY}", AGAIN)
+    return None if said is None else validated(Quantization, with_formats(said), f"{where}: {KEY}", AGAIN)
 
 
 def plan_network(
@@ -67,25 +74,26 @@ def plan_network(
     recipe: str,
     include: Selection = None,
     exclude: Selection = None,
-    fp8: Selection = None,
     rest: RestName = "fp16",
+    **formats: Selection,
 ) -> Quantization:
     """Which layers of a network of nnU-Net are quantised by a recipe; its heads of deep supervision stay as they are.
 
     Args:
         patch: what it takes, [N, C, *patch size], on any device.
-        include, exclude, fp8: as of `qat.prepare`.
+        include, exclude, formats: as of `qat.prepare`.
 
     Raises:
         InputError: as of `qat.layer_plan`, or no layer is left.
     """
-    plans = plan_layers(network, patch, recipe, include, exclude, fp8)
+    plans = plan_layers(network, patch, recipe, include, exclude, **formats)
     chosen = [plan for plan in plans if plan.precision != "FP16"]
     if not chosen:
         reasons = "; ".join(f"{plan.name}: {plan.reason}" for plan in plans[:3])
         raise InputError(f"Every layer of this network stays in FP16 ({reasons}). Name layers with: --include PATTERN")
-    eight = tuple(plan.name for plan in chosen if plan.precision == "FP8")
-    return Quantization(recipe, tuple(plan.name for plan in chosen), eight, rest)
+    others = {form: tuple(plan.name for plan in chosen if plan.precision == form.upper()) for form in LAYER_FORMATS}
+    others = {form: names for form, names in others.items() if names and form.upper() != find_recipe(recipe).precision}
+    return Quantization(recipe, tuple(plan.name for plan in chosen), others, rest)
 
 
 def plan_layers(
@@ -94,11 +102,11 @@ def plan_layers(
     recipe: str,
     include: Selection = None,
     exclude: Selection = None,
-    fp8: Selection = None,
+    **formats: Selection,
 ) -> list[LayerPlan]:
     """`qat.layer_plan` of a network of nnU-Net, all of whose heads are outputs."""
     with _all_heads(network):
-        return layer_plan(network, recipe, include, exclude, fp8, example_inputs=patch)
+        return layer_plan(network, recipe, include, exclude, example_inputs=patch, **formats)
 
 
 def prepare_as(network: nn.Module, quantization: Quantization) -> nn.Module:
@@ -107,7 +115,7 @@ def prepare_as(network: nn.Module, quantization: Quantization) -> nn.Module:
     Raises:
         InputError: the network has no such layer.
     """
-    return prepare(network, quantization.recipe, list(quantization.layers), fp8=list(quantization.fp8) or None)
+    return prepare(network, quantization.recipe, quantization.layers, example_inputs=None, **quantization.formats)
 
 
 def load_network(folder: ResultsFolder, fold: Fold | str) -> tuple[nn.Module, Quantization | None]:

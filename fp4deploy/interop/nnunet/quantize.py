@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def quantize_folder(
     batch: int = 1,
     include: Selection = None,
     exclude: Selection = None,
-    fp8: Selection = None,
+    formats: Mapping[str, Selection] | None = None,
     rest: str | None = None,
     verify: bool = True,
     device: str = "cpu",
@@ -88,7 +89,7 @@ def quantize_folder(
     found = patches_of(folder, Path(data), patches)
     batches = list(torch.cat(found).split(batch))
     network, _ = load_network(folder, chosen[0])
-    planned = plan_network(network, found[0], recipe, include, exclude, fp8, rest_of(rest).name)
+    planned = plan_network(network, found[0], recipe, include, exclude, rest_of(rest).name, **(formats or {}))
     plans = planned.of_plans(folder.plans, folder.configuration)
     results = []
     with replace_folder(out) as temporary:
@@ -125,8 +126,8 @@ def _quantized(
     before = _classes(network.eval(), compared, regions)
     network.to(device)
     given = [batch.to(device) for batch in batches]
-    layers, eight = list(planned.layers), list(planned.fp8) or None
-    result = quantize(network, given, method, include=layers, fp8=eight, say=say, **options)
+    options = {**planned.formats, **options}
+    result = quantize(network, given, method, include=planned.layers, say=say, **options)
     network.cpu().eval()
     round_to_deployed(network, rest_of(planned.rest))
     return network, result, float((_classes(network, compared, regions) == before).float().mean())

@@ -33,6 +33,7 @@ from nnunetv2.preprocessing.resampling.default_resampling import (
 )
 from numpy.typing import NDArray
 
+from fp4deploy.data.sample import class_type
 from fp4deploy.data.volumes.resample import resampled_bands
 from fp4deploy.errors import InputError, named_cause
 
@@ -132,7 +133,7 @@ class PackedPredictor(nnUNetPredictor):
         with case.timed("classes"):
             labels = self.label_manager
             before = properties["shape_before_cropping"]
-            found = np.zeros(before, np.uint8 if len(labels.foreground_labels) < 255 else np.uint16)
+            found = np.zeros(before, class_type(len(labels.foreground_labels) + 1))
             inside = found[bounding_box_to_slice(properties["bbox_used_for_cropping"])]
             bands = self._resampled(
                 logits, inside.shape, configuration.resampling_fn_probabilities, case.target, case.spacing

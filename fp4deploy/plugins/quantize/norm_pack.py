@@ -14,9 +14,9 @@ and the reference elsewhere. For the same a and b both give the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 
 import torch
 
@@ -164,18 +164,25 @@ def supports(x: torch.Tensor) -> bool:
 
 
 def apply_kernels(x: torch.Tensor, ab: torch.Tensor, forms: Sequence[OutputForm]) -> list[FeatureMap]:
-    """`apply_reference` by kernels; a launch serves one packed and one plain form of y and of p.
+    """`apply_reference` by kernels.
 
     Raises:
         UnavailableError: the kernels do not compile or launch here.
     """
+    return in_launches(x, forms, partial(_launch, x, ab))
+
+
+def in_launches(
+    x: torch.Tensor, forms: Sequence[OutputForm], launch: Callable[[dict[tuple[bool, bool], FeatureMap]], None]
+) -> list[FeatureMap]:
+    """The forms of a result for `x`; a launch serves one packed and one plain form of y and of p."""
     results: list[FeatureMap] = [empty(x, each) for each in forms]
     waiting = list(range(len(forms)))
     while waiting:
         served: dict[tuple[bool, bool], int] = {}
         for at in waiting:
             served.setdefault((forms[at].pooled, forms[at].amax is None), at)
-        _launch(x, ab, {kind: results[at] for kind, at in served.items()})
+        launch({kind: results[at] for kind, at in served.items()})
         waiting = [at for at in waiting if at not in served.values()]
     return results
 

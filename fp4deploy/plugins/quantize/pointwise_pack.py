@@ -16,12 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from fp4deploy import formats
-from fp4deploy.plugins.quantize.norm_pack import FeatureMap, OutputForm, chunks, empty, pointers, supports
+from fp4deploy.plugins.quantize.norm_pack import FeatureMap, OutputForm, chunks, in_launches, pointers, supports
 from fp4deploy.plugins.runtime.fallback import Fallback
 from fp4deploy.plugins.runtime.launch import kernel
 from fp4deploy.plugins.runtime.pdl import launch_secondary
@@ -87,20 +88,12 @@ def _affine(x: torch.Tensor, ab: torch.Tensor) -> torch.Tensor:
 
 
 def apply_kernels(x: torch.Tensor, work: Pointwise, forms: Sequence[OutputForm]) -> list[FeatureMap]:
-    """`apply_reference` by kernels; a launch serves one packed and one plain form of y and of p.
+    """`apply_reference` by kernels.
 
     Raises:
         UnavailableError: the kernel does not compile or launch here.
     """
-    results: list[FeatureMap] = [empty(x, form) for form in forms]
-    waiting = list(range(len(forms)))
-    while waiting:
-        served: dict[tuple[bool, bool], int] = {}
-        for at in waiting:
-            served.setdefault((forms[at].pooled, forms[at].amax is None), at)
-        _launch(x, work, {kind: results[at] for kind, at in served.items()})
-        waiting = [at for at in waiting if at not in served.values()]
-    return results
+    return in_launches(x, forms, partial(_launch, x, work))
 
 
 def _launch(x: torch.Tensor, work: Pointwise, results: dict[tuple[bool, bool], FeatureMap]) -> None:

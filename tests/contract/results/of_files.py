@@ -374,7 +374,7 @@ def parts(folder: Path) -> Any:
 
 def in_eight_bits(int8: tuple[str, ...] | None, recipe: str) -> Any:
     """What an engine multiplies in FP8 of a network, of which some layers are in INT8."""
-    own = dataclasses.replace(CARD, precision="nvfp4", recipe=recipe, int8=int8)
+    own = dataclasses.replace(CARD, precision="nvfp4", recipe=recipe, formats={} if int8 is None else {"int8": int8})
     return [layers_in_fp8(own, target) for target in ("rtx sm120", "tensorrt sm100")]
 
 

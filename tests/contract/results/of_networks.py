@@ -159,7 +159,7 @@ def studied() -> Any:
 def layer_cost(gpu: peaks.Gpu, conv: str) -> Any:
     model = network()
     names = {name: model.get_submodule(name) for name in LAYERS}
-    return costs.layer_costs(model, names, BATCHES[0], gpu, conv)
+    return {name: each.flat for name, each in costs.layer_costs(model, names, BATCHES[0], gpu, conv).items()}
 
 
 def predicted(**options: Any) -> Any:

@@ -22,6 +22,7 @@ from fp4deploy.experiments.sensitivity.study import LayerDamage, Study, TensorTa
 from fp4deploy.experiments.sweep import results as sweep
 from fp4deploy.experiments.sweep.spec import load_sweep
 from fp4deploy.export.ledger.ledger import Ledger, LedgerRow, load_ledger
+from fp4deploy.precisions import PRECISIONS
 from fp4deploy.report import comparison, summary
 from fp4deploy.report.figures import curves, lost
 from fp4deploy.report.history import history
@@ -94,10 +95,13 @@ def drawn(tuned: bool) -> Any:
         return _points(curves.draw_curves(epochs, tuned)), epochs
 
 
-COST = LayerCost(100, 110, 200, 210, 400, 0.5, 0.55, 0.6, None, 1.25)
-POINTS = tuple(Point(names[:1], (), names[1:2], names[2:], 0.01 * n, 5e6 / n, 3.0 / n, 0.61 - 0.013 * n)
+COST = LayerCost(
+    {"FP4": 100, "W4A8": 110, "FP8": 200, "INT8": 210, "FP16": 400},
+    {"FP4": 0.5, "W4A8": 0.55, "FP8": 0.6, "FP16": 1.25},
+)
+POINTS = tuple(Point({"FP4": names[:1], "W4A8": (), "FP8": names[1:2], "INT8": names[2:]}, 0.01 * n, 5e6 / n, 3.0 / n, 0.61 - 0.013 * n)
                for n, names in enumerate((("a", "b", "c"), ("a", "b"), ("b",)), 1))  # fmt: skip
-SEARCH = Found(Budget("drop", 1.0), POINTS[1], Point((), (), (), (), 0.0, 8e6, 4.0, 0.61), POINTS,
+SEARCH = Found(Budget("drop", 1.0), POINTS[1], Point(dict.fromkeys(PRECISIONS, ()), 0.0, 8e6, 4.0, 0.61), POINTS,
                {name: {"FP4": 0.1, "W4A8": 0.05, "FP8": 0.01, "INT8": 0.02} for name in "abc"}, dict.fromkeys("abc", COST),
                "B200", PROJECTED, "amax", 7, "mIoU")  # fmt: skip
 STUDY = Study("c", "fp16", 4, [

@@ -37,8 +37,8 @@ FAULTS: dict[str, Seeded] = {
     ),
     "nnunet: include and exclude are exchanged": Seeded(
         "fp4deploy/interop/nnunet/quantize.py",
-        "plan_network(network, found[0], recipe, include, exclude, fp8,",
-        "plan_network(network, found[0], recipe, exclude, include, fp8,",
+        "plan_network(network, found[0], recipe, include, exclude, rest",
+        "plan_network(network, found[0], recipe, exclude, include, rest",
     ),
     "qat: arguments with defaults are assumed as well": Seeded(
         "fp4deploy/qat/ends.py",
@@ -107,8 +107,8 @@ FAULTS: dict[str, Seeded] = {
     ),
     "cli: layers in INT8 are planned as FP4": Seeded(
         "cli/commands/stages/engine_formats.py",
-        "card.exclude, (), image, card.int8)",
-        "card.exclude, (), image)",
+        'formats = card.formats | {"fp8": ()}',
+        'formats = {"fp8": ()}',
     ),
     "system: an inner block ends the outer one": Seeded(
         "fp4deploy/system/offline.py",

@@ -45,7 +45,6 @@ SCRATCH = 8 * 1024  # bytes
 MAX_STAGES, FEWEST_STAGES = 20, 3
 MAX_SPLITS = 8
 MAX_TAPS = 7  # in each direction
-INDEX = 1 << 31  # pixels are counted in 32 bits
 BEGIN, SUM = 11500, 14600  # cycles of `cycles` that no shape changes: of the kernel, and of adding splits up
 fallback = Fallback("Convolutions by wgmma", "implicit GEMM")
 SIGNATURE = "128sPPPPPPPPPPPPiiiiiiiiiiiiiiifff"

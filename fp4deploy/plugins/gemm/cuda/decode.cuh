@@ -1,4 +1,4 @@
-// E2M1 codes and E4M3 scales decoded into operands of mma.m16n8k16, in registers (gemv_tma.cu).
+// E2M1 codes and E4M3 scales decoded into operands of mma.m16n8k16, in registers (gemv_tma.cu), or halves (`spread`).
 //
 // The bits of an E2M1 code in the top bits of a half-precision word are its value times a power of two: plugins/gemm/
 // triton/decode.py explains the arithmetic. Elements four apart end up in one 32-bit register. x is permuted in the
@@ -47,7 +47,23 @@ __device__ __forceinline__ void decode(uint32_t word, uint32_t pair, bool high, 
     out[3] = scaled((odd * 18u + MINUS) & KEPT, pair, high, tag);
 }
 
-// Eight elements of x in that order.
+// The same eight codes as four pairs of halves times 2^-14, elements 0 2, 4 6, 1 3, 5 7.
+__device__ __forceinline__ void spread(uint32_t word, uint32_t (&out)[4]) {
+    const uint32_t high = (word & 0x80808080u) | ((word >> 3) & 0x0E0E0E0Eu);
+    const uint32_t low = ((word << 4) & 0x80808080u) | ((word << 1) & 0x0E0E0E0Eu);
+    out[0] = __byte_perm(low, 0u, 0x1404);
+    out[1] = __byte_perm(low, 0u, 0x3424);
+    out[2] = __byte_perm(high, 0u, 0x1404);
+    out[3] = __byte_perm(high, 0u, 0x3424);
+}
+
+// An E4M3 scale as a half times 2^7. Its bits as a half are the value times 2^-8; NaN has to be made.
+__device__ __forceinline__ __half decode_scale(uint32_t byte) {
+    const __half scale = __hmul(__ushort_as_half((unsigned short)(byte << 7)), __float2half_rn(32768.f));
+    return byte == 0x7Fu ? __ushort_as_half((unsigned short)0x7FFF) : scale;
+}
+
+// Eight elements of x in the order of `decode`.
 __device__ __forceinline__ uint4 reorder(uint4 v) {
     return {__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.y, v.w, 0x5410), __byte_perm(v.x, v.z, 0x7632),
             __byte_perm(v.y, v.w, 0x7632)};

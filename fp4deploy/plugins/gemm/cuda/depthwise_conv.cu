@@ -17,9 +17,6 @@
 // across count pieces of ROWS x COLUMNS pixels.
 #include "channels.cuh"
 
-#ifndef DTYPE
-#define DTYPE __half
-#endif
 #ifndef C
 #define C 96
 #define LANES 48
@@ -66,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(128, ROWS * COLUMNS > 16 ? 3 : 4) d
 #pragma unroll
     for (int i = 0; i * STRIPS < TAPS; ++i) {
         const int tap = i * STRIPS + strip;
-        if (tap < TAPS && c < C) filters[tap * LANES + lane] = channels::widen(held[i]);
+        if (tap < TAPS && c < C) filters[tap * LANES + lane] = widen(held[i]);
     }
     __syncthreads();
     const long long piece = (long long)blockIdx.x * STRIPS + strip;
@@ -99,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(128, ROWS * COLUMNS > 16 ? 3 : 4) d
     for (int trip = 0; trip < TRIPS; ++trip) {
         float2 value[SPAN];
 #pragma unroll
-        for (int j = 0; j < SPAN; ++j) value[j] = channels::widen(*reinterpret_cast<const Two*>(raw + j));
+        for (int j = 0; j < SPAN; ++j) value[j] = widen(*reinterpret_cast<const Two*>(raw + j));
         fetch(trip + 1, raw);
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
@@ -126,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(128, ROWS * COLUMNS > 16 ? 3 : 4) d
         for (int p = 0; p < COLUMNS; ++p) {
             float2 y = sum[r][p];
             if (relu) y.x = y.x < 0.f ? 0.f : y.x, y.y = y.y < 0.f ? 0.f : y.y;
-            if (ox + p < OW) channels::narrow(y, *reinterpret_cast<Two*>(to + p * C));
+            if (ox + p < OW) narrow(y, *reinterpret_cast<Two*>(to + p * C));
         }
     }
 }

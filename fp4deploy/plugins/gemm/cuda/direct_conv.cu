@@ -94,26 +94,12 @@ __device__ __forceinline__ void load_tile(Raw& raw, const Source& source, int to
     }
 }
 
-// Four bytes of codes as four pairs of halves times 2^-14: elements 0 2, 4 6, then 1 3, 5 7 (triton/decode.py).
-__device__ __forceinline__ void spread(uint32_t word, uint32_t (&out)[4]) {
-    const uint32_t high = (word & 0x80808080u) | ((word >> 3) & 0x0E0E0E0Eu);
-    const uint32_t low = ((word << 4) & 0x80808080u) | ((word << 1) & 0x0E0E0E0Eu);
-    out[0] = __byte_perm(low, 0u, 0x1404);
-    out[1] = __byte_perm(low, 0u, 0x3424);
-    out[2] = __byte_perm(high, 0u, 0x1404);
-    out[3] = __byte_perm(high, 0u, 0x3424);
-}
-
 __device__ __forceinline__ void decode_tile(const Raw& raw, uint4* tile) {
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
         const int index = i * THREADS + threadIdx.x, pixel = index / BLOCKS, block = index % BLOCKS;
         if (pixel >= PIXELS) continue;
-        const uint32_t byte = raw.scales[i];
-        // The bits of an E4M3 value as a half are the value times 2^-8; NaN has to be made.
-        __half scale = __hmul(__ushort_as_half((unsigned short)(byte << 7)), __float2half_rn(32768.f));
-        if (byte == 0x7Fu) scale = __ushort_as_half((unsigned short)0x7FFF);
-        const __half2 wide = __half2half2(scale);
+        const __half2 wide = __half2half2(decode_scale(raw.scales[i]));
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             uint32_t words[4];
@@ -185,8 +171,8 @@ __device__ __forceinline__ void write(
     if (!scales) {
         if (!has) return;
         channels::Pair<DTYPE>::type pairs[2];
-        channels::narrow(make_float2(v[0], v[1]), pairs[0]);
-        channels::narrow(make_float2(v[2], v[3]), pairs[1]);
+        narrow(make_float2(v[0], v[1]), pairs[0]);
+        narrow(make_float2(v[2], v[3]), pairs[1]);
         *reinterpret_cast<uint2*>(static_cast<DTYPE*>(out) + at) = *reinterpret_cast<const uint2*>(pairs);
         return;
     }

@@ -17,7 +17,10 @@ struct Pixel {
 extern "C" __global__ void __launch_bounds__(256) read_image(const VALUE* x, HALF* y, int C, long long P, long long count) {
     const Pixel at(P, count);
     if (!at.active) return;
-    for (int c = 0; c < C; ++c) round_to(y[at.number * C + c], number(x[(at.item * C + c) * P + at.place]));
+    for (int c = 0; c < C; ++c) {
+        HALF& to = y[at.number * C + c];
+        narrow(widen(x[(at.item * C + c) * P + at.place]), to);
+    }
 }
 
 // x: VALUE [N, 3, P], rounded to FP16 first -> y: HALF [N, P, 13], which holds every term
@@ -27,17 +30,17 @@ extern "C" __global__ void __launch_bounds__(256) encode_image(const VALUE* x, H
     HALF* const out = y + at.number * 13;
     float total = 0.f;
     for (int c = 0; c < 3; ++c) {
-        const float wide = __half2float(__float2half_rn(number(x[(at.item * 3 + c) * P + at.place])));
+        const float wide = __half2float(__float2half_rn(widen(x[(at.item * 3 + c) * P + at.place])));
         const float scaled = wide * 1.6875f, v = scaled < -4.5f ? -4.5f : scaled > 4.5f ? 4.5f : scaled;
         const float d1 = rintf(v), second = (v - d1) * 6.f, twice2 = rintf(second);
         const float third = (second - twice2) * 2.f, twice3 = rintf(third), twice4 = rintf((third - twice3) * 2.f);
-        round_to(out[c], d1);
-        round_to(out[3 + c], twice2 * 0.5f);
-        round_to(out[6 + c], twice3 * 0.5f);
-        round_to(out[9 + c], twice4 * 0.5f);
+        narrow(d1, out[c]);
+        narrow(twice2 * 0.5f, out[3 + c]);
+        narrow(twice3 * 0.5f, out[6 + c]);
+        narrow(twice4 * 0.5f, out[9 + c]);
         total += wide;
     }
-    round_to(out[12], (total - total) + 6.f);
+    narrow((total - total) + 6.f, out[12]);
 }
 
 // x: HALF [pixels, C] -> channels [first, first + C) of y: HALF [pixels, stride]
@@ -52,17 +55,20 @@ extern "C" __global__ void __launch_bounds__(256) copy_channels(
 extern "C" __global__ void __launch_bounds__(256) write_planes(const HALF* x, VALUE* y, int C, long long P, long long count) {
     const Pixel at(P, count);
     if (!at.active) return;
-    for (int c = 0; c < C; ++c) round_to(y[(at.item * C + c) * P + at.place], number(x[at.number * C + c]));
+    for (int c = 0; c < C; ++c) {
+        VALUE& to = y[(at.item * C + c) * P + at.place];
+        narrow(widen(x[at.number * C + c]), to);
+    }
 }
 
 // x: HALF [pixels, C] -> y: uint8 [pixels], the first of the largest channels; NaN is larger than any number
 extern "C" __global__ void __launch_bounds__(256) class_map(const HALF* x, unsigned char* y, int C, long long count) {
     const long long pixel = (long long)blockIdx.x * 256 + threadIdx.x;
     if (pixel >= count) return;
-    float best = number(x[pixel * C]);
+    float best = widen(x[pixel * C]);
     int found = 0;
     for (int c = 1; c < C && best == best; ++c) {
-        const float value = number(x[pixel * C + c]);
+        const float value = widen(x[pixel * C + c]);
         if (value > best || value != value) best = value, found = c;
     }
     y[pixel] = (unsigned char)found;

@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(PIXELS) plain_conv(
         __syncthreads();
         for (int at = threadIdx.x; at < count * OUTPUTS; at += PIXELS) {
             const int k = at % count, o = at / count;
-            weights[k * OUTPUTS + o] = o < outputs ? number(w[(long long)(first + o) * deep + begin + k]) : 0.f;
+            weights[k * OUTPUTS + o] = o < outputs ? widen(w[(long long)(first + o) * deep + begin + k]) : 0.f;
         }
         __syncthreads();
         for (int k = 0; k < count;) {
@@ -54,10 +54,10 @@ extern "C" __global__ void __launch_bounds__(PIXELS) plain_conv(
                 if (has) raw = *reinterpret_cast<const uint4*>(from);
                 const HALF* const values = reinterpret_cast<const HALF*>(&raw);
 #pragma unroll
-                for (int each = 0; each < VECTOR; ++each) add(sums, number(values[each]), weights + (k + each) * OUTPUTS);
+                for (int each = 0; each < VECTOR; ++each) add(sums, widen(values[each]), weights + (k + each) * OUTPUTS);
                 taken = VECTOR;
             } else {
-                add(sums, has ? number(*from) : 0.f, weights + k * OUTPUTS);
+                add(sums, has ? widen(*from) : 0.f, weights + k * OUTPUTS);
             }
             k += taken;
             channel += taken;
@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(PIXELS) plain_conv(
         float sum = sums[o];
         if (bias && o < outputs) sum = __fadd_rn(sum, bias[first + o]);
         if (relu) sum = sum < 0.f ? 0.f : sum;
-        if (o < outputs) round_to(tile[threadIdx.x * outputs + o], sum);
+        if (o < outputs) narrow(sum, tile[threadIdx.x * outputs + o]);
     }
     __syncthreads();
     const int rows = int(min((long long)PIXELS, pixels - corner));

@@ -387,14 +387,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) small_k_conv(
                     Two v[BLOCKS];
 #pragma unroll
                     for (int t = 0; t < BLOCKS; ++t) {
-                        channels::narrow(make_float2(d[u][t][2 * half], d[u][t][2 * half + 1]), v[t]);
+                        narrow(make_float2(d[u][t][2 * half], d[u][t][2 * half + 1]), v[t]);
                         if (relu) v[t] = __hmax2_nan(v[t], Two(HALF(0.f), HALF(0.f)));
                     }
                     if constexpr (MOMENTS) {
                         if (half == 0 && strip + u == 0) {  // the warp's first pixel: it has one, or no pixel at all
 #pragma unroll
                             for (int t = 0; t < BLOCKS; ++t) {
-                                const float2 wide = channels::widen(v[t]);
+                                const float2 wide = widen(v[t]);
                                 sums.first[2 * t] = __shfl_sync(0xffffffffu, wide.x, q);
                                 sums.first[2 * t + 1] = __shfl_sync(0xffffffffu, wide.y, q);
                             }
@@ -402,7 +402,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) small_k_conv(
                         if (has) {
 #pragma unroll
                             for (int t = 0; t < BLOCKS; ++t) {
-                                const float2 wide = channels::widen(v[t]);
+                                const float2 wide = widen(v[t]);
                                 const float a = wide.x - sums.first[2 * t], b = wide.y - sums.first[2 * t + 1];
                                 sums.delta[2 * t] += a, sums.delta[2 * t + 1] += b;
                                 sums.square[2 * t] = __fmaf_rn(a, a, sums.square[2 * t]);

@@ -47,6 +47,7 @@
 // begin2: where the second source begins in a row of a plane, in elements. tiles_y, tiles_x: of 8 x HEIGHT pixels.
 // Launch: block 512, a grid of any size, with RESIDENT a multiple of all blocks of outputs and splits; dynamic shared
 // memory `shared_bytes` of warpgroup.py.
+#include "decode.cuh"
 #include "pack_target.cuh"
 #include "wgmma.cuh"
 
@@ -255,24 +256,6 @@ __device__ __forceinline__ void fetch(
     }
 }
 
-// Two E4M3 scales as halves times 2^7; NaN stays NaN.
-__device__ __forceinline__ __half scale_of(uint32_t scales, int block) {
-    const uint32_t byte = (scales >> (8 * block)) & 0xFFu;
-    // The bits of an E4M3 value as a half are the value times 2^-8; NaN has to be made.
-    const __half scale = __hmul(__ushort_as_half((unsigned short)(byte << 7)), __float2half_rn(32768.f));
-    return byte == 0x7Fu ? __ushort_as_half((unsigned short)0x7FFF) : scale;
-}
-
-// Eight codes of a word as four pairs of halves times 2^-14: elements 0 2, 4 6, 1 3, 5 7 (triton/decode.py).
-__device__ __forceinline__ void spread(uint32_t word, uint32_t (&out)[4]) {
-    const uint32_t high = (word & 0x80808080u) | ((word >> 3) & 0x0E0E0E0Eu);
-    const uint32_t low = ((word << 4) & 0x80808080u) | ((word << 1) & 0x0E0E0E0Eu);
-    out[0] = __byte_perm(low, 0u, 0x1404);
-    out[1] = __byte_perm(low, 0u, 0x3424);
-    out[2] = __byte_perm(high, 0u, 0x1404);
-    out[3] = __byte_perm(high, 0u, 0x3424);
-}
-
 // The order of elements is that of the weight's planes: column 4 parity + 2 a + b of a pixel has, for t = 0 to 3 and
 // c = 0 to 1, channel 16 t + 8 a + 4 b + 2 c + parity, so two elements of each of the four blocks. A thread has the
 // blocks t = 0, 1 or 2, 3: one half of each column.
@@ -286,7 +269,7 @@ __device__ __forceinline__ void decode(const Raw& raw, uint2* buffer) {
         uint32_t columns[8][2];
 #pragma unroll
         for (int t = 0; t < 2; ++t) {
-            const __half2 scale = __half2half2(scale_of(scales, t));
+            const __half2 scale = __half2half2(decode_scale((scales >> (8 * t)) & 0xFFu));
 #pragma unroll
             for (int a = 0; a < 2; ++a) {
                 uint32_t pairs[4];
@@ -425,7 +408,7 @@ __device__ __forceinline__ void round_sums(
             float v[2];
 #pragma unroll
             for (int j = 0; j < 2; ++j) v[j] = fp4::nan_max(sums[i][2 * row + j] * factor + added[row], lowest);
-            channels::narrow(make_float2(v[0], v[1]), out[i][row]);
+            narrow(make_float2(v[0], v[1]), out[i][row]);
         }
     }
 }
@@ -443,7 +426,7 @@ __device__ __forceinline__ void measure(
         for (int i = 0; i < HEIGHT; ++i) {
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
-                const float2 pair = channels::widen(values[i][row]);
+                const float2 pair = widen(values[i][row]);
                 if (WHOLE || (i < rows && x < columns)) parts[row][0] = term(parts[row][0], pair.x, row);
                 if (WHOLE || (i < rows && x + 1 < columns)) parts[row][1] = term(parts[row][1], pair.y, row);
             }

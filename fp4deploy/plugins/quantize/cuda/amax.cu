@@ -5,18 +5,8 @@
 //   If *previous is given and not that of zeros, amax becomes that, and x is not read.
 // row_amax: the tensor seen as (outer, K, inner); amax float32 [outer * inner]. Block 256; grid ceil(outer / 8) for
 //   inner = 1 (a warp has a row), ceil(outer * inner / 256) otherwise (a thread has one).
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "fp4.cuh"
-
-#ifndef DTYPE
-#define DTYPE __nv_bfloat16
-#endif
-
-__device__ __forceinline__ float widen(float x) { return x; }
-__device__ __forceinline__ float widen(__half x) { return __half2float(x); }
-__device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+#include "scalars.cuh"
 
 __device__ __forceinline__ float finite_magnitude(DTYPE x) {
     float magnitude = fabsf(widen(x));

@@ -4,25 +4,17 @@
 // registers, the 16-byte loads of a warp are coalesced, and two adjacent lanes hold one block of 16. The grid is
 // (chunks, N): blockIdx.x is the chunk of pixels, blockIdx.y the item of the batch.
 #pragma once
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include "dependent_launch.cuh"
-#include "fp4.cuh"
-
 #ifndef DTYPE
 #define DTYPE __half
 #endif
+#include "dependent_launch.cuh"
+#include "fp4.cuh"
+#include "scalars.cuh"
 
 namespace channels {
 
 constexpr int VECTOR = 8;
 constexpr int BATCH = 4;  // pixels of a thread whose loads are on their way at once
-
-__device__ __forceinline__ float2 widen(__half2 pair) { return __half22float2(pair); }
-__device__ __forceinline__ float2 widen(__nv_bfloat162 pair) { return __bfloat1622float2(pair); }
-__device__ __forceinline__ void narrow(float2 pair, __half2& out) { out = __float22half2_rn(pair); }
-__device__ __forceinline__ void narrow(float2 pair, __nv_bfloat162& out) { out = __float22bfloat162_rn(pair); }
 
 template <typename T> struct Pair;
 template <> struct Pair<__half> {

@@ -2,17 +2,9 @@
 // the scale of its block, quantise, and write values, or codes and scales. Macros as in quantize.cu, which it is for.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "fp4.cuh"
+#include "scalars.cuh"
 
-#ifndef DTYPE
-#define DTYPE __nv_bfloat16
-#endif
-#ifndef E
-#define E 448
-#endif
 #ifndef MEASURE
 #define MEASURE 0
 #endif
@@ -31,14 +23,6 @@ using Index = uint32_t;
 struct alignas(sizeof(DTYPE) * WIDTH) Neighbours {
     DTYPE value[WIDTH];
 };
-
-__device__ __forceinline__ float widen(float x) { return x; }
-__device__ __forceinline__ float widen(__half x) { return __half2float(x); }
-__device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
-template <typename T> __device__ __forceinline__ T narrow(float x);
-template <> __device__ __forceinline__ float narrow<float>(float x) { return x; }
-template <> __device__ __forceinline__ __half narrow<__half>(float x) { return __float2half_rn(x); }
-template <> __device__ __forceinline__ __nv_bfloat16 narrow<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
 
 __device__ __forceinline__ float finite_magnitude(float x) { return fabsf(x) < INFINITY ? fabsf(x) : 0.f; }
 

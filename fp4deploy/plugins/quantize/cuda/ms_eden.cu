@@ -12,10 +12,8 @@
 //   with the last `middle` of `outer` innermost.
 // Launch: block 256, which has 256 / BLOCKS slots; grid ceil(outer * groups / slots), with INNER
 //   outer * groups * ceil(inner / slots).
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "fp4.cuh"
+#include "scalars.cuh"
 
 constexpr int BLOCK = 16, GROUP = BLOCK * BLOCKS, SLOTS = 256 / BLOCKS;
 constexpr int SHARE = BLOCK / BLOCKS;  // elements of each block that a thread has for the stages among blocks
@@ -23,13 +21,6 @@ constexpr int SPREAD = BLOCK + 1;      // of a block in shared memory: no bank c
 constexpr int PITCH = BLOCKS * SPREAD + (INNER ? 1 - BLOCKS % 2 : 0);  // of a group; odd with INNER
 constexpr float NORM = BLOCKS == 8 ? 0.08838834764831845f : BLOCKS == 4 ? 0.125f : BLOCKS == 2 ? 0.17677669529663687f : 0.25f;
 constexpr float SHRINK = 0.98812500000000003f;
-
-__device__ __forceinline__ float widen(float x) { return x; }
-__device__ __forceinline__ float widen(__half x) { return __half2float(x); }
-__device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ __forceinline__ void narrow(float x, float& out) { out = x; }
-__device__ __forceinline__ void narrow(float x, __half& out) { out = __float2half_rn(x); }
-__device__ __forceinline__ void narrow(float x, __nv_bfloat16& out) { out = __float2bfloat16_rn(x); }
 
 // a + b and a - b of elements that are First, 2 First, 4 First ... apart.
 template <int First> __device__ __forceinline__ void butterflies(float (&v)[BLOCK]) {

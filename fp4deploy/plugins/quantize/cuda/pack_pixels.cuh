@@ -60,6 +60,42 @@ __device__ __forceinline__ void put_two(
     target.scales[group] = uint8_t(fp4::encode_e4m3(packed.d8));
 }
 
+// Where 2 x 2 pooling writes: in full resolution and pooled, with the global scales of both (a pair in shared memory).
+struct PooledTargets {
+    Target full, pooled;
+
+    __device__ __forceinline__ void share_scales(const float* amax, const float* pooled_amax, GlobalScale* shared) const {
+        share_scale(full, amax, shared);
+        share_scale(pooled, pooled_amax, shared + 1);
+        __syncthreads();
+    }
+    // Every pooled pixel of `walk`, of W a row, and its four inputs; join(best, v, line) takes the pixels of a line in.
+    template <typename Values, typename Join>
+    __device__ __forceinline__ void put(
+        const Values& values, const Join& join, const GlobalScale* shared, const Walk& walk, long long pixels, int W, int C) const {
+        const long long out = (long long)blockIdx.y * pixels * C + walk.channel, item = 4 * out - 3 * walk.channel;
+        for (int trip = 0; trip < walk.trips; ++trip) {
+            const bool has = walk.has(trip);
+            const long long pixel = has ? walk.pixel(trip) : 0, row = pixel / W, column = pixel - row * W;
+            const long long corner = item + (row * 4 * W + column * 2) * C;
+            typename Values::Raw raw[4] = {};
+#pragma unroll
+            for (int tap = 0; tap < 4; ++tap)
+                if (has) raw[tap] = values.fetch(corner + ((tap >> 1) * 2 * W + (tap & 1)) * (long long)C);
+            float best[VECTOR];
+#pragma unroll
+            for (int line = 0; line < 2; ++line) {
+                const long long at = corner + line * 2 * W * (long long)C;
+                float v[2][VECTOR];
+                values(raw[2 * line], v[0]), values(raw[2 * line + 1], v[1]);
+                put_two(full, shared, v[0], at, has, v[1], at + C, has);
+                join(best, v, line);
+            }
+            pooled.put(best, shared[1], out + pixel * C, has);
+        }
+    }
+};
+
 // Every pixel of `walk`, from element `item` on, two at a time. `values.fetch(at)` loads what eight channels at an element
 // are computed from, and values(raw, v) computes them. The loads of two pixels are in flight while the two before are packed.
 template <typename Values>

@@ -132,34 +132,16 @@ extern "C" __global__ void __launch_bounds__(256) pointwise_pool_pack(
     const Walk walk(pixels, C, per_chunk);
     begin_after_primary();
     const Pointwise pointwise(x, ab, ab_item, other, other_ab, other_ab_item, slope, walk, C);
-    const Target full{codes, scales, values}, pooled{pooled_codes, pooled_scales, pooled_values};
+    const PooledTargets targets{{codes, scales, values}, {pooled_codes, pooled_scales, pooled_values}};
     __shared__ GlobalScale shared[2];
-    share_scale(full, amax, shared);
-    share_scale(pooled, pooled_amax, shared + 1);
-    __syncthreads();
-    const long long out = (long long)blockIdx.y * pixels * C + walk.channel, item = 4 * out - 3 * walk.channel;
-    for (int trip = 0; trip < walk.trips; ++trip) {
-        const bool has = walk.has(trip);
-        const long long pixel = has ? walk.pixel(trip) : 0, row = pixel / W, column = pixel - row * W;
-        const long long corner = item + (row * 4 * W + column * 2) * C;
-        Pointwise::Raw raw[4] = {};
+    targets.share_scales(amax, pooled_amax, shared);
+    const auto join = [](float (&best)[VECTOR], const float (&v)[2][VECTOR], int line) {
 #pragma unroll
-        for (int tap = 0; tap < 4; ++tap)
-            if (has) raw[tap] = pointwise.fetch(corner + ((tap >> 1) * 2 * W + (tap & 1)) * (long long)C);
-        float best[VECTOR];
+        for (int tap = 0; tap < 2; ++tap) {
 #pragma unroll
-        for (int line = 0; line < 2; ++line) {
-            const long long at = corner + line * 2 * W * (long long)C;
-            float v[2][VECTOR];
-            pointwise(raw[2 * line], v[0]), pointwise(raw[2 * line + 1], v[1]);
-            put_two(full, shared, v[0], at, has, v[1], at + C, has);
-#pragma unroll
-            for (int tap = 0; tap < 2; ++tap) {
-#pragma unroll
-                for (int i = 0; i < VECTOR; ++i)  // of -0 and 0 the first, as torch
-                    best[i] = (!line && !tap) || v[tap][i] > best[i] || v[tap][i] != v[tap][i] ? v[tap][i] : best[i];
-            }
+            for (int i = 0; i < VECTOR; ++i)  // of -0 and 0 the first, as torch
+                best[i] = (!line && !tap) || v[tap][i] > best[i] || v[tap][i] != v[tap][i] ? v[tap][i] : best[i];
         }
-        pooled.put(best, shared[1], out + pixel * C, has);
-    }
+    };
+    targets.put(pointwise, join, shared, walk, pixels, W, C);
 }

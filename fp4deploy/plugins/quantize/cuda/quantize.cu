@@ -170,16 +170,12 @@ __device__ __forceinline__ __half2 magnitude_max(__half2 a, __half2 b) { return 
 __device__ __forceinline__ __nv_bfloat162 magnitude_max(__nv_bfloat162 a, __nv_bfloat162 b) {
     return __hmax2_nan(a, __habs2(b));
 }
-__device__ __forceinline__ float2 widen(__half2 x) { return __half22float2(x); }
-__device__ __forceinline__ float2 widen(__nv_bfloat162 x) { return __bfloat1622float2(x); }
 __device__ __forceinline__ PAIR largest_of(const PAIR (&values)[16]) {
     PAIR largest = magnitude_max(__habs2(values[0]), values[1]);
 #pragma unroll
     for (int i = 2; i < 16; ++i) largest = magnitude_max(largest, values[i]);
     return largest;
 }
-__device__ __forceinline__ void narrow(float2 x, __half2& out) { out = __float22half2_rn(x); }
-__device__ __forceinline__ void narrow(float2 x, __nv_bfloat162& out) { out = __float22bfloat162_rn(x); }
 
 extern "C" __global__ void __launch_bounds__(256) fake_quantize_columns(
     const PAIR* x, const float* amax, PAIR* out, uint16_t* in_range, int* own, long long outer, long long K,

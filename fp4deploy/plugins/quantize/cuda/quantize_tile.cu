@@ -10,21 +10,8 @@
 // Arguments: x; amax float32 [1]; random uint64 {seed, offset}; out DTYPE with the strides of x, or codes uint8
 //   [A, B, R, 8 G]; scales uint8 [A, B, R, G], G = ceil(K / 16); in_range; sizes and strides.
 // Launch: block 256, grid ceil(tiles * 16 / 256).
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "fp4.cuh"
-
-#ifndef DTYPE
-#define DTYPE __nv_bfloat16
-#endif
-#ifndef E
-#define E 448
-#endif
-
-__device__ __forceinline__ float widen(float x) { return x; }
-__device__ __forceinline__ float widen(__half x) { return __half2float(x); }
-__device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+#include "scalars.cuh"
 
 __device__ __forceinline__ float tree(float value) {
     for (int offset = 8; offset; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);

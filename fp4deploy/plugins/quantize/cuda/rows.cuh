@@ -7,17 +7,8 @@
 // Thread blocks are persistent and prefetch the next group, so that loads overlap with arithmetic.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "fp4.cuh"
-
-#ifndef DTYPE
-#define DTYPE __nv_bfloat16
-#endif
-#ifndef E
-#define E 448
-#endif
+#include "scalars.cuh"
 
 using fp4::BlockScale;
 using fp4::GlobalScale;

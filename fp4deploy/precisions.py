@@ -1,0 +1,67 @@
+"""Precisions of quantised layers: the one table that recipes, cards, settings, options, methods and searches read.
+
+A quantised layer is NVFP4 ("FP4" in plans and ledgers) unless patterns of names give it one of `LAYER_FORMATS`:
+`prepare(model, fp8=[...])`, `quant.fp8`, `quantize --fp8`, and inside `formats={"fp8": [...]}`, handed on as one value.
+An entry here is all that a precision needs whose operands `qat.recipes.QuantSpec` can describe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+ELEMENT_BYTES = {"nvfp4": 4.5 / 8, "mxfp4": 4.25 / 8, "mxfp8": 8.25 / 8, "fp8": 1.0, "int8": 1.0}  # with block scales
+
+
+@dataclass(frozen=True)
+class LayerFormat:
+    """What a layer may be quantised to in place of NVFP4.
+
+    activation, weight: arguments of `qat.recipes.QuantSpec`. source: of the format, for `ptq.methods`.
+    """
+
+    activation: Mapping[str, Any]
+    weight: Mapping[str, Any]
+    source: str
+
+    @property
+    def described(self) -> str:
+        """ "FP8", or "MXFP4 weights and MXFP8 activations"."""
+        weight, activation = (str(each["format"]).upper() for each in (self.weight, self.activation))
+        return weight if weight == activation else f"{weight} weights and {activation} activations"
+
+
+def _whole_tensors(form: str, source: str) -> LayerFormat:
+    """Of a format without blocks: one tracked scale of the activation, one for each output channel of the weight."""
+    return LayerFormat({"format": form, "scale": "static"}, {"format": form, "row_scaled": True}, source)
+
+
+LAYER_FORMATS = {
+    "fp8": _whole_tensors("fp8", "Micikevicius et al., FP8 Formats for Deep Learning, 2022"),
+    "int8": _whole_tensors("int8", "Jacob et al., Integer-Arithmetic-Only Inference, 2018"),
+    "w4a8": LayerFormat(  # of weights `floor` has the smaller error (docs/numerics.md)
+        {"format": "mxfp8", "scale_rule": "ceil"},
+        {"format": "mxfp4"},
+        "Rouhani et al., Microscaling Data Formats, 2023",
+    ),
+}
+PRECISIONS = (  # of quantised layers, those with the smallest weights first
+    "FP4",
+    *(
+        name.upper()
+        for name in sorted(LAYER_FORMATS, key=lambda name: ELEMENT_BYTES[LAYER_FORMATS[name].weight["format"]])
+    ),
+)
+
+
+def with_formats(fields: Any) -> Any:
+    """An object of a file with the fields that are named as formats in one field `formats`; null is none.
+
+    >>> with_formats({"recipe": "nvfp4_qat", "fp8": ["head"], "int8": None})
+    {'recipe': 'nvfp4_qat', 'formats': {'fp8': ['head']}}
+    """
+    if not isinstance(fields, dict) or "formats" in fields:  # which the reader refuses
+        return fields
+    formats = {name: fields[name] for name in LAYER_FORMATS if fields.get(name) is not None}
+    return {name: value for name, value in fields.items() if name not in LAYER_FORMATS} | {"formats": formats}
