@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from fp4deploy.graph.sizes import output_size
+from fp4deploy.plugins.gemm.arguments import aligned
 from fp4deploy.plugins.quantize.statistics import Moments
 from fp4deploy.plugins.runtime.fallback import Fallback
 from fp4deploy.plugins.runtime.launch import kernel, num_sms
@@ -109,15 +110,11 @@ def supports(
     padding: Pair = (0, 0),
     dilation: Pair = (1, 1),
     groups: int = 1,
-    deepest: int = DEEPEST,
 ) -> bool:
-    """Whether the kernel computes a convolution.
-
-    deepest: elements of K, channels padded; above `DEEPEST` it is faster than cuDNN for some shapes alone.
-    """
+    """Whether the kernel computes a convolution."""
     if groups != 1 or dilation != (1, 1) or stride not in ((1, 1), (2, 2)) or not 0 < outputs <= MAX_OUTPUTS:
         return False
-    if min(*taps, channels) < 1 or math.prod(taps) * padded_channels(channels) > deepest:
+    if min(*taps, channels) < 1 or math.prod(taps) * padded_channels(channels) > DEEPEST:
         return False
     chosen = variant(channels, outputs, taps, stride[0], padding)
     return chosen.shared_bytes + chosen.static_bytes <= SHARED
@@ -134,8 +131,6 @@ def variant(channels: int, outputs: int, taps: Pair, stride: int = 1, padding: P
     if store < 4 and columns <= 32:
         store = 0
     three = Variant(channels, taps, stride, columns, rows, store, point, 3)
-    if three.shared_bytes + three.static_bytes > SHARED:
-        three = replace(three, rows=1)
     # As many blocks as have registers and, on an H100, shared memory.
     return three if columns == 16 and three.shared_bytes <= SHARED * 2 // 3 else replace(three, resident=2)
 
@@ -229,8 +224,3 @@ def conv2d_reference(
     wide, filters = x.to(weight.dtype).double().permute(0, 3, 1, 2), weight.double().permute(0, 3, 1, 2)
     y = F.conv2d(wide, filters, None if bias is None else bias.double(), stride, padding)
     return (y.relu() if relu else y).to(weight.dtype).permute(0, 2, 3, 1).contiguous()
-
-
-def aligned(x: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor at a multiple of 16 bytes."""
-    return x if x.data_ptr() % 16 == 0 else x.clone()
