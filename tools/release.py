@@ -21,6 +21,7 @@ import argparse
 import gzip
 import hashlib
 import io
+import json
 import os
 import re
 import shutil
@@ -149,6 +150,15 @@ def sbom(python: Path, target: Path) -> None:
     program = Path(sys.executable).with_name("cyclonedx-py")
     call = [str(program), "environment", "--output-reproducible", "--pyproject", str(ROOT / "pyproject.toml")]
     subprocess.run([*call, "--of", "JSON", "-o", str(target), str(python)], check=True)
+    name_version(target)
+
+
+def name_version(target: Path) -> None:
+    """Say in an SBOM which version it is of: pyproject.toml, where CycloneDX looks, has it from the package."""
+    bom = json.loads(target.read_text(encoding="utf-8"))
+    own = bom["metadata"]["component"]
+    own |= {"version": __version__, "purl": f"pkg:pypi/{own['name']}@{__version__}"}
+    target.write_text(json.dumps(bom, indent=2) + "\n", encoding="utf-8")
 
 
 def tool(name: str, *arguments: str, epoch: str = "") -> None:

@@ -76,6 +76,7 @@ MEASURED = {  # by script, or command of fp4deploy: folders of fp4deploy
     "nnunet_walk": ("interop/nnunet", "ptq", "data/volumes", *_PACKED),
     "nnunet_volume": ("interop/nnunet", *_PACKED),
     "packed_volumes": _PACKED,
+    "pipeline": ("predict", "bench", *_PACKED),
     "plain_conv": ("plugins/gemm",),
     "products": ("plugins/gemm",),
     "qdq_placement": ("interop/placement.py", *_ENGINES),

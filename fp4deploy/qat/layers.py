@@ -393,7 +393,7 @@ def _convolve(layer: Any, x: torch.Tensor) -> torch.Tensor:
         ends = layer._reversed_padding_repeated_twice  # (before, after) of the last axis first
         padded: torch.Tensor = layer.multiply(F.pad(x, ends, layer.padding_mode), gemms)
         return padded
-    pairs = _zeros_around(layer)
+    pairs = zeros_around(layer)
     even = [min(pair) for pair in pairs]  # as torch does, so that the bits are the same
     excess = [edge - size for pair, size in zip(pairs, even, strict=True) for edge in pair]
     shifted = F.pad(x, excess) if any(excess) else x
@@ -401,7 +401,7 @@ def _convolve(layer: Any, x: torch.Tensor) -> torch.Tensor:
     return product
 
 
-def _zeros_around(layer: Any) -> list[tuple[int, int]]:
+def zeros_around(layer: Any) -> list[tuple[int, int]]:
     """(before, after) of each axis, the last axis first, from the attributes as they are now.
 
     Libraries change stride, dilation and padding of a finished layer, which torch's own copy of the padding misses.

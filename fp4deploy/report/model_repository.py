@@ -70,14 +70,14 @@ def push(folder: Path, name: str, hub: Hub, private: bool = True) -> None:
         InputError: the name is none of a repository, or the hub refuses.
         UnavailableError: the hub is not reached.
     """
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError  # type: ignore[attr-defined]
 
     try:
         hub.create_repo(name, private=private, exist_ok=True)
         hub.upload_folder(repo_id=name, folder_path=str(folder), commit_message="fp4deploy push")
     except (HFValidationError, HfHubHTTPError) as error:
         raise InputError(f"The hub refuses {name}: {named_cause(error, 200)}. Log in with: hf auth login") from error
-    except OSError as error:
+    except (OSError, HTTPError) as error:  # a lost connection is the one or the other, by version
         raise UnavailableError(f"The hub was not reached ({named_cause(error, 120)}). {folder} is kept.") from error
 
 

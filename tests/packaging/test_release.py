@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tarfile
 from pathlib import Path
@@ -72,3 +73,12 @@ def test_an_archive_of_the_same_files_is_the_same(tmp_path: Path) -> None:
             ("fp4deploy-1/b.py", 0o644, 1_700_000_000),
             ("fp4deploy-1/run.sh", 0o755, 1_700_000_000),
         ]
+
+
+def test_an_sbom_says_which_version_it_is_of(tmp_path: Path) -> None:
+    target = tmp_path / "sbom.json"
+    component = {"name": "fp4deploy", "type": "application"}
+    target.write_text(json.dumps({"metadata": {"component": component}, "components": []}))
+    release.name_version(target)
+    named = {"version": __version__, "purl": f"pkg:pypi/fp4deploy@{__version__}"}
+    assert json.loads(target.read_text()) == {"metadata": {"component": component | named}, "components": []}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub.constants
 import pytest
 import yaml
+from huggingface_hub import HfApi
 from huggingface_hub.errors import HFValidationError
 
 from fp4deploy.bench.hub import from_hub, is_of_hub
@@ -100,3 +102,11 @@ def test_names_that_are_not_there(hub: Cache, tmp_path: Path) -> None:
         from_hub("hf:me/other/absent.onnx")
     with pytest.raises(InputError, match="The hub refuses other"):
         push(tmp_path / "files", "other", hub)
+
+
+def test_without_a_connection_the_folder_is_kept(tmp_path: Path) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    with pytest.raises(UnavailableError, match=r"The hub was not reached \(ConnectError: .* is kept"):
+        push(tmp_path, "me/nuclei", HfApi(endpoint=address, token=False))
