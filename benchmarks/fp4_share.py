@@ -20,10 +20,10 @@ import torch
 from benchmarks.sweep_result import machine, macs_in_fp4
 from docs.tables.picture import WHOLE_PICTURE
 from docs.tables.results import document
-from fp4deploy.experiments.search.costs import FP4, FP16
 from fp4deploy.experiments.sweep.spec import load_sweep
 from fp4deploy.graph.costs import MULTIPLYING
 from fp4deploy.models.build import network_for
+from fp4deploy.precisions import ELEMENT_BYTES
 from fp4deploy.qat import prepare_as, quantized_layers
 from fp4deploy.train.config import Config, with_settings
 from fp4deploy.train.models import model_card, open_splits
@@ -80,7 +80,7 @@ def counted(config: Config) -> dict[str, Any]:
     return {
         "layers": [len(quantized), len(layers)],
         "macs": macs_in_fp4(network, card.input_shape),
-        "bytes": round((FP4 * weights + FP16 * (total - weights)) / (FP16 * total), 4),
+        "bytes": round((ELEMENT_BYTES["nvfp4"] * weights + 2 * (total - weights)) / (2 * total), 4),
     }
 
 
