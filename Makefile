@@ -15,7 +15,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+# pip would compile 16,000 modules on one core.
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
+COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 
 .PHONY: demo test check pytest emulate headers libraries gpu-log nightly fuzz mutants release rehearsal docs \
 	install install-dev install-docs clean
@@ -83,10 +85,12 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) torch
 	$(INSTALL) --editable '.[rtx]'
+	$(COMPILE)
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed tools/emulator/pyproject.toml
 	$(INSTALL) --editable '.[rtx,dev,docs,examples,medical]' --editable ./tools/emulator
+	$(COMPILE)
 	touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed

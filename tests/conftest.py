@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import accelerate.utils.memory
 import pytest
@@ -18,6 +19,7 @@ from filelock import FileLock
 
 from fp4deploy.experiments.sweep import variant
 from fp4deploy.models import spec
+from fp4deploy.system.onnx_runtime import ort
 
 pytest_plugins = ["tests.fixtures"]
 
@@ -38,6 +40,14 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # What tests make is graphs of many small objects, among which Python looks for garbage 200 times a second.
     gc.set_threshold(100_000, 20, 50)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """GPU tests have whole UNets: which kernel runs depends on the channels, and time is not the matter there."""
+    for item in items:
+        names = item.fixturenames if isinstance(item, pytest.Function) and item.get_closest_marker("gpu") else None
+        if names and not {"untrained", "checkpoint", "whole_unets"} & set(names):  # which other tests read, too
+            names.append("whole_unets")
 
 
 def pytest_collection_finish() -> None:
@@ -88,6 +98,21 @@ def _no_waiting_for_the_disk() -> Iterator[None]:
     """What tests write need not survive a loss of power, and they write thousands of files."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _onnx_runtime_has_one_thread() -> Iterator[None]:
+    """The second of two spins while it waits for the next operator: as much of a processor as the first one needs."""
+    open_session = ort.InferenceSession.__init__
+
+    def opened(self: ort.InferenceSession, model: Any, options: Any = None, *more: Any, **named: Any) -> None:
+        options = options or named.pop("sess_options", None) or ort.SessionOptions()
+        options.intra_op_num_threads = options.intra_op_num_threads or 1
+        open_session(self, model, options, *more, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ort.InferenceSession, "__init__", opened)
         yield
 
 

@@ -27,6 +27,7 @@ from fp4deploy.models.unet import UNet
 from fp4deploy.qat import calibrate, prepare
 from fp4deploy.runs import Run, create_run
 from fp4deploy.train import Config, load_config, train_models
+from tests.shallow import levels, make_shallow
 
 SIZE, WIDTH = 32, 48  # of images, and of what a network reads: not square, so that nothing may be exchanged
 TINY = (
@@ -55,6 +56,18 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
     mine = factory.mktemp(name) / "one"
     shutil.copytree(folder, mine)
     return mine
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _unets_have_three_levels() -> None:
+    make_shallow()
+
+
+@pytest.fixture
+def whole_unets() -> Iterator[None]:
+    """All five levels, in a test that is about the network; it reads no checkpoints of the session's."""
+    with levels(5):
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -144,7 +157,8 @@ def tiny(tiny_data: Path) -> Config:
 def tiny_run(tiny: Config, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """FP16 and NVFP4 trained by `tiny`; for reading, or to be copied by `tests.train.launch.copy_of`."""
     run = create_run(tmp_path_factory.mktemp("trained") / "run")
-    train_models(tiny, run)
+    with levels(3):
+        train_models(tiny, run)
     return run
 
 
@@ -160,7 +174,8 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def untrained(tmp_path_factory: pytest.TempPathFactory, shapes: Path) -> Run:
     """A run with an FP16 and an NVFP4 checkpoint of the same random weights, exported without verification."""
     names = open_dataset(shapes, "val").class_names
-    return Run(made_once(tmp_path_factory, "untrained", lambda folder: _export_untrained(Run(folder), names)))
+    with levels(3):
+        return Run(made_once(tmp_path_factory, "untrained", lambda folder: _export_untrained(Run(folder), names)))
 
 
 def _export_untrained(run: Run, names: tuple[str, ...]) -> None:
@@ -198,4 +213,5 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def run(folder: Path) -> None:
         small_run(folder)
 
-    return made_once(tmp_path_factory, "small_run", run) / "run"
+    with levels(3):
+        return made_once(tmp_path_factory, "small_run", run) / "run"

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import onnx
@@ -17,6 +18,7 @@ import torch
 import fp4deploy as fd
 from fp4deploy.models import ModelCard, build_unet, save_checkpoint
 from tests.export.lowering.engine_graphs import CanonicalGraph
+from tests.shallow import levels
 
 STUB = Path(fd.__file__).with_suffix(".pyi")
 CONTRACT = (
@@ -33,16 +35,17 @@ def _homes() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def context(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+def context(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, object]]:
     """What examples may use: `folder`, an empty folder, and `checkpoint`, an untrained NVFP4 UNet."""
-    folder = tmp_path_factory.mktemp("face")
-    torch.manual_seed(0)
-    model = build_unet(4, 0.125)
-    fd.prepare(model)
-    fd.calibrate(model, [torch.randn(2, 3, 32, 32)])
-    card = ModelCard("nvfp4", 0.125, ("a", "b", "c", "d"), 32, 32, (0.5,) * 3, (0.2,) * 3, False, "nvfp4_qat")
-    save_checkpoint(folder / "best.safetensors", model, card)
-    return {"folder": folder, "checkpoint": folder / "best.safetensors", "fd": fd}
+    with levels(5):
+        folder = tmp_path_factory.mktemp("face")
+        torch.manual_seed(0)
+        model = build_unet(4, 0.125)
+        fd.prepare(model)
+        fd.calibrate(model, [torch.randn(2, 3, 32, 32)])
+        card = ModelCard("nvfp4", 0.125, ("a", "b", "c", "d"), 32, 32, (0.5,) * 3, (0.2,) * 3, False, "nvfp4_qat")
+        save_checkpoint(folder / "best.safetensors", model, card)
+        yield {"folder": folder, "checkpoint": folder / "best.safetensors", "fd": fd}
 
 
 def test_importing_the_package_loads_no_framework() -> None:

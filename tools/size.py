@@ -8,6 +8,7 @@
 | files | `.py`, and sources of CUDA and C++ |
 | Python, CUDA/C++ | lines that are not blank |
 | comments | share of those lines that have a comment or belong to a docstring, in % |
+| Any | uses of `typing.Any` in 1,000 lines of Python |
 | names | public: what modules define at their top without a leading underscore; not in tests |
 
 A room is a folder of `fp4deploy`, whose modules outside of folders are one more, or another folder of the checkout.
@@ -29,13 +30,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("fp4deploy", "cli", "native", "tools", "benchmarks", "examples", "docs", "tests")
 CUDA = (".cu", ".cuh", ".c", ".cpp", ".h", ".hpp")
-COLUMNS = {"files": "files", "python": "Python", "cuda": "CUDA/C++", "comments": "comments", "names": "names"}
+COLUMNS = {
+    "files": "files",
+    "python": "Python",
+    "cuda": "CUDA/C++",
+    "comments": "comments",
+    "any": "Any",
+    "names": "names",
+}
 # A string, so that what looks like a comment in one is none; or a comment.
 _STRING_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
 
 def measure(root: Path) -> dict[str, dict[str, int]]:
-    """The columns of each room below `root`, and of "total"; "comments" in per cent."""
+    """The columns of each room below `root`, and of "total"; "comments" in per cent, "any" in 1,000 lines."""
     rooms: dict[str, Counter[str]] = {}
     for path in _sources(root):
         parts = path.relative_to(root).parts
@@ -44,8 +52,8 @@ def measure(root: Path) -> dict[str, dict[str, int]]:
         lines = {number for number, line in enumerate(text.splitlines(), 1) if line.strip()}
         comments = python_comments(text) if path.suffix == ".py" else cuda_comments(text)
         names = len(public_names(text)) if path.suffix == ".py" and "tests" not in parts else 0
-        language = "python" if path.suffix == ".py" else "cuda"
-        counts = {"files": 1, language: len(lines), "comments": len(lines & comments), "names": names}
+        language, uses = ("python", uses_of_any(text)) if path.suffix == ".py" else ("cuda", 0)
+        counts = {"files": 1, language: len(lines), "comments": len(lines & comments), "names": names, "any": uses}
         for name in (room, "total"):
             rooms.setdefault(name, Counter()).update(counts)
     return {name: _row(rooms[name]) for name in sorted(rooms, key=lambda name: (name == "total", name))}
@@ -60,7 +68,16 @@ def _sources(root: Path) -> Iterator[Path]:
 
 def _row(counts: Counter[str]) -> dict[str, int]:
     lines = counts["python"] + counts["cuda"]
-    return {**{name: counts[name] for name in COLUMNS}, "comments": round(100 * counts["comments"] / max(lines, 1))}
+    shares = {
+        "comments": 100 * counts["comments"] / max(lines, 1),
+        "any": 1000 * counts["any"] / max(counts["python"], 1),
+    }
+    return {name: round(shares.get(name, counts[name])) for name in COLUMNS}
+
+
+def uses_of_any(text: str) -> int:
+    """How often `Any` stands in a module, its import aside."""
+    return sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(ast.parse(text)))
 
 
 def public_names(text: str) -> set[str]:
@@ -102,7 +119,8 @@ def table(rooms: dict[str, dict[str, int]], recorded: dict[str, dict[str, int]])
     """A line for each room, and one for each that was recorded and is gone."""
     lines = [f"{'room':<24}" + "".join(f"{title:>15}" for title in COLUMNS.values())]
     for room, row in rooms.items():
-        changes = {name: row[name] - recorded.get(room, {}).get(name, 0) for name in COLUMNS}
+        before = recorded.get(room, dict.fromkeys(COLUMNS, 0))  # a column that was not recorded has not changed
+        changes = {name: row[name] - before.get(name, row[name]) for name in COLUMNS}
         cells = (f"{row[name]}{f' ({change:+})' if change else ''}" for name, change in changes.items())
         lines.append(f"{room:<24}" + "".join(f"{cell:>15}" for cell in cells))
     return "\n".join([*lines, *(f"gone: {room}" for room in recorded if room not in rooms)])

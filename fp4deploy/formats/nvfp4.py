@@ -57,6 +57,11 @@ class Nvfp4Tensor:
     shape: torch.Size
     e4m3_max: int = int(E4M3_MAX)
 
+    @property
+    def as_bytes(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Codes and scales, contiguous uint8, and the amax: the arguments of a kernel."""
+        return self.codes.contiguous(), self.scales.view(torch.uint8).contiguous(), self.amax
+
     def __repr__(self) -> str:
         stored = self.codes.nbytes + self.scales.nbytes
         return f"Nvfp4Tensor({tuple(self.shape)}, {stored} bytes, {self.codes.device})"

@@ -9,7 +9,7 @@ Flat and without names to resolve, so that a file can hold it and a reader can b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 Size = int | tuple[int | str, ...]
@@ -34,6 +34,15 @@ def output_size(size: int, taps: int, stride: int, padding: int, dilation: int =
 def transposed_size(size: int, taps: int, stride: int, padding: int, dilation: int = 1, more: int = 0) -> int:
     """Outputs of a transposed convolution along one axis; more: its output padding."""
     return (size - 1) * stride - 2 * padding + dilation * (taps - 1) + 1 + more
+
+
+def each(size: int | Sequence[int], axes: int) -> tuple[int, ...]:
+    """A size of all axes, or of each, for each.
+
+    >>> each(3, 2), each([3, 1], 2)
+    ((3, 3), (3, 1))
+    """
+    return (size,) * axes if isinstance(size, int) else tuple(size)
 
 
 class SizeError(ValueError):

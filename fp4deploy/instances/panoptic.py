@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -100,10 +100,7 @@ class PanopticWriter:
         """
         named = self.dataset.category_ids.items()
         content = {
-            "images": [
-                {"id": image.id, "file_name": image.file_name, "height": image.height, "width": image.width}
-                for image in self.dataset.images
-            ],
+            "images": [asdict(image) for image in self.dataset.images],
             "annotations": self._annotations,
             "categories": [
                 {

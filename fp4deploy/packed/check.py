@@ -27,6 +27,7 @@ from fp4deploy.formats.mxfp4 import E8M0_NAN
 from fp4deploy.graph.ir import COMPUTED
 from fp4deploy.models.heads import Head
 from fp4deploy.packed.graph import (
+    EIGHT_BITS,
     Activation,
     Affine,
     Arithmetic,
@@ -123,9 +124,10 @@ def check_values(tensors: Mapping[str, torch.Tensor], graph: Graph) -> None:
             continue
         if not tensor.float().isfinite().all():
             raise InputError(f"the tensor '{name}' holds NaN or Inf. Export an earlier checkpoint.")
+        if name.endswith(".weight.scales") and (tensor.float() < 0).any():
+            raise InputError(f"the scales '{name}' hold a negative number. {AGAIN}")
         if tensor.dtype == torch.float8_e4m3fn:
-            if (tensor.view(torch.uint8) > 0x7E).any():
-                raise InputError(f"the block scales '{name}' hold a negative number. {AGAIN}")
+            pass  # within the range of every rest
         elif name not in constants and tensor.numel() and tensor.float().abs().max() > rest.largest:
             largest = float(tensor.float().abs().max())
             limit = f"the largest of {rest.label} is {rest.largest:g}"
@@ -305,6 +307,11 @@ def required(graph: Graph, node: Node, shapes: Shapes) -> Iterator[Requirement]:
         names = weight_names(node)
         if not is_quantized(node):
             yield names[0], "F32" if node.layer.startswith(COMPUTED) else rest, shape
+            return
+        if node.precision in EIGHT_BITS:
+            yield names[0], EIGHT_BITS[node.precision], shape
+            yield names[1], "F32", rows[:1]
+            yield names[2], "F32", []
             return
         block, scale = (NVFP4_BLOCK, "F8_E4M3") if node.precision == "nvfp4" else (MXFP4_BLOCK, "U8")
         blocks = -(-deep // block)

@@ -6,7 +6,17 @@ from typing import Any
 
 from fp4deploy.models.volumes import VOLUME
 from fp4deploy.packed.file import PackedFile
-from fp4deploy.packed.graph import Form, Layer, Linear, Node, is_quantized, named, tensors_of
+from fp4deploy.packed.graph import (
+    QUANTIZED,
+    Form,
+    Layer,
+    Linear,
+    Node,
+    is_quantized,
+    named,
+    quantizes_itself,
+    tensors_of,
+)
 from fp4deploy.packed.memory import activation_bytes, full_precision, plain_bytes
 from fp4deploy.packed.network import has_kernel, has_mixed_kernel
 from fp4deploy.packed.shapes import Shape, Shapes, shapes_of, weight_shape
@@ -67,8 +77,9 @@ def _row(file: PackedFile, node: Node, shapes: Shapes) -> tuple[Any, ...]:
     if isinstance(node, Layer):
         axis = -1 if isinstance(node, Linear) else 1
         shape = weight_shape(file.graph, node, sum(shapes[name][axis] for name in node.inputs))
-        if node.precision == "w4a8":
-            precision = "W4A8" if has_mixed_kernel(node) else "W4A8 decoded"
+        if quantizes_itself(node):
+            name = QUANTIZED[node.precision]
+            precision = name if has_mixed_kernel(node) else f"{name} decoded"
         elif node.precision == "nvfp4":
             precision = "FP4" if has_kernel(node, shape[1:-1]) else "FP4 decoded"
     elif f"{named(node)}.weight" in names:

@@ -4,7 +4,7 @@ The metadata is one entry, `fp4deploy.packed`: a JSON object of strings.
 
 | key | what it is |
 |---|---|
-| `format` | `packed/10` to 3, the oldest that has all nodes |
+| `format` | `packed/11` to 3, the oldest that has all nodes |
 | `version` | version of fp4deploy that wrote it |
 | `card` | the model card, or "" |
 | `graph` | JSON: inputs, nodes, outputs, and of each tensor type, shape and SHA-256 (`graph.Graph`) |
@@ -37,12 +37,13 @@ from fp4deploy.rest import rest_of
 from fp4deploy.system.files import digest_of
 
 SUFFIX = ".fp4"
-FORMATS = tuple(f"packed/{number}" for number in range(10, 2, -1))  # the oldest that has all nodes is written
+FORMATS = tuple(f"packed/{number}" for number in range(11, 2, -1))  # the oldest that has all nodes is written
 KEY = "fp4deploy.packed"
 SIGNED = ("format", "version", "card", "graph")
 AGAIN = "Write it again with: fp4deploy export --format packed"
 TYPES: dict[torch.dtype, Any] = {
     torch.uint8: "U8",
+    torch.int8: "I8",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float16: "F16",
     torch.bfloat16: "BF16",

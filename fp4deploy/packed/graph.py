@@ -39,11 +39,16 @@ in blocks along the axis that it contracts. On Blackwell, and from SM90 with wei
 of linear layers and of images where there is one group; elsewhere operands are decoded to FP32, and on a GPU multiplied
 in TF32, in which both formats are exact.
 
+`precision` "fp8" and "int8": the layer quantises a plain activation with one scale, that of an amax, and its weight has
+one for each output channel. The codes, exact in TF32, are multiplied in it on a GPU and in FP32 on a CPU, and the sum
+with both scales.
+
 A layer's weight is `<layer>.weight`, of the rest's type O,KH,KW,C (O,C of a linear layer; FP32 where the module's code
 computes it from its parameters, as a standardised weight), or where the layer is quantised `<layer>.weight.codes`,
 `.scales` and `.amax`, the FP32 global amax A; E is the layer's `e4m3_max`. Of W4A8 scales are E8M0 bytes (U8), and
-there is no amax. Weights of experts, `experts`, are tensors as of NVFP4 with an amax each, [E, 1]; they are decoded
-when a network is opened, and multiplied in the rest.
+there is no amax; of FP8 and INT8 codes are E4M3 or I8, scales FP32 [O], and the amax is that of the input. Weights of
+experts, `experts`, are tensors as of NVFP4 with an amax each, [E, 1]; they are decoded when a network is opened, and
+multiplied in the rest.
 """
 
 from __future__ import annotations
@@ -87,7 +92,7 @@ class Strict(BaseModel):
 class TensorInfo(Strict):
     """A tensor of the file, with the type names of safetensors, and the SHA-256 of its bytes."""
 
-    dtype: Literal["U8", "F8_E4M3", "F16", "BF16", "F32"]
+    dtype: Literal["U8", "I8", "F8_E4M3", "F16", "BF16", "F32"]
     shape: list[Annotated[int, Field(ge=0, le=1 << 31)]]
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
@@ -133,7 +138,7 @@ class Layer(Step):
     """A layer that multiplies: whose weight it reads, and the bias that is added."""
 
     layer: Name
-    precision: Literal["nvfp4", "w4a8"] | RestName
+    precision: Literal["nvfp4", "w4a8", "fp8", "int8"] | RestName
     e4m3_max: Literal[448, 256] = 448
     bias: Name | None = None
 
@@ -524,6 +529,8 @@ class Graph(Strict):
 
 def format_of(node: Node) -> int:
     """The oldest format `packed/N` that has a node of this kind, from 3 on."""
+    if isinstance(node, Layer) and node.precision in EIGHT_BITS:
+        return 11
     if isinstance(node, Layer) and node.precision == "w4a8":
         return 10
     if isinstance(node, Experts) or (isinstance(node, Aten) and function_of(node) in ("arange", "scatter")):
@@ -585,19 +592,25 @@ def weight_names(node: Layer) -> list[str]:
     weight = f"{node.layer}.weight"
     if not is_quantized(node):
         return [weight]
-    return parts_of(weight) if node.precision == "nvfp4" else parts_of(weight)[:2]
+    return parts_of(weight)[:2] if node.precision == "w4a8" else parts_of(weight)
 
 
-QUANTIZED = {"nvfp4": "FP4", "w4a8": "W4A8"}  # precisions of layers -> their names in ledgers
+EIGHT_BITS = {"fp8": "F8_E4M3", "int8": "I8"}  # precisions whose layers have no blocks -> type of their codes
+QUANTIZED = {"nvfp4": "FP4", "w4a8": "W4A8", "fp8": "FP8", "int8": "INT8"}  # precisions of layers, and as ledgers say
+
+
+def quantizes_itself(node: Layer) -> bool:
+    """A layer that reads a plain activation and quantises it."""
+    return node.precision in QUANTIZED and node.precision != "nvfp4"
 
 
 def is_quantized(node: object) -> bool:
-    """A layer whose weight is codes and block scales."""
+    """A layer whose weight is codes and scales."""
     return isinstance(node, Layer) and node.precision in QUANTIZED
 
 
 def parts_of(weight: str) -> list[str]:
-    """Names of the tensors of an NVFP4 weight."""
+    """Names of the tensors of a quantised weight."""
     return [f"{weight}.{part}" for part in ("codes", "scales", "amax")]
 
 

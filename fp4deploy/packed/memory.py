@@ -91,7 +91,8 @@ def plain_bytes(graph: Graph) -> int:
             total += FP16.bytes * math.prod(weight_shape(graph, node, channels))
         elif isinstance(node, Experts):
             total += FP16.bytes * math.prod(stored_shape(graph, node.tensor))
-    kept = [info for info in graph.tensors.values() if "16" in info.dtype or (info.dtype == "F32" and info.shape)]
+    others = [info for name, info in graph.tensors.items() if not name.endswith(".weight.scales")]
+    kept = [info for info in others if "16" in info.dtype or (info.dtype == "F32" and info.shape)]
     return total + sum(FP16.bytes * math.prod(info.shape) for info in kept)
 
 

@@ -46,12 +46,13 @@ from typing import Any, cast
 import torch
 
 from fp4deploy.errors import InputError
-from fp4deploy.formats import Mxfp4Tensor, Nvfp4Tensor, fake_quantize_mxfp8, quantize_mxfp8
+from fp4deploy.formats import Mxfp4Tensor, Nvfp4Tensor, quantize_mxfp8
 from fp4deploy.formats.round_trip import round_trip_nvfp4
 from fp4deploy.graph.sizes import output_size, transposed_size
 from fp4deploy.models.input_encoding import encode_input
 from fp4deploy.packed.file import PackedFile
 from fp4deploy.packed.graph import (
+    QUANTIZED,
     Affine,
     Conv2d,
     ConvTranspose2d,
@@ -64,10 +65,12 @@ from fp4deploy.packed.graph import (
     Norm,
     axes_of,
     constants_of,
+    quantizes_itself,
     weight_names,
 )
 from fp4deploy.packed.on_cpu import convolution
 from fp4deploy.packed.operators import Context, as_numbers, channels_last, compute, convolve, positions_of, read_tensors
+from fp4deploy.packed.own_quantizer import OwnWeight, multiply, own_weight
 from fp4deploy.packed.plain_layers import convolve_small_k, plain_geometry, plain_kernel, read_as_given, small_k_kernel
 from fp4deploy.packed.producers import Move, Produce, Step, label, moved, normalized, plan
 from fp4deploy.packed.shapes import Shape, expected, fitting, shapes_of, weight_order, weight_shape
@@ -141,14 +144,14 @@ class PackedNetwork:
         decodes = on_cpu and self.dtype == torch.float32
         self.pack: Pack = round_trip_nvfp4 if decodes else packed_form  # between two nodes
         # Nobody asked for a form of its kernels, nor for marks of its nodes: a compiled program may stand for them.
-        mixed = any(isinstance(node, Layer) and node.precision == "w4a8" for node in self.graph.nodes)
-        self.by_default = on_gpu and weights is None and plain == "torch" and not marks and not mixed
+        own = any(isinstance(node, Layer) and quantizes_itself(node) for node in self.graph.nodes)
+        self.by_default = on_gpu and weights is None and plain == "torch" and not marks and not own
         self._decodes = weights != "packed" and self.has_kernels and decoded.available(self.device)
         self._compiles = on_cpu or triton_version() is not None
         self.has_mixed_kernels = on_gpu and triton_version() is not None and capability_of(self.device) >= 90
         self._own = plain == "kernel" and self.device.type == "cuda"
         self._packed: dict[str, Nvfp4Tensor] = {}
-        self._mixed: dict[str, torch.Tensor] = {}  # weights of W4A8, decoded to float32, in the file's order of axes
+        self._own_weights: dict[str, OwnWeight] = {}  # of layers that quantise what they read
         self._codes: dict[str, Mxfp4Tensor] = {}  # or as a kernel reads them, [O, KH, KW, C]
         self._decoded: dict[str, DecodedWeight] = {}
         self._wide: dict[tuple[str, torch.dtype], torch.Tensor] = {}  # decoded, in the file's order of axes
@@ -289,9 +292,10 @@ class PackedNetwork:
         """Bytes of a layer's weight on the device."""
         if node.layer in self._decoded:
             return self._decoded[node.layer].nbytes
-        found = self._plain.get(node.layer, self._mixed.get(node.layer))
-        if found is not None:
-            return found.nbytes
+        if node.layer in self._plain:
+            return self._plain[node.layer].nbytes
+        if node.layer in self._own_weights:
+            return self._own_weights[node.layer].nbytes
         if node.layer in self._codes:
             return self._codes[node.layer].codes.nbytes + self._codes[node.layer].scales.nbytes
         if node.layer not in self._packed:
@@ -302,9 +306,10 @@ class PackedNetwork:
     def precision_of(self, node: Step) -> str:
         """What a node or step computes with on this device, for a table: "FP4, weight decoded at load"."""
         plain = rest_of(self._dtype_of(node)).label
-        if isinstance(node, Layer) and node.precision == "w4a8":
+        if isinstance(node, Layer) and quantizes_itself(node):
             decoded_as = "TF32" if self.device.type == "cuda" else "FP32"
-            return "W4A8" if node.layer in self._codes else f"W4A8 as {decoded_as}"
+            name = QUANTIZED[node.precision]
+            return name if node.layer in self._codes else f"{name} as {decoded_as}"
         if not isinstance(node, Layer) or node.precision != "nvfp4":
             return plain
         if node.layer in self._decoded:
@@ -410,13 +415,12 @@ class PackedNetwork:
             y = self._convolve_small_k(cast(Conv2d, node), cast(torch.Tensor, inputs[0]), bias, moments)
             if y is not None:
                 return self.forms(y, node.outputs)
-        if node.precision == "w4a8":
-            if node.layer in self._codes:
-                return self.forms(self._multiply_mixed(node, cast(torch.Tensor, inputs[0]), bias), node.outputs, pack)
-            sources = [fake_quantize_mxfp8(cast(torch.Tensor, x).float(), _axis(node)) for x in inputs]
-            weight = self._mixed[node.layer].permute(weight_order(node, self._mixed[node.layer].ndim))
+        if node.layer in self._codes:
+            return self.forms(self._multiply_mixed(node, cast(torch.Tensor, inputs[0]), bias), node.outputs, pack)
+        if node.layer in self._own_weights:
             with _tf32(True):
-                y = convolve(node, sources, weight, None if bias is None else bias.float()).to(self.dtype)
+                y = multiply(node, cast("list[torch.Tensor]", inputs), self._own_weights[node.layer], bias)
+            y = y.to(self.dtype)
             return self.forms(y if isinstance(node, Linear) else channels_last(y), node.outputs, pack)
         if node.precision == "nvfp4":
             axis = _axis(node)
@@ -535,16 +539,15 @@ class PackedNetwork:
 
     def _load_weight(self, node: Layer, sources: tuple[int, ...]) -> None:
         names, tensors = weight_names(node), self.file.tensors
-        if node.precision == "w4a8":
-            codes, scales = (tensors[name].to(self.device) for name in names)
+        if quantizes_itself(node):
+            parts = [tensors[name].to(self.device) for name in names]
             shape = torch.Size(weight_shape(self.graph, node, sum(sources)))
-            weight4 = Mxfp4Tensor(codes, scales, shape)
             if not self._decodes and self.has_mixed_kernels and has_mixed_kernel(node):
                 rows = (1, 1) if isinstance(node, Linear) else ()
-                codes, scales = (part.view(part.shape[0], *rows, *part.shape[1:]) for part in (codes, scales))
+                codes, scales = (part.view(part.shape[0], *rows, *part.shape[1:]) for part in parts)
                 self._codes[node.layer] = Mxfp4Tensor(codes, scales, torch.Size((shape[0], *rows, *shape[1:])))
             else:
-                self._mixed[node.layer] = weight4.dequantize()
+                self._own_weights[node.layer] = own_weight(node, parts, shape)
             return
         if node.precision != "nvfp4":
             kept = tensors[names[0]].to(self.device, self.dtype)
@@ -629,6 +632,8 @@ def has_kernel(node: Layer, taps: Sequence[int]) -> bool:
 
 def has_mixed_kernel(node: Layer) -> bool:
     """Whether a kernel multiplies the operands of a layer in W4A8: linear ones, and of images those of one group."""
+    if node.precision != "w4a8":
+        return False
     if isinstance(node, Linear):
         return True
     place = cast("Conv2d | ConvTranspose2d", node)

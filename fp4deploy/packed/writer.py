@@ -63,6 +63,7 @@ from fp4deploy.packed.graph import (
     weight_names,
 )
 from fp4deploy.packed.operators import Context, compute, positions_of, read_tensors
+from fp4deploy.packed.own_quantizer import refuse_own_quantizers
 from fp4deploy.packed.row_norms import row_norms
 from fp4deploy.packed.shapes import Shape, shapes_of, weight_order, weight_shape
 from fp4deploy.packed.wide import wide_activations
@@ -98,6 +99,7 @@ class Writer:
     """
 
     def __init__(self, file: PackedFile, device: torch.device, dtype: torch.dtype) -> None:
+        refuse_own_quantizers(file.graph, "a compiled program")
         self.graph, self.forms, self.dtype = file.graph, file.graph.forms(), dtype
         self.wide = wide_activations(self.graph, file.tensors, rest_of(dtype))
         self.narrow = dtype != torch.float32

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -194,8 +194,7 @@ def quantized_rows(layer: QuantizedLayer, weights: str, hessian: Tensor | None) 
 @torch.no_grad()
 def set_weight(layer: QuantizedLayer, rows: Tensor) -> None:
     """Put a matrix of `quantized_rows` into the layer's weight."""
-    weight: Any = layer.weight
-    weight.copy_(WeightMatrix.of(layer).weight(rows))
+    layer.weight.copy_(WeightMatrix.of(layer).weight(rows))
 
 
 @torch.no_grad()
@@ -208,7 +207,7 @@ def hessians_of(
     counts = dict.fromkeys(layers, 0)
     generator = torch.Generator().manual_seed(seed)
 
-    def measure(name: str) -> Any:
+    def measure(name: str) -> Callable[[QuantizedLayer, tuple[Tensor, ...]], None]:
         def hook(layer: QuantizedLayer, inputs: tuple[Tensor, ...]) -> None:
             with torch.autocast(inputs[0].device.type, enabled=False):
                 rows = input_rows(layer, layer.quantized_input(inputs[0]), generator)

@@ -29,6 +29,7 @@ from torch import nn
 
 from fp4deploy.errors import InputError
 from fp4deploy.formats import ZEROS_AMAX, tracked_amax
+from fp4deploy.graph.sizes import each
 from fp4deploy.plugins.quantize.dispatch import finite_amax, previous_amax
 from fp4deploy.qat.fp4_gemms.autograd import packed_gemms
 from fp4deploy.qat.fp4_gemms.requirements import PRODUCTS
@@ -370,7 +371,7 @@ def _transposed_gemms(layer: Any) -> ConvGemms:
     """The GEMMs of a transposed convolution."""
     axes = layer.weight.ndim - 2
     kernel, stride, padding, dilation = (
-        _each(size, axes) for size in (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
+        each(size, axes) for size in (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
     )
     return ConvGemms(kernel, stride, padding, dilation, layer.groups, True, (0,) * axes)
 
@@ -381,7 +382,7 @@ def _convolve_transposed(layer: Any, x: torch.Tensor, output_size: list[int] | N
     axes = len(gemms.kernel)
     places = (layer.stride, layer.padding, layer.kernel_size, axes, layer.dilation)
     extra = layer._output_padding(x, output_size, *places)
-    product: torch.Tensor = layer.multiply(x, replace(gemms, output_padding=_each(extra, axes)))
+    product: torch.Tensor = layer.multiply(x, replace(gemms, output_padding=each(extra, axes)))
     return product
 
 
@@ -392,7 +393,7 @@ def _convolve(layer: Any, x: torch.Tensor) -> torch.Tensor:
         ends = layer._reversed_padding_repeated_twice  # (before, after) of the last axis first
         padded: torch.Tensor = layer.multiply(F.pad(x, ends, layer.padding_mode), gemms)
         return padded
-    pairs = _zeros_around(layer)
+    pairs = zeros_around(layer)
     even = [min(pair) for pair in pairs]  # as torch does, so that the bits are the same
     excess = [edge - size for pair, size in zip(pairs, even, strict=True) for edge in pair]
     shifted = F.pad(x, excess) if any(excess) else x
@@ -400,7 +401,7 @@ def _convolve(layer: Any, x: torch.Tensor) -> torch.Tensor:
     return product
 
 
-def _zeros_around(layer: Any) -> list[tuple[int, int]]:
+def zeros_around(layer: Any) -> list[tuple[int, int]]:
     """(before, after) of each axis, the last axis first, from the attributes as they are now.
 
     Libraries change stride, dilation and padding of a finished layer, which torch's own copy of the padding misses.
@@ -415,7 +416,3 @@ def _zeros_around(layer: Any) -> list[tuple[int, int]]:
 def _recomputing() -> bool:
     """Inside a backward pass: gradient checkpointing runs the forward again, with the amax it had the first time."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-
-
-def _each(size: Any, axes: int) -> tuple[int, ...]:
-    return (size,) * axes if isinstance(size, int) else tuple(size)

@@ -13,7 +13,17 @@ from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from fp4deploy.packed.file import PackedFile
-from fp4deploy.packed.graph import QUANTIZED, Conv2d, ConvTranspose2d, Form, Graph, Layer, Linear, Norm
+from fp4deploy.packed.graph import (
+    QUANTIZED,
+    Conv2d,
+    ConvTranspose2d,
+    Form,
+    Graph,
+    Layer,
+    Linear,
+    Norm,
+    quantizes_itself,
+)
 from fp4deploy.packed.memory import feature_map_bytes, input_shapes
 from fp4deploy.packed.network import dilation_of, has_kernel
 from fp4deploy.packed.producers import Produce, Step, label, operation, plan
@@ -26,7 +36,6 @@ from fp4deploy.timing.library import BYTES, library_work
 from fp4deploy.timing.model import NOTHING, Time, Work, fitted, time_of
 
 VIEWS = ("reshape", "permute", "expand", "slice", "select", "constant")
-NOT_TIMED = {"nvfp4": "decoded to FP16, by cuDNN", "w4a8": "W4A8, as a layer in FP16"}
 NORMS = ("group_norm_relu", "group_norm", "instance_norm")
 
 
@@ -124,8 +133,10 @@ def _works(graph: Graph, step: Step, shapes: Shapes, gpu: Gpu) -> tuple[list[Wor
 
 def _untimed(graph: Graph, step: Layer) -> str:
     """Why a layer outside of our kernels was not timed; "" where cuDNN and cuBLAS were timed on such layers."""
-    if step.precision in NOT_TIMED:
-        return NOT_TIMED[step.precision]
+    if step.precision == "nvfp4":
+        return "decoded to FP16, by cuDNN"
+    if quantizes_itself(step):
+        return f"{QUANTIZED[step.precision]}, as a layer in FP16"
     if rest_of(graph).label == "FP32":
         return "FP32: the time is that of FP16"
     if set(step.inputs) & {form.name for each in graph.inputs for form in each.outputs}:

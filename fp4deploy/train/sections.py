@@ -301,7 +301,7 @@ class QuantSection(create_model("LayerSection", __base__=LayerSection, **_FORMAT
         0.0,
         ge=0,
         lt=1,
-        description="likewise, of layers that stay in FP16, which packed networks have as well; chosen before fp8_macs",
+        description="likewise, of layers that stay in FP16; chosen before fp8_macs",
     )
     fp4_macs: float = Field(
         0.0,

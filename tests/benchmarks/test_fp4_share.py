@@ -12,6 +12,7 @@ from docs.tables.results import RESULTS
 from fp4deploy.train import Config, with_settings
 
 
+@pytest.mark.usefixtures("whole_unets")
 def test_shares_are_those_of_the_layers(tiny: Config) -> None:
     found = counted(with_settings(tiny, ["model.scale=0.125"]))
     widths, size, classes = (8, 16, 32, 64, 128), 32, 7

@@ -67,7 +67,7 @@ def test_generated_kernels_are_said(invoke: Invoke, network: Path, monkeypatch: 
         (("--arch", "sm90", "--arch", "sm120"), "give --arch once"),
         (("--arch", "all"), "give --arch once"),
         (("--arch", "sm75"), "is not a supported GPU architecture"),
-        (("--arch", "sm90", "--size", "30x30"), "multiples of 16"),
+        (("--arch", "sm90", "--size", "30x30"), "multiples of 4"),
         (("--arch", "sm90", "--size", "30x"), "HEIGHTxWIDTH"),
     ],
 )

@@ -14,6 +14,7 @@ from fp4deploy.experiments.sensitivity.layer_files import render_layers, save_la
 from fp4deploy.experiments.sensitivity.layers import LayerStudy, study_layers
 from fp4deploy.formats import fake_quantize_nvfp4
 from fp4deploy.models import ModelCard, build_unet, load_weights, save_checkpoint
+from tests.shallow import levels
 
 LAYER, HOT = "decoder.3.conv2", 5
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -23,7 +24,8 @@ IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A UNet one of whose channels is read with large weights."""
     torch.manual_seed(0)
-    model = build_unet(4, 0.25)
+    with levels(5):
+        model = build_unet(4, 0.25)
     with torch.no_grad():
         model.get_submodule(LAYER).weight[:, HOT] *= 16
     path = tmp_path_factory.mktemp("layers") / "run" / "fp16" / "best.safetensors"
@@ -34,13 +36,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def study(checkpoint: Path) -> LayerStudy:
-    return study_layers(checkpoint, [IMAGES])
+    with levels(5):
+        return study_layers(checkpoint, [IMAGES])
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).square().sum().sqrt() / expected.square().sum().sqrt())
 
 
+@pytest.mark.usefixtures("whole_unets")
 def test_errors_are_those_of_each_operand(study: LayerStudy, checkpoint: Path) -> None:
     model = build_unet(4, 0.25).eval()
     load_weights(model, checkpoint)
@@ -86,6 +90,7 @@ def test_files_hold_what_was_found(study: LayerStudy, tmp_path: Path) -> None:
     assert files[2].read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.usefixtures("whole_unets")
 def test_what_it_cannot_study_is_refused(checkpoint: Path) -> None:
     with pytest.raises(InputError, match="--data DIR"):
         study_layers(checkpoint, [])

@@ -94,7 +94,7 @@ def test_a_search_writes_a_recipe_and_can_go_on(untrained: Run, shapes: Path, tm
     out = tmp_path / "search"
     found = search(checkpoint, shapes, Budget("drop", 100.0), out, **options)  # type: ignore[arg-type]
     assert found.chosen.bytes == min(point.bytes for point in found.points)
-    assert len(found.errors) == 23
+    assert len(found.errors) == 13
     lines = (out / "measured.jsonl").read_text().splitlines()
     half = (found.fp16.bytes + found.chosen.bytes) / 2
     again = search(checkpoint, shapes, Budget("bytes", half), out, **options)  # type: ignore[arg-type]
@@ -119,9 +119,9 @@ def test_a_search_writes_a_recipe_and_can_go_on(untrained: Run, shapes: Path, tm
     times = tmp_path / "times.json"
     rows = [(name, "FP16", 2.0) for name in found.errors], [("head", "FP4", 1.5), ("up.0", "FP4", 3.0)]
     times.write_text(json.dumps({"layers": [timed("GPU", 1, own) for own in rows]}))
-    measured = search(checkpoint, shapes, Budget("ms", 45.5), out, measured=times, **options)  # type: ignore[arg-type]
+    measured = search(checkpoint, shapes, Budget("ms", 25.5), out, measured=times, **options)  # type: ignore[arg-type]
     assert measured.chosen.placed["FP4"] == ("head",)  # up.0 takes longer in FP4
-    assert (measured.chosen.ms, measured.fp16.ms, measured.gpu) == (45.5, 46.0, "GPU")
+    assert (measured.chosen.ms, measured.fp16.ms, measured.gpu) == (25.5, 26.0, "GPU")
     save_search(measured, out, checkpoint)
     assert json.loads((out / "search.json").read_text())["latency"].startswith("measured")
     with pytest.raises(InputError, match="belongs to a search of another checkpoint"):

@@ -20,6 +20,7 @@ from fp4deploy.experiments.sweep.spec import Sweep, load_sweep
 from fp4deploy.experiments.sweep.variant import LOG
 from fp4deploy.runs import Run
 
+pytestmark = pytest.mark.usefixtures("whole_unets")  # workers know nothing of tests
 FILE = """
 set: {model.scale: 0.125, data.height: 32, data.width: 32, train.epochs: 1, train.finetune_epochs: 1,
       train.batch_size: 4, data.root: ROOT}

@@ -26,6 +26,7 @@ from fp4deploy.train.loop import Trainer
 from tests.processes import plant
 from tests.train.launch import start
 
+pytestmark = pytest.mark.usefixtures("whole_unets")  # workers know nothing of tests
 FILE = """
 set: {model.scale: 0.125, data.height: 32, data.width: 32, train.epochs: EPOCHS, train.finetune_epochs: 1,
       train.batch_size: 4, data.root: ROOT, telemetry.every: 0}

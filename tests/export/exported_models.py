@@ -17,6 +17,7 @@ from fp4deploy.export.verify.agreement import OutputAgreement
 from fp4deploy.models import build_unet
 from fp4deploy.models.meaning import Classes
 from fp4deploy.qat import calibrate, prepare, round_to_deployed
+from tests.shallow import cached
 
 UNET_SHAPE = (3, 32, 32)
 
@@ -69,7 +70,7 @@ def prepared(model: nn.Module, recipe: str | None, shape: tuple[int, ...] = UNET
     return model.eval()
 
 
-@cache
+@cached
 def unet(recipe: str | None = "nvfp4_qat") -> tuple[nn.Module, onnx.ModelProto]:
     """A UNet of scale 0.25 at 32x32 with 5 classes, and its canonical graph."""
     torch.manual_seed(0)

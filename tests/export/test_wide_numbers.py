@@ -128,7 +128,7 @@ class Held(Network):
         return torch.where(y > 0, y, self.least).softmax(1)
 
 
-NETWORKS = (Normalised, Summed, Clamped, Added, Cosine, Masked, Made, Chosen, Filled, Logarithm, Large, Held)
+NETWORKS = (Normalised, Summed, Clamped, Added, Cosine, Masked, Made, Chosen, Filled, Held, Large, Logarithm)
 
 
 @cache

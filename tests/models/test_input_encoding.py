@@ -27,6 +27,7 @@ from fp4deploy.models.input_encoding import (
 )
 from fp4deploy.qat import calibrate, prepare, quantized_layers
 
+pytestmark = pytest.mark.usefixtures("whole_unets")
 BOUND = 1 / 48 / GAIN
 CARD = ModelCard("fp16", 0.125, ("a", "b", "c"), 32, 32, IMAGE_MEAN, IMAGE_STD, False)
 

@@ -13,6 +13,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.models import ModelCard, build_unet, load_weights, read_card, save_checkpoint
 from fp4deploy.models.checkpoint import read_signed
 
+pytestmark = pytest.mark.usefixtures("whole_unets")
 CARD = ModelCard("fp16", 0.125, ("background", "a", "b"), 32, 32, (0.5, 0.5, 0.5), (0.2, 0.2, 0.2), True)
 
 

@@ -14,6 +14,8 @@ from fp4deploy.models.volumes import Intensity, NetworkInput, VolumeInput
 from fp4deploy.qat.fused_unet import fuse_unet, has_kernels
 from tests.models.libraries import need_library_of
 
+pytestmark = pytest.mark.usefixtures("whole_unets")
+
 
 def card(depth: int = 8, spacing: tuple[float, float, float] = (4.0, 1.0, 1.0), **fields: object) -> ModelCard:
     volume = VolumeInput(depth, spacing, ("T1", "T2"), (Intensity(), Intensity()))

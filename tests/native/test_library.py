@@ -117,7 +117,7 @@ def narrow(tmp_path: Path) -> PackedFile:
 
 
 def test_formats(sanitized: Path, narrow: PackedFile, tmp_path: Path) -> None:
-    """Every format that Python reads but that of W4A8, whose kernels are not recorded; whatever the nodes are."""
+    """Every format that Python reads but those of layers that are not recorded; whatever the nodes are."""
 
     def rewritten_as(name: str) -> Path:
         def change(metadata: dict[str, str]) -> None:
@@ -128,12 +128,12 @@ def test_formats(sanitized: Path, narrow: PackedFile, tmp_path: Path) -> None:
         path.write_bytes(rewritten(narrow.path.read_bytes(), change, loaders.PACKED_KEY, loaders.PACKED_SIGNED))
         return path
 
-    read = [rewritten_as(name) for name in packed_format.FORMATS if name != "packed/10"]
-    refused = [rewritten_as(f"packed/{number}") for number in (99, 10, 1)] + [tmp_path / "missing.fp4", tmp_path]
+    read = [rewritten_as(name) for name in packed_format.FORMATS if name not in ("packed/10", "packed/11")]
+    refused = [rewritten_as(f"packed/{number}") for number in (99, 11, 10, 1)] + [tmp_path / "missing.fp4", tmp_path]
     found = statuses(sanitized, ["check"], [*read, *refused])
     assert [status for status, _ in found] == [0] * len(read) + [1] * len(refused)
     assert "reads packed/3 to packed/9" in found[len(read)][1]
-    assert "packed/1" in found[len(read) + 1][1]
+    assert "packed/11" in found[len(read) + 1][1]
     assert "cannot be" in found[-2][1]
 
 

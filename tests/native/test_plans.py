@@ -140,7 +140,7 @@ def test_planes_have_the_shape_of_the_decoded_weight() -> None:
 
 
 def test_refusals(unet: PackedFile) -> None:
-    with pytest.raises(InputError, match="multiples of 16, such as"):
+    with pytest.raises(InputError, match="multiples of 4, such as"):
         record(unet, GPU, (1, 3, 30, 30))
     with pytest.raises(InputError, match="takes RGB images"):
         record(unet, GPU, (1, 4, 32, 32))

@@ -12,7 +12,7 @@ from tools import size
 MODULE = '''"""Two lines
 of a docstring."""
 
-from pathlib import Path
+from pathlib import Path; from typing import Any
 
 LIMIT, _hidden = 3, 4  # pixels
 table: dict[str, str] = {}
@@ -29,7 +29,7 @@ def read() -> str:
 class Reader: ...
 
 
-def _private() -> None: ...
+def _private(value: Any, *others: list[Any]) -> None: ...
 '''
 KERNEL = """// A comment
 /* of two
@@ -63,9 +63,9 @@ def test_counts(tree: Path) -> None:
     assert size.public_names(MODULE) == {"LIMIT", "table", "read", "Reader"}
     assert size.python_comments(MODULE) == {1, 2, 6, 11, 13}
     assert size.cuda_comments(KERNEL) == {1, 2, 3, 6}
-    assert rooms["fp4deploy/room"] == {"files": 2, "python": 13, "cuda": 5, "comments": 50, "names": 4}
-    assert rooms["tests"] == {"files": 1, "python": 1, "cuda": 0, "comments": 0, "names": 0}
-    assert rooms["total"] == {"files": 4, "python": 15, "cuda": 5, "comments": 45, "names": 5}
+    assert rooms["fp4deploy/room"] == {"files": 2, "python": 13, "cuda": 5, "comments": 50, "any": 154, "names": 4}
+    assert rooms["tests"] == {"files": 1, "python": 1, "cuda": 0, "comments": 0, "any": 0, "names": 0}
+    assert rooms["total"] == {"files": 4, "python": 15, "cuda": 5, "comments": 45, "any": 133, "names": 5}
 
 
 def test_differences_to_what_was_recorded(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,6 +77,6 @@ def test_differences_to_what_was_recorded(tree: Path, capsys: pytest.CaptureFixt
     size.main(tree, record=False)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split() for line in lines if line.startswith("fp4deploy/room")] == [
-        ["fp4deploy/room", "1", "(-1)", "0", "(-13)", "5", "80", "(+30)", "0", "(-4)"]
+        ["fp4deploy/room", "1", "(-1)", "0", "(-13)", "5", "80", "(+30)", "0", "(-154)", "0", "(-4)"]
     ]
     assert lines[-1] == "gone: fp4deploy"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -16,6 +15,7 @@ from fp4deploy.models import ModelCard, build_unet
 from fp4deploy.packed import PackedFile, packed_file
 from fp4deploy.qat import calibrate, prepare, round_to_deployed
 from fp4deploy.rest import rest_of
+from tests.shallow import cached
 
 CLASSES = ("sky", "road", "car", "tree", "sign")
 SIZE = 32
@@ -30,7 +30,7 @@ def card(recipe: str | None, scale: float, digits: bool = False) -> ModelCard:
     return ModelCard(precision, scale, CLASSES, *size, *rgb, False, recipe, digits=digits)
 
 
-@cache
+@cached
 def captured(scale: float, digits: bool) -> Captured:
     """The graph of a UNet, which does not depend on its weights; with digits it begins after the encoding."""
     model = build_unet(len(CLASSES), scale, digits)
@@ -38,7 +38,7 @@ def captured(scale: float, digits: bool) -> Captured:
     return capture(model, torch.zeros(1, 13 if digits else 3, SIZE, SIZE))
 
 
-@cache
+@cached
 def packed(
     recipe: str | None = "nvfp4_qat",
     scale: float = 0.25,

@@ -98,7 +98,7 @@ CASES: dict[str, tuple[Change, str]] = {
         lambda g: form(g, "encoder.1.conv1").update(name=form(g, "encoder.0.conv1")["name"]),
         "a second time",
     ),
-    "a missing tensor": (lambda g: g["tensors"].pop("up.2.weight.scales"), "'up.2.weight.scales' is missing"),
+    "a missing tensor": (lambda g: g["tensors"].pop("up.0.weight.scales"), "'up.0.weight.scales' is missing"),
     "an unused tensor": (lambda g: g["tensors"].update(more=g["tensors"]["head.bias"]), "never used .*'more'"),
     "an unused form": (
         lambda g: node(g, "encoder.1.conv1")["outputs"].append({"name": "more"}),
@@ -111,7 +111,7 @@ CASES: dict[str, tuple[Change, str]] = {
     "another weight type": (lambda g: g["tensors"]["head.weight"].update(dtype="F32"), "and F16 .* is needed"),
     "plain where packed is needed": (lambda g: form(g, "encoder.2.norm1").update(amax=None), "is not nvfp4"),
     "packed where plain is needed": (
-        lambda g: form(g, "decoder.3.norm2").update(amax="up.0.input_amax"),
+        lambda g: form(g, "decoder.1.norm2").update(amax="up.0.input_amax"),
         "is not fp16",
     ),
     "packed along another axis": (lambda g: form(g, "encoder.2.norm1").update(axis="last"), "not packed along"),
@@ -223,13 +223,13 @@ def test_a_first_source_that_ends_inside_a_block() -> None:
         """Two packed sources of 8 channels where the exporter writes their concatenation."""
         concat = next(node for node in graph["nodes"] if node["op"] == "concat")
         graph["nodes"].remove(concat)
-        node(graph, "decoder.3.conv1").update(inputs=concat["inputs"])
+        node(graph, "decoder.1.conv1").update(inputs=concat["inputs"])
         for writer in graph["nodes"]:
             for each in writer["outputs"]:
                 if each["name"] in concat["inputs"]:
-                    each["amax"] = "decoder.3.conv1.input_amax"
+                    each["amax"] = "decoder.1.conv1.input_amax"
 
-    with pytest.raises(InputError, match="'decoder.3.conv1'.*not a multiple of 16 channels"):
+    with pytest.raises(InputError, match="'decoder.1.conv1'.*not a multiple of 16 channels"):
         check_graph(changed(join, 0.125), len(CLASSES))
 
 

@@ -138,3 +138,14 @@ def test_as_one_graph_on_a_gpu(compiled: str, rest: str) -> None:
     found = network(x.cuda()).float().cpu()  # type: ignore[union-attr]
     limit = 1e-4 if rest == "fp32" else 0.05
     assert float((found - expected).norm() / expected.norm()) < limit
+
+
+def test_what_a_file_says_is_wide_is_wide() -> None:
+    """Whatever operator writes it; and what reads it computes in FP32 up to the next layer."""
+    graph, file = packed("nvfp4_qat", 0.125)[1].graph, packed("nvfp4_qat", 0.125)[1]
+    for node in graph.nodes:
+        said = graph.model_copy(update={"wide": {"a.module": [node.outputs[0].name]}})
+        found = wide_activations(said, file.tensors, FP16)
+        assert {form.name for form in node.outputs} <= found
+        assert not wide_activations(graph, file.tensors, FP16)
+        assert not wide_activations(said, file.tensors, FP32)

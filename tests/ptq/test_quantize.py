@@ -258,7 +258,7 @@ def test_a_checkpoint_is_taken_like_a_trained_one(untrained: Run, tmp_path: Path
     quantize_checkpoint(untrained.checkpoint("fp16"), [x], out, "sweep", correction="bias")
     model, written = load_model(out)
     assert written == replace(card, precision="nvfp4", recipe="nvfp4_4o6_weight_qat")
-    assert len(quantized_layers(model)) == 21
+    assert len(quantized_layers(model)) == 11
     assert export_graph(model, (3, card.height, card.width), written).graph.node
     with pytest.raises(InputError, match="is nvfp4 already"):
         quantize_checkpoint(out, [x], tmp_path / "again.safetensors")

@@ -100,9 +100,10 @@ def test_autocast(recipe: str, name: str) -> None:
 
 
 @pytest.mark.usefixtures("one_byte")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("name", ["linear", "conv groups", "transposed"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "name", "dtype"),
+    sample(RECIPES, ["linear", "conv groups", "transposed"], [torch.float16, torch.bfloat16, torch.float64], every=3),
+)
 def test_models_in_other_dtypes(recipe: str, name: str, dtype: torch.dtype) -> None:
     layer, x = make(name)
     model = prepare(nn.Sequential(layer), recipe, include=["0"]).to(dtype)

@@ -369,6 +369,7 @@ def test_a_second_backward_is_refused() -> None:
         loss.backward()
 
 
+@pytest.mark.usefixtures("whole_unets")
 def test_which_inputs_of_convolutions_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     kept, pack = [], Recomputed.pack
 

@@ -12,6 +12,7 @@ from fp4deploy.formats import FourOverSix
 from fp4deploy.qat import RECIPES, QuantSpec, Recipe
 from tests.qat.layer_cases import LAYERS, make, quantized
 from tests.qat.reference_gemms import Gradients, check, one_step, reference
+from tests.samples import sample
 
 PLAIN = QuantSpec()
 TURNED = QuantSpec(hadamard=True)
@@ -41,8 +42,7 @@ def run(layer: nn.Module, recipe: Recipe, x: torch.Tensor) -> tuple[Gradients, t
 
 
 @pytest.mark.usefixtures("one_byte")
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("recipe", "name"), sample(RECIPES, LAYERS, every=3))
 def test_every_recipe_in_every_layer(recipe: str, name: str) -> None:
     """The layer in float64, so that nothing but a wrong operand can differ."""
     layer, x = make(name)

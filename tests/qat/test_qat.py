@@ -126,7 +126,7 @@ def test_unet_plan_keeps_first_output_and_norms_with_reasons() -> None:
     assert "3 input channels" in plans["encoder.0.conv1"].reason
     assert "logits" in plans["head"].reason
     assert all(plan.reason for plan in plans.values())
-    assert sum(plan.precision == "FP4" for plan in plans.values()) == 21
+    assert sum(plan.precision == "FP4" for plan in plans.values()) == 11
 
 
 def test_prepare_keeps_parameters_names_biases_and_hooks() -> None:

@@ -90,10 +90,10 @@ def test_the_hierarchy_of_the_contract(drawn: Path) -> None:
                 assert f"{tensor}/{shown.phase}/semantic_{name}" in names
         assert f"{tensor}/quantized/semantic_occupancy" in names
     assert "gradients/semantic_std" in names
-    for layer in ("encoder.0.conv1", "up.2", "head"):
+    for layer in ("encoder.0.conv1", "up.0", "head"):
         assert f"weights/prequantize/semantic_{layer}" in names
         assert f"gradients/semantic_{layer}" in names
-    assert "weights/quantized/semantic_up.2" in names
+    assert "weights/quantized/semantic_up.0" in names
     assert "weights/quantized/semantic_head" not in names
     assert "weights/dequantized/semantic_raw_against_dequantized" in names
     assert not list(drawn.rglob(".*"))
@@ -113,7 +113,7 @@ def test_the_numbers_are_those_that_were_tracked(trained: Run, drawn: Path) -> N
                 tracked = entry.layers[layer][found["tensor"]][found["statistic"]]
                 assert value == (None if tracked is None else tracked * found["factor"])
                 checked += 1
-    assert checked > 1000
+    assert checked > 500
     occupancy = numbers(drawn / "weights" / "quantized" / "semantic_occupancy.json")
     for layer, values in zip(occupancy["rows"], occupancy["values"], strict=True):
         assert occupancy["counts"][layer] == snapshots[-1].codes[layer]["weight"]
@@ -124,7 +124,7 @@ def test_the_numbers_are_those_that_were_tracked(trained: Run, drawn: Path) -> N
 
 def test_windows_are_of_the_weights_before_during_and_after(trained: Run, drawn: Path) -> None:
     network, _ = load_model(trained.checkpoint("nvfp4"))
-    for name in ("encoder.1.conv2", "up.0", "decoder.3.conv1"):
+    for name in ("encoder.1.conv2", "up.0", "decoder.1.conv1"):
         layer = quantized_layers(network)[name]
         axis = contracted_axis(layer)
         before = torch.tensor(numbers(drawn / f"weights/prequantize/semantic_{name}.json")["values"])

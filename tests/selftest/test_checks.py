@@ -163,7 +163,7 @@ def test_the_reference_of_a_node_rounds_only_what_it_writes(context: Context) ->
             expected: Any = conv_transpose2d_reference(inputs[0], weight, bias, out_amax=amax, accumulate=torch.float64)
             assert torch.equal(found[0].codes, expected.codes)
             compared += 1
-    assert compared == 3
+    assert compared == 1
 
 
 @pytest.mark.usefixtures("pretended")

@@ -159,7 +159,7 @@ def test_the_backends_give_the_masks_of_predict(
         mask = Image.open(io.BytesIO(content))
         expected = predictor.predict(image)
         assert mask.mode == "P"
-        assert (np.asarray(mask) == expected.mask).mean() > 0.98  # pillow and torch enlarge edges differently
+        assert (np.asarray(mask) == expected.mask).mean() > 0.9  # pillow and torch enlarge edges differently
         assert mask.getpalette() == expected.mask_image().getpalette()
 
 

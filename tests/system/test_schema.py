@@ -17,6 +17,7 @@ from fp4deploy.system.schema import (
     read_json,
     read_lines,
     read_text,
+    text_of,
     validated,
 )
 
@@ -167,3 +168,9 @@ class TestLines:
         path.write_bytes(b'{"epoch": 1}\n' + damage + b'{"epoch": 3}\n')
         with pytest.raises(InputError, match=r"metrics\.jsonl, line 2"):
             list(read_lines(path))
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16-le", "utf-16-be", "utf-16"])
+def test_text_of_every_encoding_with_a_byte_order_mark(encoding: str) -> None:
+    mark = "\ufeff" if encoding.endswith("e") else ""
+    assert text_of((mark + "Straße\n猫").encode(encoding)) == "Straße\n猫"

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from fp4deploy.runs import Run, create_run
+from tests.shallow import is_shallow, make_shallow
 
 PRELOADED = ["fp4deploy.train", "fp4deploy.data", "pytest", "torch.distributed"]
 PRELOADED += ["torch._dynamo", "fp4deploy.export.to_onnx", "fp4deploy.export.to_packed", "typer.main"]
@@ -27,7 +28,8 @@ def start(function: Callable[..., None], *arguments: Any, environment: dict[str,
     """A process that calls a module's function; what it prints to stderr is this process's."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    process = context.Process(target=_call, args=(function, arguments, environment or {}, torch.get_num_threads()))
+    here = torch.get_num_threads(), is_shallow()
+    process = context.Process(target=_call, args=(function, arguments, environment or {}, here))
     process.start()
     return process
 
@@ -58,10 +60,14 @@ def rank_environments(count: int) -> list[dict[str, str]]:
     return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
 
 
-def _call(function: Callable[..., None], arguments: tuple[Any, ...], environment: dict[str, str], threads: int) -> None:
+def _call(
+    function: Callable[..., None], arguments: tuple[Any, ...], environment: dict[str, str], there: tuple[int, bool]
+) -> None:
+    threads, shallow = there
     os.environ.update(environment)
     torch.set_num_threads(threads)  # a forked process has one, and sums in another order than this one
     gc.freeze()  # what was preloaded
+    make_shallow(shallow)
     function(*arguments)
     sys.stderr.flush()
 

@@ -37,7 +37,7 @@ def test_every_product_is_in_fp4_and_the_card_says_digits(trained: Run) -> None:
     for name in ("nvfp4", "nvfp4_ptq"):
         model, card = load_model(trained.checkpoint(name))
         assert card.digits
-        assert len(quantized_layers(model)) == 23
+        assert len(quantized_layers(model)) == 13
         first = quantized_layers(model)["encoder.0.conv1"]
         assert first.weight.shape[1] == ENCODED_CHANNELS
         assert first.input_amax.item() == pytest.approx(6, abs=1e-6)
@@ -124,7 +124,7 @@ def test_an_instance_model_has_digits_too(tiny: Config, tmp_path: Path) -> None:
         ("fp16", "nvfp4"),
     )
     model, card = load_model(run.checkpoint("nvfp4"))
-    assert (card.task, card.digits, len(quantized_layers(model))) == ("instance", True, 23)
+    assert (card.task, card.digits, len(quantized_layers(model))) == ("instance", True, 13)
 
 
 def test_an_estimate_measures_what_would_be_trained(tiny: Config) -> None:

@@ -66,7 +66,7 @@ def test_everything_at_once(objects: Config, tmp_path: Path, method: str) -> Non
             assert [entry["values"]["ap"] for entry in seen if entry["kind"] == "epoch"] == pytest.approx(
                 [line["ap"] for line in written]
             )
-    assert len(quantized_layers(load_model(run.checkpoint("nvfp4_ptq"))[0])) == 21
+    assert len(quantized_layers(load_model(run.checkpoint("nvfp4_ptq"))[0])) == 11
     again = train_models(config, run, ("fp16", "nvfp4", "nvfp4_ptq"), resume=True)
     assert {name: result.best_score for name, result in again.items()} == {
         name: result.best_score for name, result in trained.items()

@@ -84,7 +84,7 @@ def test_what_is_tracked(data: Path, tmp_path: Path) -> None:
     fp16, nvfp4 = samples(run, "fp16"), samples(run, "nvfp4")
     network, _ = load_model(run.checkpoint("nvfp4"))
     quantized = quantized_layers(network)
-    assert len(quantized) == 21
+    assert len(quantized) == 11
     for entry in fp16:
         assert not entry.codes
         assert entry.layers["head"].keys() == {"weight", "activation", "gradient"}

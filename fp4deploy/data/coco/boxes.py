@@ -16,6 +16,7 @@ segmentation, which is how masks of nuclei become boxes. What is no place to fin
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +88,7 @@ class BoxDataset(CocoDataset):
                     }
                 )
         return {
-            "images": [
-                {"id": image.id, "file_name": image.file_name, "height": image.height, "width": image.width}
-                for image in self._images
-            ],
+            "images": [asdict(image) for image in self._images],
             "annotations": annotations,
             "categories": [{"id": category, "name": name} for category, name in names.items()],
         }

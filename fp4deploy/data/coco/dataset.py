@@ -25,6 +25,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -146,10 +147,7 @@ class CocoDataset:
                 if region is not None:
                     annotations.append(_scored(annotation, region, number=len(annotations) + 1))
         return {
-            "images": [
-                {"id": image.id, "file_name": image.file_name, "height": image.height, "width": image.width}
-                for image in self._images
-            ],
+            "images": [asdict(image) for image in self._images],
             "annotations": annotations,
             "categories": [{"id": category, "name": names[category]} for category in kept],
         }

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from pydantic import Field
@@ -146,8 +146,9 @@ def layer_costs(
     return {name: _cost(names[name], each, gpu, conv) for name, each in work.items() if each.written}
 
 
-def _cost(layer: Any, work: Work, gpu: Gpu, conv: str) -> LayerCost:
+def _cost(layer: nn.Module, work: Work, gpu: Gpu, conv: str) -> LayerCost:
     weight, axis = layer.weight, contracted_axis(layer)
+    assert isinstance(weight, torch.Tensor)
     outputs = weight.shape[1 - axis]
     product = (work.written / outputs, outputs, work.macs / work.written)
     recipes = {"FP4": RECIPES["nvfp4_qat"]} | {name.upper(): RECIPES[f"{name}_qat"] for name in LAYER_FORMATS}

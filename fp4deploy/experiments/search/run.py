@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -157,8 +157,9 @@ def search(
             f"search takes the FP16 checkpoint of a semantic model or of a classifier, and {checkpoint} is another one."
         )
     classes = card.class_names
-    whole = partial(LabelScore, classes)
-    scorer: Any = whole if task.whole_images else partial(SegmentationScore, len(classes), classes)
+    scorer: Callable[[], LabelScore | SegmentationScore] = partial(SegmentationScore, len(classes), classes)
+    if task.whole_images:
+        scorer = partial(LabelScore, classes)
     with hold(out):
         model, _ = load_model(checkpoint, device)
         names = [plan.name for plan in layer_plan(model, include="*") if plan.precision == "FP4"]

@@ -16,7 +16,8 @@ from torch import nn
 from fp4deploy.export.lowering.decode import NO_GEMM, SINGLE_BLOCK
 from fp4deploy.export.lowering.fp8 import why_not_fp8
 from fp4deploy.formats import NVFP4_BLOCK
-from fp4deploy.qat.layers import TRANSPOSED, QuantizedLayer
+from fp4deploy.plugins.gemm.dispatch import TAPS
+from fp4deploy.qat.layers import TRANSPOSED, QuantizedLayer, zeros_around
 from fp4deploy.qat.placement import is_pointwise, is_upsampling
 from fp4deploy.qat.plan import LayerPlan
 from fp4deploy.qat.recipes import EIGHT_BITS
@@ -122,10 +123,10 @@ def _is_single_block(layer: nn.Module) -> bool:
 
 
 def _is_plugin(layer: nn.Module) -> bool:
-    """As `plugin_match.read_source`: one group, the same along both axes, at most 7x7."""
+    """As `plugin_match.read_source`: one group, the same along both axes, as many taps as it takes."""
     if is_upsampling(layer):
         return True
-    if not isinstance(layer, nn.Conv2d) or not _is_one_gemm(layer) or isinstance(layer.padding, str):
+    if not isinstance(layer, nn.Conv2d) or not _is_one_gemm(layer):
         return False
-    sides = zip(layer.kernel_size, layer.stride, layer.padding, layer.dilation, strict=True)
-    return len(set(sides)) == 1 and layer.kernel_size[0] <= 7
+    numbers = (layer.stride, layer.dilation, sum(zeros_around(layer), ()))
+    return math.prod(layer.kernel_size) <= TAPS and all(len(set(each)) == 1 for each in numbers)

@@ -319,7 +319,13 @@ def _check_blocks(name: str, dequantize: ir.Node, codes: ir.Value, scales: ir.Va
 def _read_input_chain(name: str, node: ir.Node) -> tuple[ir.Node, ir.Value]:
     """(the dynamic quantiser, the dequantised FP16 value in the quantiser's own shape) of a layer's input."""
     dequantized: ir.Value | None = node.inputs[0]
-    for above in chain(node.inputs[0]):
+    first = dequantized.producer() if dequantized is not None else None
+    if first is not None and first.op_type == "Pad" and (mode := attribute(first, "mode", "constant")) != "constant":
+        raise InputError(
+            f"Layer {name} pads its quantised input (mode '{mode}'), and engines quantise right before they multiply. "
+            f"Keep it in FP16: prepare(model, exclude='{name}'), or model.exclude in the configuration."
+        )
+    for above in chain(dequantized):
         if above.op_type in ("Reshape", "Transpose"):
             dequantized = above.inputs[0]
         if above.op_type == "DequantizeLinear":

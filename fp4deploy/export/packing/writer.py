@@ -12,13 +12,14 @@ from torch import nn
 
 from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.layer_constants import (
-    BlockConstants,
+    Constants,
     EightBitConstants,
     LayerConstants,
     expert_constants,
     layer_constants,
 )
-from fp4deploy.formats import NVFP4_BLOCK
+from fp4deploy.formats import INT8_MAX, NVFP4_BLOCK
+from fp4deploy.formats.constants import E4M3_MAX
 from fp4deploy.graph import ir
 from fp4deploy.graph.capture import Dynamic
 from fp4deploy.graph.operators import ARITHMETIC
@@ -57,7 +58,7 @@ class Writer:
         self.modules = dict(model.named_modules(remove_duplicate=False))  # a module may have several names
         owned = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         self.state = {**captured.constants, **dict(owned)}
-        self.constants: dict[str, BlockConstants] = {}
+        self.constants: dict[str, Constants] = {}
         self.readers = captured.readers()
         self.producers = {node.name: node for node in captured.nodes}
         self.kept = {value for _, value in captured.outputs}  # outputs of the network
@@ -74,13 +75,7 @@ class Writer:
         for node in self.captured.nodes:
             layer = self._quantized(node)
             if layer is not None and node.layer not in self.constants:
-                found = layer_constants(node.layer, layer)
-                if isinstance(found, EightBitConstants):
-                    raise InputError(
-                        f"{node.layer} is {layer.recipe.precision}, and packed networks hold NVFP4, W4A8 and FP16. "
-                        "Export it with: fp4deploy export --format onnx"
-                    )
-                self.constants[node.layer] = found
+                self.constants[node.layer] = layer_constants(node.layer, layer)
             self._fold(node)
         for node in self.captured.nodes:
             self._join(node)
@@ -405,10 +400,11 @@ class Writer:
                 self.plain(f"{name}.weight", weight)
             return {"layer": name, "precision": self.rest.name, "bias": bias}
         name = node.layer
-        constants = self.constants[name]
+        constants, weight_name = self.constants[name], f"{name}.weight"
+        if isinstance(constants, EightBitConstants):
+            return {"layer": name, "precision": self._eight_bits(weight_name, constants), "bias": bias}
         rows = constants.shape[:-1]
         codes, scales = torch.from_numpy(constants.codes), torch.from_numpy(constants.scales.view("uint8"))
-        weight_name = f"{name}.weight"
         self.tensors[f"{weight_name}.codes"] = codes.reshape(*rows, -1)
         scales = self.tensors[f"{weight_name}.scales"] = scales.reshape(*rows, -1)
         if not isinstance(constants, LayerConstants):
@@ -416,6 +412,17 @@ class Writer:
         self.tensors[f"{weight_name}.scales"] = scales.view(torch.float8_e4m3fn)
         self.tensors[f"{weight_name}.amax"] = torch.tensor(constants.weight_amax)
         return {"layer": name, "precision": "nvfp4", "e4m3_max": constants.e4m3_max, "bias": bias}
+
+    def _eight_bits(self, name: str, constants: EightBitConstants) -> str:
+        """Add a weight [O, taps, C] in FP8 or INT8, and the amax of the layer's input; the precision's name."""
+        is_int8 = constants.codes.dtype == "int8"
+        codes = torch.from_numpy(constants.codes.view("uint8")).movedim(constants.axis, 0)  # O, C, taps
+        codes = codes.movedim(1, -1).contiguous()
+        self.tensors[f"{name}.codes"] = codes.view(torch.int8 if is_int8 else torch.float8_e4m3fn)
+        self.tensors[f"{name}.scales"] = torch.from_numpy(constants.scales.astype("float32"))
+        largest = INT8_MAX if is_int8 else E4M3_MAX  # exact: of an FP16 scale
+        self.tensors[f"{name}.amax"] = torch.tensor(float(constants.input_scale) * largest)
+        return "int8" if is_int8 else "fp8"
 
     def bias(self, node: ir.Node) -> str | None:
         """The name of a layer's bias, added to the file."""

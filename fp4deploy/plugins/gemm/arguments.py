@@ -17,11 +17,11 @@ import torch
 from fp4deploy.architecture import Architecture
 from fp4deploy.errors import InputError
 from fp4deploy.formats import E2M1_MAX, NVFP4_BLOCK, Nvfp4Tensor
+from fp4deploy.graph.sizes import each
 from fp4deploy.plugins.aot import load as aot
 from fp4deploy.plugins.aot.compile import too_old, triton_version
 from fp4deploy.plugins.aot.spec import Call, Launch
 from fp4deploy.plugins.gemm import gemv
-from fp4deploy.plugins.gemm.reference import each
 from fp4deploy.plugins.gemm.triton.tiles import NATIVE_FROM, Tile, gemm_tile, k_step_constants, weight_only_tile
 
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -308,15 +308,16 @@ def _tile_constants(tile: Tile) -> dict[str, int]:
 
 
 def _codes(x: Nvfp4Tensor) -> torch.Tensor:
-    return _aligned(x.codes.contiguous())
+    return aligned(x.codes.contiguous())
 
 
 def _scales(x: Nvfp4Tensor) -> torch.Tensor:
-    return _aligned(x.scales.view(torch.uint8).contiguous())
+    return aligned(x.scales.view(torch.uint8).contiguous())
 
 
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    return x if x.data_ptr() % 16 == 0 else x.clone()  # a slice of another tensor may start anywhere
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor at a multiple of 16 bytes; a slice of another tensor may start anywhere."""
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def _bias(bias: torch.Tensor | None, other: Nvfp4Tensor) -> torch.Tensor:

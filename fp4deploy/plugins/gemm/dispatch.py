@@ -28,13 +28,13 @@ import torch
 
 from fp4deploy.errors import InputError
 from fp4deploy.formats import NVFP4_BLOCK, Nvfp4Tensor
+from fp4deploy.graph.sizes import each
 from fp4deploy.plugins.gemm.arguments import launch_gemm, launch_weight_only, runs_kernels
 from fp4deploy.plugins.gemm.reference import (
     Output,
     Sizes,
     conv2d_reference,
     conv_transpose2d_reference,
-    each,
     matmul_reference,
     output_sizes,
 )

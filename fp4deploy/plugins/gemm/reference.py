@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from fp4deploy.formats import Nvfp4Tensor, quantize_nvfp4
-from fp4deploy.graph.sizes import output_size
+from fp4deploy.graph.sizes import each, output_size
 
 Output = torch.Tensor | Nvfp4Tensor
 Sizes = int | Sequence[int]  # of all spatial axes, or of each
@@ -28,11 +28,6 @@ TRANSPOSED: dict[int, Callable[..., torch.Tensor]] = {
     2: F.conv_transpose2d,
     3: F.conv_transpose3d,
 }
-
-
-def each(size: Sizes, axes: int) -> tuple[int, ...]:
-    """A size of all axes, or of each, for each."""
-    return (size,) * axes if isinstance(size, int) else tuple(size)
 
 
 def output_sizes(

@@ -70,7 +70,7 @@ def norm_relu_pack(
     """
     if x.device.type == "cpu" and x.dtype == torch.float32:
         written = norm_relu(x, bias, weight, beta, groups, eps, [form.pooled for form in forms])
-        return [_form(y, form.amax) for y, form in zip(written, forms, strict=True)]
+        return [form_of(y, form.amax) for y, form in zip(written, forms, strict=True)]
     if weight.numel() <= groups * THREADS and supports(x) and fallback.runs(x.device):
         with fallback.guard(x.device):
             ab = combine(moments or chunk_moments(x), x.shape, bias, weight, beta, groups, eps)
@@ -151,10 +151,11 @@ def apply_reference(x: torch.Tensor, ab: torch.Tensor, forms: Sequence[OutputFor
         torch.addcmul(b, a, part, out=out).relu_()  # in float64 the product is exact: only the sum is rounded
     y = y.to(x.dtype)
     pooled = maximum_of_pixels(y) if any(form.pooled for form in forms) else y
-    return [_form(pooled if each.pooled else y, each.amax) for each in forms]
+    return [form_of(pooled if each.pooled else y, each.amax) for each in forms]
 
 
-def _form(y: torch.Tensor, amax: torch.Tensor | None) -> FeatureMap:
+def form_of(y: torch.Tensor, amax: torch.Tensor | None) -> FeatureMap:
+    """A feature map as it is, or packed with an amax."""
     return y if amax is None else formats.quantize_nvfp4(y, amax=amax)
 
 

@@ -21,8 +21,15 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from fp4deploy import formats
-from fp4deploy.plugins.quantize.norm_pack import FeatureMap, OutputForm, chunks, in_launches, pointers, supports
+from fp4deploy.plugins.quantize.norm_pack import (
+    FeatureMap,
+    OutputForm,
+    chunks,
+    form_of,
+    in_launches,
+    pointers,
+    supports,
+)
 from fp4deploy.plugins.runtime.fallback import Fallback
 from fp4deploy.plugins.runtime.launch import kernel
 from fp4deploy.plugins.runtime.pdl import launch_secondary
@@ -75,11 +82,7 @@ def apply_reference(x: torch.Tensor, work: Pointwise, forms: Sequence[OutputForm
     elif work.activation:
         v = getattr(F, work.activation)(v)
     pooled = F.max_pool2d(v.permute(0, 3, 1, 2), 2).permute(0, 2, 3, 1) if any(each.pooled for each in forms) else v
-    return [_form(pooled.contiguous() if each.pooled else v, each.amax) for each in forms]
-
-
-def _form(y: torch.Tensor, amax: torch.Tensor | None) -> FeatureMap:
-    return y if amax is None else formats.quantize_nvfp4(y, amax=amax)
+    return [form_of(pooled.contiguous() if each.pooled else v, each.amax) for each in forms]
 
 
 def _affine(x: torch.Tensor, ab: torch.Tensor) -> torch.Tensor:

@@ -94,7 +94,7 @@ def resize_kernel(
     scales = torch.empty((n, height, width, groups), dtype=torch.uint8, device=codes.device)
     run = kernel(SOURCE, "nearest_groups", "PPPPiiiiiifff", {"DTYPE": ANY}, codes.device)
     threads = scales.numel()
-    given = x.codes.contiguous(), x.scales.view(torch.uint8).contiguous()
+    given = x.as_bytes[:2]
     sizes = (threads, h, w, groups, height, width, *steps, 0.5 if exact else 0.0)
     launch_secondary(run, -(-threads // THREADS), THREADS, *given, codes, scales, *sizes)
     return _like(x, codes, scales)

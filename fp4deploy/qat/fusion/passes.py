@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from fp4deploy.formats import NVFP4_BLOCK
+from fp4deploy.graph.sizes import each
 from fp4deploy.qat.fusion import norms, traced, weights
 
 RELUS = (F.relu, torch.relu, torch.relu_)
@@ -250,24 +251,20 @@ def _covers(node: fx.Node) -> bool:
     if not isinstance(source, fx.Node) or (_activation(source) or (None, 1.0))[1] != 0.0:
         return False
     names = ("input", "kernel_size", "stride", "padding", "dilation")
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     before, after = _value(source), _value(node)
     if before is None or after is None or given.get("dilation", 1) not in (1, (1, 1)):
         return False
     axes = before.ndim - 2
-    kernel = _sizes(given["kernel_size"], axes)
-    stride = kernel if given.get("stride") is None else _sizes(given["stride"], axes)
-    padding = _sizes(given.get("padding", 0), axes)
+    kernel = each(given["kernel_size"], axes)
+    stride = kernel if given.get("stride") is None else each(given["stride"], axes)
+    padding = each(given.get("padding", 0), axes)
     return all(
         step <= size and (count - 1) * step - edge + size >= extent
         for size, step, edge, count, extent in zip(
             kernel, stride, padding, after.shape[2:], before.shape[2:], strict=True
         )
     )
-
-
-def _sizes(value: Any, axes: int) -> tuple[int, ...]:
-    return (value,) * axes if isinstance(value, int) else tuple(value)
 
 
 def _rectify(graph: fx.Graph) -> None:

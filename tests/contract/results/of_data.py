@@ -50,6 +50,8 @@ RESULTS: dict[str, Answer] = {
     "background": each(sample.background_class, (("background", "a"), ("a", "background"), ("a", "b")), (True, False)),
     "class types": each(lambda count: np.dtype(sample.class_type(count)).name, (2, 255, 256, 257, 70_000)),
     "colours": each(palette.colours, (("a", "b", "road"), ("background", "x")), (True, False)),
+    "indexed palettes": each(lambda count, clear: palette.png_palette(palette.colours([f"c{n}" for n in range(count)], clear)),
+                             (1, 3, 254, 255, 256), (True, False)),
     "tinted": lambda: palette.tinted(picture(), classes(21, 34).numpy(), palette.colours("abcd", True)),
     "tile starts": each(tiles.starts, (5, 16, 17, 100), (8, 16), (0, 3)),
     "ramp": each(tiles.ramp, (5, 8), (0, 3)),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from fp4deploy.errors import InputError
 from fp4deploy.export.lowering.forecast import forecast, in_fp8
 from fp4deploy.export.lowering.lower import lower
 from fp4deploy.export.onnx.graph import export_graph
@@ -36,18 +37,50 @@ class Forms(nn.Module):
         return self.gate(x) + self.linear_gate(x.movedim(1, -1)).movedim(-1, 1)
 
 
-@pytest.fixture(scope="module")
-def exported() -> tuple[nn.Module, object]:
+class Odd(nn.Module):
+    """Each number of a layer other than usual, alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strided_point, self.same = nn.Conv2d(16, 16, 1, stride=2), nn.Conv2d(16, 16, 3, padding="same")
+        self.lopsided = nn.Conv2d(16, 16, 3, stride=(2, 1), padding=1)
+        self.dilated, self.unpadded = nn.Conv2d(16, 16, 3, padding=2, dilation=2), nn.Conv2d(16, 16, 3)
+        self.lopsided_up = nn.ConvTranspose2d(16, 16, 3, stride=(2, 1), padding=1)
+        self.dilated_up = nn.ConvTranspose2d(16, 16, 3, stride=2, padding=1, dilation=2)
+        self.grouped_up = nn.ConvTranspose2d(16, 32, 4, stride=2, padding=1)
+        self.split_up = nn.ConvTranspose2d(32, 32, 2, stride=2, groups=2)
+        self.still_up, self.steps_up = nn.ConvTranspose2d(32, 16, 3, padding=1), nn.ConvTranspose2d(16, 16, 2, stride=3)
+        self.line = nn.Conv2d(16, 16, (1, 3))
+        self.last = nn.Conv2d(16, 16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.unpadded(self.dilated(self.lopsided(self.same(self.strided_point(x)))))
+        x = self.split_up(self.grouped_up(self.dilated_up(self.lopsided_up(x))))
+        return self.last(self.line(self.steps_up(self.still_up(x))))
+
+
+def graph_of(kind: type[nn.Module], size: int) -> tuple[nn.Module, object]:
     torch.manual_seed(0)
-    model = prepare(Forms(), include="*").eval()
-    image = torch.randn(1, 16, 8, 8)
+    model = prepare(kind(), include="*").eval()
+    image = torch.randn(1, 16, size, size)
     calibrate(model, image)
     return model, export_graph(model, tuple(image.shape[1:]))
 
 
+@pytest.fixture(scope="module")
+def exported() -> tuple[nn.Module, object]:
+    return graph_of(Forms, 8)
+
+
+@pytest.fixture(scope="module")
+def odd() -> tuple[nn.Module, object]:
+    return graph_of(Odd, 16)
+
+
+@pytest.mark.parametrize("forms", ["exported", "odd"])
 @pytest.mark.parametrize("conv", ["auto", "qdq", "gemm", "fp8", "plugin"])
-def test_forecast_is_the_plan(exported: tuple[nn.Module, object], conv: str) -> None:
-    model, graph = exported
+def test_forecast_is_the_plan(forms: str, conv: str, request: pytest.FixtureRequest) -> None:
+    model, graph = request.getfixturevalue(forms)
     backend = "tensorrt" if conv == "plugin" else "tensorrt-rtx"
     planned = {layer.name: (layer.compute, layer.weights) for layer in lower(graph, conv, backend).layers}
     found = {name: forecast(layer, conv) for name, layer in quantized_layers(model).items()}
@@ -72,3 +105,15 @@ def test_what_is_trained_in_fp8_for_an_engine_is_what_it_multiplies_in_fp8(expor
     assert {name: forecast(layer, "auto").compute for name, layer in quantized_layers(trained).items()} == {
         layer.name: layer.compute for layer in lower(graph, "auto", "tensorrt-rtx").layers
     }
+
+
+@pytest.mark.parametrize("mode", ["reflect", "replicate"])
+def test_a_layer_that_pads_otherwise_is_refused_by_name(mode: str) -> None:
+    model = prepare(
+        nn.Sequential(nn.Conv2d(16, 16, 1), nn.Conv2d(16, 16, 3, padding=1, padding_mode=mode)), include="1"
+    )
+    calibrate(model, torch.randn(1, 16, 8, 8))
+    with pytest.raises(
+        InputError, match=f"Layer 1 pads its quantised input .mode '{'edge' if mode == 'replicate' else mode}'"
+    ):
+        lower(export_graph(model.eval(), (16, 8, 8)), "auto", "tensorrt-rtx")

@@ -137,7 +137,7 @@ def test_lowered_for_an_engine_it_computes_the_same(conv: str, form: str) -> Non
     lowered = lower(graph, conv)
     plan = {layer.name: layer for layer in lowered.layers}
     assert (plan["encoder.0.conv1"].form, plan["encoder.0.conv1"].requested) == (form, "FP4")
-    assert sum(layer.requested == "FP4" for layer in lowered.layers) == 23
+    assert sum(layer.requested == "FP4" for layer in lowered.layers) == 13
     same_classes(evaluate(with_function(lowered.model, graph), image(1).half().float().numpy()))
 
 

@@ -71,7 +71,7 @@ def test_export_writes_both_files_after_verifying(exported: dict, precision: str
     assert result.verification.pixels == 4 * 32 * 32
     assert result.path.stat().st_size == result.size_bytes
     assert result.portable_path.name == f"{precision}.portable.onnx"
-    assert result.fp4_layers == (21 if precision == "nvfp4" else 0)
+    assert result.fp4_layers == (11 if precision == "nvfp4" else 0)
     assert sorted(path.name for path in result.path.parent.glob(".*")) == []
     card = next(entry.value for entry in read_onnx(result.path).metadata_props if entry.key == "fp4deploy.card")
     assert ModelCard.from_json(card) == result.card
@@ -206,21 +206,21 @@ def test_inspect_reads_precisions_from_the_graph(exported: dict) -> None:
     assert (layers["head"].precision, layers["head"].bytes) == ("FP16", 2 * (5 * 16 + 5))
     assert layers["up.0"].kind == "ConvTranspose2d"
     assert layers["encoder.0.norm1"].kind == "GroupNorm"
-    assert sum(layer.precision == "FP4" for layer in layers.values()) == 21
-    assert len(layers) == 41
+    assert sum(layer.precision == "FP4" for layer in layers.values()) == 11
+    assert len(layers) == 23
 
 
 def test_inspect_the_decomposed_graph_and_fp16(exported: dict) -> None:
     portable = {layer.name: layer for layer in inspect_onnx(exported["nvfp4"].portable_path)}
     assert (portable["up.0"].precision, portable["up.0"].weights) == ("FP4", "INT8")
     assert portable["head"].weights == "FP32"
-    assert len(portable) == 41
+    assert len(portable) == 23
     assert {layer.precision for layer in inspect_onnx(exported["fp16"].path)} == {"FP16"}
     facts, columns, rows, last = describe_onnx(exported["nvfp4"].path)
     assert facts["opset"] == 23
     assert facts["inputs"] == {"image": "float16 Nx3x32x32"}
     assert all(len(row) == len(columns) for row in rows)
-    assert last == "21 of 41 layers in FP4."
+    assert last == "11 of 23 layers in FP4."
 
 
 def test_inspect_does_not_believe_the_metadata(exported: dict, tmp_path: Path) -> None:

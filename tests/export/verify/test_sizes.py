@@ -27,6 +27,7 @@ from fp4deploy.packed import PackedFile, packed_file
 from fp4deploy.packed.file import read_packed
 from tests.export.exported_models import initializer
 from tests.samples import sample
+from tests.shallow import levels
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 EXAMPLE = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0)).half().float()
@@ -166,7 +167,8 @@ class TwoInputs(nn.Module):
 
 
 def test_sizes_are_those_that_torch_takes() -> None:
-    unet = build_unet(4, 0.125).eval()
+    with levels(5):
+        unet = build_unet(4, 0.125).eval()
     found = other_sizes(unet, torch.zeros(1, 3, 32, 48), {"image": {2: "H", 3: "W"}})
     assert [each.text for each in found] == ["48x80", "96x160"]
     found = other_sizes(nn.Conv2d(3, 4, 3), torch.zeros(1, 3, 34, 54), {"image": {2: "H", 3: "W"}})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutation.lists import fifth, first, fourth, second, seventh, sixth, third
+from tests.mutation.lists import eighth, fifth, first, fourth, ninth, second, seventh, sixth, third
 from tests.mutation.seeded import Seeded
 
 SETS: dict[str, dict[str, Seeded]] = {
@@ -13,4 +13,6 @@ SETS: dict[str, dict[str, Seeded]] = {
     "FIFTH": fifth.FAULTS,
     "SIXTH": sixth.FAULTS,
     "SEVENTH": seventh.FAULTS,
+    "EIGHTH": eighth.FAULTS,
+    "NINTH": ninth.FAULTS,
 }

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,10 +39,12 @@ NATIVE = {arch: product(True, bm=128 if arch in TENSOR_MEMORY else 64, bn=64) fo
 TRAP = product(True, bm=64, bn=32)
 CROWDED = product(False, 128, 128, 16, warps=1)
 BROKEN = Launch(f"{KERNELS}:scale_kernel", SCALE.arguments, (("BLOCK", 1000),))
+GENERATIONS = ("sm_80", "sm_89"), ("sm_90",), ("sm_100", "sm_103"), ("sm_120", "sm_121")
+FIRST = [generation[0] for generation in GENERATIONS]  # what Triton makes of GEMMs for the others: `make nightly`
+GEMMS = [*((DECODED, arch) for arch in store.TARGETS), *((launch, arch) for arch, launch in NATIVE.items())]
 REQUESTED = [
     *((SCALE, arch) for arch in store.TARGETS),
-    *((DECODED, arch) for arch in store.TARGETS),
-    *((launch, arch) for arch, launch in NATIVE.items()),
+    *((launch, arch) for launch, arch in GEMMS if arch in FIRST),
     (TRAP, "sm_100"),
     (CROWDED, "sm_80"),
     (BROKEN, "sm_90"),
@@ -72,6 +75,18 @@ def results(compile_all: Compile) -> Results:
     return compile_all([*REQUESTED, *((odd_blocks(arch), arch) for arch in ODD_BLOCKS)])
 
 
+@pytest.fixture(scope="session")
+def gemms(compile_all: Compile, results: Results, request: pytest.FixtureRequest) -> Results:
+    """GEMMs for the first architecture of each generation, and where they are tested for all."""
+    mine = [item for item in request.session.items if item.path == Path(__file__)]
+    every = any(item.get_closest_marker("nightly") for item in mine)
+    return results | compile_all([each for each in GEMMS if each not in results]) if every else results
+
+
+def of_every(architectures: Iterable[str]) -> list[Any]:
+    return [pytest.param(arch, marks=() if arch in FIRST else pytest.mark.nightly) for arch in architectures]
+
+
 def refused(each: BuildResult) -> bool:
     """Refused because this Triton is too old for the architecture: an error, which is not a silent fallback."""
     why = aot_compile.too_old(each.arch, bool(dict(each.launch.constants).get("NATIVE")))
@@ -94,32 +109,20 @@ def test_every_architecture(results: Results, arch: str) -> None:
     assert (0 < compiled.registers < 64, compiled.spills) == (True, 0)
 
 
-@pytest.mark.parametrize(
-    ("arch", "instruction"),
-    [
-        ("sm_80", "mma.sync m16n8k16 f16"),
-        ("sm_89", "mma.sync m16n8k16 f16"),
-        ("sm_90", "wgmma.mma_async m64n64k16 f16"),
-        ("sm_100", "tcgen05.mma kind::f16"),
-        ("sm_103", "tcgen05.mma kind::f16"),
-        ("sm_107", "tcgen05.mma kind::f16"),
-        ("sm_110", "tcgen05.mma kind::f16"),
-        ("sm_120", "mma.sync m16n8k16 f16"),
-        ("sm_121", "mma.sync m16n8k16 f16"),
-    ],
-)
-def test_gemms_of_decoded_operands(results: Results, arch: str, instruction: str) -> None:
-    each = results[DECODED, arch]
+@pytest.mark.parametrize("arch", of_every(store.TARGETS))
+def test_gemms_of_decoded_operands(gemms: Results, arch: str) -> None:
+    each = gemms[DECODED, arch]
     if refused(each):
         pytest.skip(f"Triton {aot_compile.triton_version()} does not know {arch}")
     assert each.compiled is not None, each.failure
-    assert each.compiled.instructions == (instruction,)
+    instruction = "tcgen05.mma kind::f16" if arch in TENSOR_MEMORY else "mma.sync m16n8k16 f16"
+    assert each.compiled.instructions == ("wgmma.mma_async m64n64k16 f16" if arch == "sm_90" else instruction,)
     assert each.diagnostics() == []
 
 
-@pytest.mark.parametrize("arch", FP4)
-def test_native_gemms(results: Results, arch: str) -> None:
-    each = results[NATIVE[arch], arch]
+@pytest.mark.parametrize("arch", of_every(FP4))
+def test_native_gemms(gemms: Results, arch: str) -> None:
+    each = gemms[NATIVE[arch], arch]
     if refused(each):
         pytest.skip(f"Triton {aot_compile.triton_version()} has no FP4 GEMM for {arch}")
     assert each.compiled is not None, each.failure
@@ -297,9 +300,6 @@ def representatives() -> list[list[tuple[Launch, str]]]:
     for launch, arch in variants():
         chosen.setdefault((arch, launch.kernel, dict(launch.constants).get("NATIVE")), []).append((launch, arch))
     return [[group[0], group[-1]] for group in chosen.values()]
-
-
-GENERATIONS = ("sm_80", "sm_89"), ("sm_90",), ("sm_100", "sm_103"), ("sm_120", "sm_121")
 
 
 def kind(launch: Launch) -> tuple[str, object]:

@@ -34,6 +34,7 @@ from pydantic import Field
 
 from fp4deploy.architecture import Architecture
 from fp4deploy.formats import E2M1_MAX, NVFP4_BLOCK, Nvfp4Tensor
+from fp4deploy.graph.sizes import each
 from fp4deploy.plugins.aot import load as aot
 from fp4deploy.plugins.aot.compile import triton_version
 from fp4deploy.plugins.aot.spec import Call, Launch
@@ -41,7 +42,6 @@ from fp4deploy.plugins.gemm.arguments import TYPES, VOLUME, Sizes, flat, require
 from fp4deploy.plugins.gemm.convolution import direct, warpgroup
 from fp4deploy.plugins.gemm.convolution.decoded_weight import DecodedWeight
 from fp4deploy.plugins.gemm.reference import Sizes as Strides
-from fp4deploy.plugins.gemm.reference import each as for_each
 from fp4deploy.plugins.gemm.reference import output_sizes
 from fp4deploy.plugins.gemm.triton.tiles import NATIVE_FROM, Tile
 from fp4deploy.plugins.quantize.statistics import Moments
@@ -181,7 +181,7 @@ def conv2d(
     """
     extent, (outputs, *filters), device = tuple(sources[0].shape[:-1]), weight.shape[:-1], sources[0].codes.device
     taps = (1,) * len(filters) if transposed else tuple(filters)
-    strides, paddings = for_each(stride, len(taps)), for_each(padding, len(taps))
+    strides, paddings = each(stride, len(taps)), each(padding, len(taps))
     pixels = (extent[0], *output_sizes(extent[1:], taps, strides, paddings, dilation))
     grown = tuple(filters) if transposed else taps[:0]
     shape = (extent[0], *(size * by for size, by in zip(pixels[1:], grown or (1,) * len(taps), strict=True)), outputs)
@@ -433,7 +433,7 @@ def conv_call(
         tile.stages,
     )
     values = (
-        *(x.codes.contiguous(), _flat(x), x.amax, second.codes.contiguous(), _flat(second), second.amax),
+        *(*x.as_bytes, *second.as_bytes),
         *(weight.planes, weight.amax),
         *(x.amax if bias is None else bias, out, out if scales is None else scales),
         *(x.amax if out_amax is None else out_amax, x.amax if moments is None else moments.parts),
@@ -491,10 +491,6 @@ def sum_call(
         *(parts if moments is None else moments.parts, *whole),
     )
     return Call(launch, values, (-(-whole[0] // tile.bm) * -(-whole[2] // tile.bn), 1, 1))
-
-
-def _flat(x: Nvfp4Tensor) -> torch.Tensor:
-    return x.scales.view(torch.uint8).contiguous()
 
 
 @lru_cache

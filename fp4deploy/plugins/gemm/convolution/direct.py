@@ -160,7 +160,7 @@ def conv2d(
         run,
         (programs, slices),
         32 * WARPS,
-        *(x.codes.contiguous(), _bytes(x), x.amax, second.codes.contiguous(), _bytes(second), second.amax),
+        *(*x.as_bytes, *second.as_bytes),
         *(weight.planes, weight.amax, bias, out, scales, out_amax, None if found is None else found.parts),
         *(h, w, oh, ow, outputs, weight.planes.shape[2], *padding, int(relu), tiles_y, tiles_x, tiles),
         *(E2M1_MAX * each.e4m3_max for each in (x, second, weight)),
@@ -169,7 +169,3 @@ def conv2d(
     if scales is None or out_amax is None:
         return out, found
     return Nvfp4Tensor(out, scales.view(torch.float8_e4m3fn), out_amax, torch.Size(shape)), found
-
-
-def _bytes(x: Nvfp4Tensor) -> torch.Tensor:
-    return x.scales.view(torch.uint8).contiguous()

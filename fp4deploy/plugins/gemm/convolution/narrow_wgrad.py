@@ -18,7 +18,8 @@ from functools import lru_cache
 
 import torch
 
-from fp4deploy.plugins.gemm.convolution.small_k import COUNTED, aligned
+from fp4deploy.plugins.gemm.arguments import aligned
+from fp4deploy.plugins.gemm.convolution.small_k import COUNTED
 from fp4deploy.plugins.runtime.fallback import Fallback
 from fp4deploy.plugins.runtime.launch import kernel, num_sms
 from fp4deploy.plugins.runtime.pdl import launch_secondary

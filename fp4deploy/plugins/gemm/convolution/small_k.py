@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from fp4deploy.graph.sizes import output_size
+from fp4deploy.plugins.gemm.arguments import aligned
 from fp4deploy.plugins.quantize.statistics import Moments
 from fp4deploy.plugins.runtime.fallback import Fallback
 from fp4deploy.plugins.runtime.launch import kernel, num_sms
@@ -229,8 +230,3 @@ def conv2d_reference(
     wide, filters = x.to(weight.dtype).double().permute(0, 3, 1, 2), weight.double().permute(0, 3, 1, 2)
     y = F.conv2d(wide, filters, None if bias is None else bias.double(), stride, padding)
     return (y.relu() if relu else y).to(weight.dtype).permute(0, 2, 3, 1).contiguous()
-
-
-def aligned(x: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor at a multiple of 16 bytes."""
-    return x if x.data_ptr() % 16 == 0 else x.clone()

@@ -378,7 +378,7 @@ def conv2d(
         chosen.programs(shape, sms),
         THREADS,
         kernel_tensor_map(run, *weight_boxes(weight, chosen)),
-        *(x.codes.contiguous(), _bytes(x), x.amax, second.codes.contiguous(), _bytes(second), second.amax),
+        *(*x.as_bytes, *second.as_bytes),
         *(weight.amax, bias, out, scales, out_amax, None if found is None else found.parts),
         *(h, w, oh, ow, outputs, *padding[-2:], int(relu and chosen.splits == 1), *tiles),
         *(shape.chunks[0], shape.chunks[1] if two else 0, first_width, chosen.splits, chosen.works(shape)),
@@ -398,7 +398,3 @@ def weight_boxes(
     places = chosen.places
     sizes, strides = (2 * k, places, 2 * rows // places), (2 * k, 2 * k * places)
     return planes, sizes, strides, (CHUNK, 1, CHUNK), CHUNK
-
-
-def _bytes(x: Nvfp4Tensor) -> torch.Tensor:
-    return x.scales.view(torch.uint8).contiguous()

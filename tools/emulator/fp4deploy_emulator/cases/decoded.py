@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from fp4deploy.formats import Nvfp4Tensor
+from fp4deploy.graph.sizes import each
 from fp4deploy.plugins.aot.spec import Call
 from fp4deploy.plugins.gemm.convolution import decoded
 from fp4deploy.plugins.gemm.convolution.decoded_weight import decode_weight
-from fp4deploy.plugins.gemm.reference import Sizes, conv2d_reference, conv_transpose2d_reference, each
+from fp4deploy.plugins.gemm.reference import Sizes, conv2d_reference, conv_transpose2d_reference
 from fp4deploy.plugins.gemm.triton.tiles import NATIVE_FROM, Tile
 from fp4deploy.plugins.quantize.statistics import Moments
 from fp4deploy_emulator.cases.case import Case, Outcome, Setting, multiples, packed

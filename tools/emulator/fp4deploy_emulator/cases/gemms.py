@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from fp4deploy.formats import Nvfp4Tensor
+from fp4deploy.graph.sizes import each
 from fp4deploy.plugins.aot.spec import Call
 from fp4deploy.plugins.gemm.arguments import gemm_call, weight_only_call
 from fp4deploy.plugins.gemm.reference import (
     Sizes,
     conv2d_reference,
     conv_transpose2d_reference,
-    each,
     matmul_reference,
     output_sizes,
 )

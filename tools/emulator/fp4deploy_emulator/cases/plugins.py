@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from fp4deploy.formats import Nvfp4Tensor, quantize_nvfp4
-from fp4deploy.plugins.gemm.reference import each
+from fp4deploy.graph.sizes import each
 from fp4deploy.plugins.tensorrt import QUANTIZE, Plugin, convolution_plugin
 from fp4deploy.plugins.tensorrt.definitions import Attributes
 from fp4deploy.plugins.tensorrt.kernels import compile_plugin, grid, integers, plugin_launch, tactics

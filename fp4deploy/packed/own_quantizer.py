@@ -1,0 +1,75 @@
+"""Layers that read a plain activation and quantise it themselves: W4A8, FP8 and INT8.
+
+Where no kernel multiplies the codes, operands are decoded to FP32 numbers that TF32 holds exactly, so that a GPU may
+multiply them in TF32: elements of MXFP4 and MXFP8 with the powers of two of their blocks; of FP8 and INT8 the codes by
+themselves, whose sum is multiplied with both scales. Sums are FP32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+
+from fp4deploy.errors import InputError
+from fp4deploy.formats import Mxfp4Tensor, fake_quantize_mxfp8, quantize_fp8, quantize_int8
+from fp4deploy.packed.graph import EIGHT_BITS, QUANTIZED, Graph, Layer, Linear, quantizes_itself
+from fp4deploy.packed.operators import convolve
+from fp4deploy.packed.shapes import weight_order
+
+QUANTIZERS = {"fp8": quantize_fp8, "int8": quantize_int8}
+
+
+@dataclass(frozen=True)
+class OwnWeight:
+    """The weight of such a layer.
+
+    values: float32, with torch's axes. scales: float32 [O], of FP8 and INT8. amax: of their input, float32 [].
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor | None = None
+    amax: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes
+
+
+def refuse_own_quantizers(graph: Graph, what: str) -> None:
+    """Raise an error where a network has such a layer; what: has none, "a compiled program"."""
+    for node in graph.nodes:
+        if isinstance(node, Layer) and quantizes_itself(node):
+            name = QUANTIZED[node.precision]
+            raise InputError(f"{node.layer} is {name}, and {what} has no such layers: PackedNetwork runs them.")
+
+
+def own_weight(node: Layer, parts: Sequence[torch.Tensor], shape: Sequence[int]) -> OwnWeight:
+    """From the file's tensors of a layer; shape: of the weight there, [O, KH, KW, C] or [O, C]."""
+    if node.precision in EIGHT_BITS:
+        codes, scales, amax = parts
+        values = codes.float()
+        return OwnWeight(values.permute(weight_order(node, values.ndim)), scales, amax)
+    codes, scales = parts
+    values = Mxfp4Tensor(codes, scales, torch.Size(shape)).dequantize()
+    return OwnWeight(values.permute(weight_order(node, values.ndim)))
+
+
+def multiply(node: Layer, inputs: list[torch.Tensor], weight: OwnWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    """The layer's output, float32, of plain inputs with torch's axes and of a bias [O]."""
+    bias = None if bias is None else bias.float()
+    if weight.scales is None or weight.amax is None:
+        axis = -1 if isinstance(node, Linear) else 1
+        return convolve(node, [fake_quantize_mxfp8(x.float(), axis) for x in inputs], weight.values, bias)
+    quantize, relu = QUANTIZERS[cast(str, node.precision)], getattr(node, "relu", False)
+    given = [quantize(x, amax=weight.amax) for x in inputs]
+    plain = node.model_copy(update={"relu": False}) if relu else node
+    total = convolve(plain, [each.codes.float() for each in given], weight.values, None)
+    channels = (-1,) if isinstance(node, Linear) else (-1, *(1,) * (total.ndim - 2))
+    outputs = total.shape[-1 if isinstance(node, Linear) else 1]
+    scales = weight.scales.repeat(outputs // len(weight.scales))  # a transposed convolution's are those of every group
+    y = total * (given[0].scale * scales).view(channels)
+    y = y if bias is None else y + bias.view(channels)
+    return y.relu_() if relu else y

@@ -1,0 +1,136 @@
+"""Layers in FP8 and INT8 of packed networks: from a prepared module to the file and back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fp4deploy.architecture import Architecture
+from fp4deploy.errors import Fp4DeployError, InputError
+from fp4deploy.export.to_packed import pack
+from fp4deploy.formats import quantize_fp8, quantize_int8
+from fp4deploy.native import Gpu, record
+from fp4deploy.packed import PackedFile, PackedNetwork, own_quantizer, read_packed, write_packed
+from fp4deploy.packed.check import check_values
+from fp4deploy.packed.describe import describe_packed
+from fp4deploy.packed.writer import Writer
+from fp4deploy.qat import calibrate, prepare
+from fp4deploy.qat.load import deployed
+
+QUANTIZE = {"fp8": quantize_fp8, "int8": quantize_int8}
+
+
+PRODUCTS = {
+    "body": lambda x, w: F.conv2d(x, w, None, 2, 2, 2, 4),
+    "up": lambda x, w: F.conv_transpose2d(x, w, None, 2, 1, 1, 2),
+    "point": F.linear,
+}
+
+
+class Layers(nn.Module):
+    """Every kind of layer that multiplies, in groups as well, of channels that are no whole blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 24, 3, padding=1)
+        self.wide = nn.Conv2d(24, 24, 3, padding=1)
+        self.body = nn.Conv2d(24, 20, 3, padding=2, stride=2, dilation=2, groups=4)
+        self.up = nn.ConvTranspose2d(20, 12, 3, stride=2, padding=1, output_padding=1, groups=2)
+        self.point = nn.Linear(12, 18)
+        self.head = nn.Conv2d(18, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(self.body(self.wide(self.stem(x).relu()).relu()).relu())
+        return self.head(self.point(y.movedim(1, -1)).relu().movedim(-1, 1))
+
+
+@pytest.fixture(scope="module", params=["fp8", "int8"])
+def form(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def model(form: str) -> nn.Module:
+    torch.manual_seed(0)
+    found = prepare(Layers(), "nvfp4_qat", include=["wide", "body", "up", "point"], **{form: ["body", "up", "point"]})
+    calibrate(found, [torch.randn(2, 3, 16, 16) for _ in range(2)])
+    return found.eval()
+
+
+@pytest.fixture(scope="module")
+def file(model: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> PackedFile:
+    path = tmp_path_factory.mktemp("packed") / "eight.fp4"
+    assert pack(model, path, example_inputs=torch.randn(2, 3, 16, 16)).verification is not None
+    return read_packed(path)
+
+
+def test_the_file_has_codes_and_a_scale_of_each_output_channel(form: str, file: PackedFile) -> None:
+    precisions = {node.layer: node.precision for node in file.graph.nodes if hasattr(node, "precision")}
+    assert precisions == {"stem": "fp16", "wide": "nvfp4", "head": "fp16"} | dict.fromkeys(
+        ("body", "up", "point"), form
+    )
+    assert file.graph.format() == 11
+    parts = [file.tensors[f"up.weight.{part}"] for part in ("codes", "scales", "amax")]
+    assert [[*each.shape] for each in parts] == [[6, 3, 3, 20], [6], []]
+    assert parts[0].dtype == {"fp8": torch.float8_e4m3fn, "int8": torch.int8}[form]
+    rows = {row[0]: row[2] for row in describe_packed(file)[2]}
+    assert [rows[name] for name in ("wide", "body", "point")] == ["FP4", *[f"{form.upper()} decoded"] * 2]
+
+
+def test_a_layer_is_the_sum_of_codes_times_both_scales(form: str, model: nn.Module, file: PackedFile) -> None:
+    network, exact = PackedNetwork(file), deployed(model)
+    shapes = {"body": (2, 24, 9, 8), "up": (1, 20, 4, 5), "point": (3, 7, 12)}
+    for node in (each for each in file.graph.nodes if getattr(each, "layer", "") in shapes):
+        x, layer = torch.randn(shapes[node.layer]), exact.get_submodule(node.layer)
+        (found,) = network.run_node(node, [x])
+        given = QUANTIZE[form](x, amax=layer.input_amax)
+        weight = QUANTIZE[form](layer.weight.detach(), layer.gemms().weight_axes[0])
+        total = PRODUCTS[node.layer](given.codes.double(), weight.codes.double())
+        axis = -1 if node.layer == "point" else 1
+        shape = [-1 if at == axis % total.ndim else 1 for at in range(total.ndim)]
+        scales = weight.scale.flatten().repeat(total.shape[axis] // weight.scale.numel())
+        wanted = total * (given.scale * scales).double().view(shape) + layer.bias.detach().double().view(shape)
+        wanted = wanted.relu() if getattr(node, "relu", False) else wanted
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found, layer(x).relu() if node.layer != "up" else layer(x), rtol=1e-4, atol=1e-5)
+        assert network.precision_of(node) == f"{form.upper()} as FP32"
+
+
+def test_the_gate_notices_a_wrong_product(model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = own_quantizer.multiply
+    monkeypatch.setattr("fp4deploy.packed.network.multiply", lambda *each: 1.05 * own(*each))
+    with pytest.raises(Fp4DeployError, match="differ"):
+        pack(model, tmp_path / "wrong.fp4", example_inputs=torch.randn(2, 3, 16, 16))
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [("scales", -1.0, "negative number"), ("scales", float("nan"), "NaN or Inf"), ("amax", -2.0, "not negative")],
+)
+def test_wrong_numbers_are_refused(file: PackedFile, part: str, value: float, message: str) -> None:
+    name = f"body.weight.{part}"
+    with pytest.raises(InputError, match=message):
+        check_values(file.tensors | {name: torch.full_like(file.tensors[name], value)}, file.graph)
+
+
+@pytest.mark.parametrize("part", ["codes", "scales", "amax"])
+def test_wrong_shapes_are_refused(file: PackedFile, tmp_path: Path, part: str) -> None:
+    name = f"body.weight.{part}"
+    wrong = file.tensors | {name: file.tensors[name].flatten()[:1].repeat(3)}
+    infos = file.graph.tensors | {name: file.graph.tensors[name].model_copy(update={"shape": [3]})}
+    graph = file.graph.model_copy(update={"tensors": infos})
+    write_packed(replace(file, path=tmp_path / "wrong.fp4", tensors=wrong, graph=graph))
+    with pytest.raises(InputError, match=r"body"):
+        read_packed(tmp_path / "wrong.fp4")
+
+
+def test_what_does_not_run_node_by_node_refuses_them(form: str, file: PackedFile) -> None:
+    with pytest.raises(InputError, match=f"is {form.upper()}, and a plan for the C library has no such layers"):
+        record(file, Gpu(Architecture(9, 0), "NVIDIA H200", 132), (1, 3, 16, 16))
+    with pytest.raises(InputError, match="a compiled program has no such layers"):
+        Writer(file, torch.device("cpu"), torch.float32)
