@@ -87,6 +87,8 @@ RESULTS: dict[str, Answer] = {
                          HISTOGRAMS[:5], HISTOGRAMS[:5]),
     "class balance": each(balance.class_balance, (balance.ClassCounts(("a", "b", "c"), 9, (100, 5, 0), (9, 2, 0), (900, 180, 0)),),
                           balance.METHODS, (1.0, 0.5)),
+    "class balance at its bounds": each(balance.class_balance, (
+        balance.ClassCounts(("a", "b", "c"), 900, (10**6, 60, 1), (900, 3, 1), (10**6, 10**5, 10**5)),), balance.METHODS, (0.5, 2.0)),
     "scenes": lambda: [draw_scene(_random(seed), 48) for seed in (1, 2)],
     "yolo boxes": each(yolo._box, ([0.5, 0.4, 0.2, 0.3], [0.05, 0.9, 0.3, 0.3]), (30,), (20,)),
     "yolo polygons": each(yolo._polygon, ([0.1, 0.2, 0.9, 0.25, 0.4, 0.8],), (30,), (20,)),

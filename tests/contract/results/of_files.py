@@ -31,6 +31,7 @@ from fp4deploy.data.inspection.summary import shared_images
 from fp4deploy.data.part import part_of, repeated
 from fp4deploy.data.photos import usual_size
 from fp4deploy.data.volumes import nifti
+from fp4deploy.data.volumes.layout import read_layout
 from fp4deploy.detection.decode import candidates, suppress
 from fp4deploy.detection.evaluation import DetectionEvaluation
 from fp4deploy.models import InstanceHead, ModelCard
@@ -226,6 +227,30 @@ def uneven(layout: str) -> Any:
         every = [each.load(at) for each in sets for at in range(len(each))]
         seen = [type(each).__name__ for each in sets], [each.class_names for each in sets]
         return *seen, every, summarise(root), shared_images(root), check_dataset(root)
+
+
+def volume_cases(folder: Path) -> Any:
+    """Classes and cases by split, of more classes than digits, with the splits of the rule and of a file."""
+    labels = {"ignore": 12, **{f"c{n}": n for n in range(11, 0, -1)}, "background": 0}
+    content = {"channel_names": {"0": "T1", "1": "T2"}, "labels": labels, "file_ending": ".nii.gz"}
+    (folder / "dataset.json").write_text(json.dumps(content))
+    names = [f"case_{n}" for n in (10, 9, 8, 7, 6, 5, 4, 3, 2, 1)]
+    for part, of_part in (("Tr", names), ("Ts", ["case_21", "case_3"])):
+        files = [f"images{part}/{name}_000{n}.nii.gz" for name in of_part for n in (0, 1)]
+        for file in (*files, *(f"labels{part}/{name}.nii.gz" for name in of_part[1:])):
+            (folder / file).parent.mkdir(exist_ok=True)
+            (folder / file).touch()
+    found = []
+    for listed in (None, {"train": ["case_9", "case_1"], "val": ["case_4"]}):
+        if listed is not None:
+            (folder / "splits_final.json").write_text(json.dumps([listed]))
+        layout = read_layout(folder)
+        cases = [
+            [(c.name, [i.name for i in c.images], c.labels.name) for c in layout.cases(s)]
+            for s in ("train", "val", "test")
+        ]
+        found.append((layout.classes, layout.ignored, layout.channels, cases))
+    return found
 
 
 def imported(folder: Path) -> Any:
@@ -447,6 +472,7 @@ RESULTS: dict[str, Answer] = {
     "opened": in_a_folder(opened),
     "described": in_a_folder(described),
     "uneven splits": each(uneven, ("folders", "masks", "coco")),
+    "volume cases": in_a_folder(volume_cases),
     "imported": in_a_folder(imported),
     "yolo": in_a_folder(of_yolo),
     "masks imported": each(of_masks, (None, 200, 201, 255), (2, 3)),

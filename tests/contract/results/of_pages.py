@@ -170,6 +170,8 @@ def ledger(folder: Path) -> Any:
 RESULTS: dict[str, Answer] = {
     "reports": each(report, (True, False), (4, 7), (0.6, 0.62), (True,), ("not run", "failed")),
     "comparison": in_a_folder(compared),
+    "names of runs": each(comparison.labels, [[Path(each) for each in paths] for paths in (
+        ("/a/one", "/a/two"), ("/a/b/one", "/a/c/one", "/a/two"), ("/a/b/one", "/c/b/one", "/c/d/one"), ("/a", "/a"), ("/a",))]),
     "curves": each(drawn, (True, False)),
     "most wrong": lambda: lost.most_wrong(Evidence(kind="pixels", classes=["a", "b"], images=["1", "2", "3"],
                                                    lines=["5/6/7 1/9/3", "0/4/0 -", "9/9/9 2/2/2"])),
