@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from scipy import stats
 
+from benchmarks.sweep_result import gather
 from fp4deploy.errors import InputError
 from fp4deploy.experiments.sweep import variant as module
 from fp4deploy.experiments.sweep.plot import draw_sweep
@@ -236,6 +237,9 @@ def test_a_control_is_calibrated(tiny_data: Path, tmp_path: Path) -> None:
         for name, model in (("control", "fp16_control"), ("ptq", "nvfp4_ptq"))
     )
     assert all(ptq[key].equal(value) for key, value in control.items())
+    rows = gather(tmp_path / "out", share=True)["variants"]
+    assert 0.9 < rows["ptq"]["runs"]["0"]["fp4_macs"] < 1
+    assert "fp4_macs" not in rows["control"]["runs"]["0"]
 
 
 def test_a_control_teaches_the_model_that_is_compared_with_it(
