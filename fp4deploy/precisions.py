@@ -65,3 +65,15 @@ def with_formats(fields: Any) -> Any:
         return fields
     formats = {name: fields[name] for name in LAYER_FORMATS if fields.get(name) is not None}
     return {name: value for name, value in fields.items() if name not in LAYER_FORMATS} | {"formats": formats}
+
+
+def shares_by_error(fp16: float, fp8: float, fp4: float) -> dict[str, float]:
+    """Formats of layers that are chosen by their errors, and the most of the quantised work that each may have.
+
+    With `fp4`, the least that stays in FP4, and neither of the others, FP8 may have all the rest.
+
+    >>> shares_by_error(0.0, 0.0, 0.9)
+    {'fp8': 1.0}
+    """
+    shares = {"fp16": fp16, "fp8": fp8 or float(bool(fp4 and not fp16))}
+    return {form: share for form, share in shares.items() if share}

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fp4deploy.errors import InputError
 from fp4deploy.graph.copies import copied
 from fp4deploy.graph.modes import evaluating
+from fp4deploy.precisions import shares_by_error
 from fp4deploy.ptq import correction as corrections
 from fp4deploy.ptq.activations import PERCENTILE, calibrate_activations
 from fp4deploy.ptq.forward import autocast
@@ -69,6 +70,7 @@ def quantize(
     exclude: Selection = None,
     fp16_macs: float = 0.0,
     fp8_macs: float = 0.0,
+    fp4_macs: float = 0.0,
     correction: str = "norm",
     activations: str | None = None,
     percentile: float = PERCENTILE,
@@ -88,6 +90,7 @@ def quantize(
         include, exclude, formats: which layers, as of `prepare`.
         fp16_macs, fp8_macs: shares of the multiply-accumulates of the quantised layers. The layers that lose most in
             FP4 for their work (`qat.sensitive`) stay in FP16, and become FP8, as far as they fit into them.
+        fp4_macs: the least share of the whole network's that stays in FP4; alone, FP8 may have the rest.
         correction: "none", "bias", "norm" or "both" (`correction`).
         activations: "amax", "percentile" or "mse"; None as the method says.
         iterations: training steps of each unit (adaround, faar, brecq).
@@ -118,13 +121,11 @@ def quantize(
         example = arguments_of(model, batches[0])
         prepare(model, chosen.recipe, include, exclude, example_inputs=example, **formats)
         result = Result(method, chosen.recipe, correction, count)
-        for form, share in (("fp16", fp16_macs), ("fp8", fp8_macs)):
-            if not share:
-                continue
+        for form, share in shares_by_error(fp16_macs, fp8_macs, fp4_macs).items():
             report(f"layers for {form.upper()}", 0, None)
             with autocast(batches[0]):
                 calibrate_activations(model, batches)
-                names = result.sensitive[form] = sensitive_layers(model, batches, share)
+                names = result.sensitive[form] = sensitive_layers(model, batches, share, fp4_macs)
             say(f"{form.upper()} for the largest errors in FP4: {', '.join(names) or 'no layer'}.")
             if names and form == "fp16":
                 exclude = with_names(exclude, names)

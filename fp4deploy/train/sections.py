@@ -19,7 +19,7 @@ from fp4deploy.models.heads import MAX_DETECTIONS, MAX_MASKS, MAX_NMS, require_o
 from fp4deploy.models.spec import UNET, parse_spec
 from fp4deploy.models.unet import channel_widths
 from fp4deploy.models.volumes import MAX_PIXELS, Size
-from fp4deploy.precisions import LAYER_FORMATS
+from fp4deploy.precisions import LAYER_FORMATS, shares_by_error
 
 
 class Section(BaseModel):
@@ -347,9 +347,8 @@ class QuantSection(create_model("LayerSection", __base__=LayerSection, **_FORMAT
 
     @property
     def by_error(self) -> dict[str, float]:
-        """Formats of layers that are chosen by their errors, and the share of the quantised work that each may have."""
-        shares = {"fp16": self.fp16_macs, "fp8": self.fp8_macs or float(bool(self.fp4_macs and not self.fp16_macs))}
-        return {form: share for form, share in shares.items() if share}
+        """As of `precisions.shares_by_error`."""
+        return shares_by_error(self.fp16_macs, self.fp8_macs, self.fp4_macs)
 
 
 class DistillSection(Section):

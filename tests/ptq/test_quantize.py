@@ -292,6 +292,23 @@ def test_layers_of_a_network_of_arguments_are_left_out() -> None:
     assert quantized_layers(model).keys() == {"one", "two"} - set(result.sensitive["fp16"])
 
 
+def test_a_least_share_of_the_work_stays_in_fp4() -> None:
+    """The first and the last layer count as well; without the option nothing becomes FP8."""
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(3, 16, 3), *(nn.Conv2d(16, 16, 3, padding=1) for _ in range(6)), nn.Conv2d(16, 4, 1))
+    x, shares = torch.randn(2, 3, 12, 12), {}
+    for least in (0.0, 0.5, 0.8):
+        model = nn.Sequential(*copy.deepcopy(layers))
+        found = quantize(model, x, "amax", correction="none", fp4_macs=least).sensitive
+        macs = {str(at): each.weight.numel() * 100 for at, each in enumerate(layers)}  # of 10 x 10 pixels
+        in_fp4 = quantized_layers(model).keys() - set(found.get("fp8", []))
+        shares[least] = sum(macs[name] for name in in_fp4) / sum(macs.values())
+        assert bool(found) == bool(least)
+    assert shares[0.5] < shares[0.8] < shares[0.0]
+    assert shares[0.5] >= 0.5
+    assert shares[0.8] >= 0.8
+
+
 class Tokens(nn.Module):
     """Token ids -> logits; a mask by name."""
 

@@ -92,6 +92,15 @@ def quantize(
     fp8_macs: Annotated[
         float, typer.Option("--fp8-macs", min=0, max=1, help="Likewise, of layers that are FP8; after --fp16-macs.")
     ] = 0.0,
+    fp4_macs: Annotated[
+        float,
+        typer.Option(
+            "--fp4-macs",
+            min=0,
+            max=0.999,
+            help="Least share of all of them that stays in FP4; alone, FP8 may have the rest.",
+        ),
+    ] = 0.0,
     config: Annotated[
         Path | None, typer.Option("--config", help="Settings with quant.include, as of search.", show_default="none")
     ] = None,
@@ -164,8 +173,10 @@ def quantize(
     if aim is not None and checkpoint is not None and (checkpoint.is_dir() or checkpoint.suffix == ".onnx"):
         raise InputError("--for is for checkpoints. A folder of nnU-Net takes --fp8; an .onnx file has its own layers.")
     of_checkpoints = checkpoint is None or not (nnunet.is_folder(checkpoint) or checkpoint.suffix == ".onnx")
-    if (fp16_macs or fp8_macs) and not of_checkpoints:
-        raise InputError("--fp16-macs and --fp8-macs are for checkpoints. Name layers with --exclude and --fp8.")
+    if (fp16_macs or fp8_macs or fp4_macs) and not of_checkpoints:
+        raise InputError(
+            "--fp16-macs, --fp8-macs and --fp4-macs are for checkpoints. Name layers with --exclude and --fp8."
+        )
     if checkpoint is not None and nnunet.is_folder(checkpoint):
         if config is not None or digits or any(each is not None for each in (size, mean, std, outputs)):
             raise InputError(
@@ -235,6 +246,7 @@ def quantize(
             progress=bar.phase,
             fp16_macs=fp16_macs,
             fp8_macs=fp8_macs,
+            fp4_macs=fp4_macs,
             **settings,
             **layers,
         )
