@@ -2,7 +2,8 @@
 
 A quantised layer is NVFP4 ("FP4" in plans and ledgers) unless patterns of names give it one of `LAYER_FORMATS`:
 `prepare(model, fp8=[...])`, `quant.fp8`, `quantize --fp8`, and inside `formats={"fp8": [...]}`, handed on as one value.
-An entry here is all that a precision needs whose operands `qat.recipes.QuantSpec` can describe.
+An entry here is all that a precision needs to be trained and measured whose operands `qat.recipes.QuantSpec` can
+describe; how its operands stand in ONNX and packed files, `export` and `packed` say.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ LAYER_FORMATS = {
         "Rouhani et al., Microscaling Data Formats, 2023",
     ),
 }
-PRECISIONS = (  # of quantised layers, those with the smallest weights first
+PRECISIONS = (  # of quantised layers: FP4, then those with smaller weights before others
     "FP4",
     *(
         name.upper()
@@ -61,7 +62,11 @@ def with_formats(fields: Any) -> Any:
     >>> with_formats({"recipe": "nvfp4_qat", "fp8": ["head"], "int8": None})
     {'recipe': 'nvfp4_qat', 'formats': {'fp8': ['head']}}
     """
-    if not isinstance(fields, dict) or "formats" in fields:  # which the reader refuses
+    if not isinstance(fields, dict):
+        return fields
+    if unknown := {**(fields.get("formats") or {})}.keys() - LAYER_FORMATS.keys():
+        raise ValueError(f"formats has {', '.join(sorted(unknown))}, and layers may have {', '.join(LAYER_FORMATS)}")
+    if "formats" in fields:
         return fields
     formats = {name: fields[name] for name in LAYER_FORMATS if fields.get(name) is not None}
     return {name: value for name, value in fields.items() if name not in LAYER_FORMATS} | {"formats": formats}

@@ -124,7 +124,7 @@ def check_values(tensors: Mapping[str, torch.Tensor], graph: Graph) -> None:
             continue
         if not tensor.float().isfinite().all():
             raise InputError(f"the tensor '{name}' holds NaN or Inf. Export an earlier checkpoint.")
-        if name.endswith(".weight.scales") and (tensor.float() < 0).any():
+        if name.endswith(".scales") and torch.signbit(tensor.float()).any():  # -0 is no scale for a kernel either
             raise InputError(f"the scales '{name}' hold a negative number. {AGAIN}")
         if tensor.dtype == torch.float8_e4m3fn:
             pass  # within the range of every rest

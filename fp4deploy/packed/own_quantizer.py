@@ -1,8 +1,9 @@
 """Layers that read a plain activation and quantise it themselves: W4A8, FP8 and INT8.
 
 Where no kernel multiplies the codes, operands are decoded to FP32 numbers that TF32 holds exactly, so that a GPU may
-multiply them in TF32: elements of MXFP4 and MXFP8 with the powers of two of their blocks; of FP8 and INT8 the codes by
-themselves, whose sum is multiplied with both scales. Sums are FP32.
+multiply them in TF32: elements of MXFP4 and MXFP8 with the powers of two of their blocks, of weights when the network
+is opened; of FP8 and INT8 the codes by themselves, in each call, whose sum is multiplied with both scales. Sums are
+FP32.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ QUANTIZERS = {"fp8": quantize_fp8, "int8": quantize_int8}
 class OwnWeight:
     """The weight of such a layer.
 
-    values: float32, with torch's axes. scales: float32 [O], of FP8 and INT8. amax: of their input, float32 [].
+    values: with torch's axes, float32, or of FP8 and INT8 the codes. scales: their float32 [O]. amax: of their input.
     """
 
     values: torch.Tensor
@@ -50,8 +51,7 @@ def own_weight(node: Layer, parts: Sequence[torch.Tensor], shape: Sequence[int])
     """From the file's tensors of a layer; shape: of the weight there, [O, KH, KW, C] or [O, C]."""
     if node.precision in EIGHT_BITS:
         codes, scales, amax = parts
-        values = codes.float()
-        return OwnWeight(values.permute(weight_order(node, values.ndim)), scales, amax)
+        return OwnWeight(codes.permute(weight_order(node, codes.ndim)), scales, amax)
     codes, scales = parts
     values = Mxfp4Tensor(codes, scales, torch.Size(shape)).dequantize()
     return OwnWeight(values.permute(weight_order(node, values.ndim)))
@@ -66,10 +66,10 @@ def multiply(node: Layer, inputs: list[torch.Tensor], weight: OwnWeight, bias: t
     quantize, relu = QUANTIZERS[cast(str, node.precision)], getattr(node, "relu", False)
     given = [quantize(x, amax=weight.amax) for x in inputs]
     plain = node.model_copy(update={"relu": False}) if relu else node
-    total = convolve(plain, [each.codes.float() for each in given], weight.values, None)
+    total = convolve(plain, [each.codes.float() for each in given], weight.values.float(), None)
     channels = (-1,) if isinstance(node, Linear) else (-1, *(1,) * (total.ndim - 2))
     outputs = total.shape[-1 if isinstance(node, Linear) else 1]
     scales = weight.scales.repeat(outputs // len(weight.scales))  # a transposed convolution's are those of every group
-    y = total * (given[0].scale * scales).view(channels)
-    y = y if bias is None else y + bias.view(channels)
+    y = total.mul_((given[0].scale * scales).view(channels))
+    y = y if bias is None else y.add_(bias.view(channels))
     return y.relu_() if relu else y

@@ -82,15 +82,15 @@ def _moments(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(mean of y, mean of y', variance of y', covariance) of each channel, float32 [C]."""
     sums: list[Tensor] = []
-    axis = channel_axis(model.get_submodule(name))
+    layer = model.get_submodule(name)
     for batch in batches:
-        y, other = (_channels(call_of(each, name, batch).outputs[0], axis) for each in (reference, model))
+        y, other = (_channels(call_of(each, name, batch).outputs[0], layer) for each in (reference, model))
         sums.append(torch.stack([y.mean(1), other.mean(1), other.square().mean(1), (y * other).mean(1)]))
     mean, other_mean, square, product = torch.stack(sums).mean(0).unbind()
     moments = (mean, other_mean, square - other_mean.square(), product - mean * other_mean)
     return tuple(each.float() for each in moments)  # type: ignore[return-value]
 
 
-def _channels(y: Tensor, axis: int) -> Tensor:
+def _channels(y: Tensor, layer: nn.Module) -> Tensor:
     """[C, everything else], float64 sums being too slow on a GPU: float32."""
-    return y.float().movedim(axis, 0).flatten(1)
+    return y.float().movedim(channel_axis(layer, y), 0).flatten(1)

@@ -105,6 +105,9 @@ def quantize(
     'nvfp4_4o6_weight_qat'
     """
     chosen = find_method(method)
+    for name, share in {"fp16_macs": fp16_macs, "fp8_macs": fp8_macs, "fp4_macs": fp4_macs}.items():
+        if not 0 <= share <= 1:
+            raise InputError(f"{name} is {share:g}: a share from 0 to 1, such as 0.05.")
     if correction not in corrections.CHOICES:
         raise InputError(f"--correction is '{correction}'. Valid: {', '.join(corrections.CHOICES)}.")
     batches = list(batches_of(images))

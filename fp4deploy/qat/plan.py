@@ -41,9 +41,15 @@ _OF_AXIS_1 = (nn.GroupNorm, nn.modules.batchnorm._BatchNorm, nn.modules.instance
 NORMS = (nn.LayerNorm, *_OF_AXIS_1)
 
 
-def channel_axis(layer: nn.Module) -> int:
-    """The axis of the channels in what a layer reads and returns: 1 of convolutions and their norms, else -1."""
-    return 1 if isinstance(layer, (nn.modules.conv._ConvNd, *_OF_AXIS_1)) else -1
+def channel_axis(layer: nn.Module, x: torch.Tensor) -> int:
+    """The axis of the channels in what a layer reads and returns: 1 of convolutions and their norms, else -1.
+
+    A LayerNorm of maps, whose own code moves their channels, has them where the map has: x tells.
+    """
+    if isinstance(layer, (nn.modules.conv._ConvNd, *_OF_AXIS_1)):
+        return 1
+    moves = isinstance(layer, nn.LayerNorm) and type(layer).forward is not nn.LayerNorm.forward
+    return 1 if moves and x.ndim > 3 and x.shape[1] == cast(nn.LayerNorm, layer).normalized_shape[-1] else -1
 
 
 @dataclass(frozen=True)
@@ -159,6 +165,9 @@ def eight_bits(recipe: Recipe) -> str:
 Formats = Mapping[str, Predicate]  # format of `precisions.LAYER_FORMATS` -> which layers have it
 
 
+OPTIONS = ("include", "exclude", "example_inputs")
+
+
 def formats_of(selections: Mapping[str, Selection], names: Mapping[str, object]) -> Formats:
     """The selections that are given, as predicates.
 
@@ -167,8 +176,11 @@ def formats_of(selections: Mapping[str, Selection], names: Mapping[str, object])
     """
     for name in selections:
         if name not in LAYER_FORMATS:
-            near, valid = suggest(name, LAYER_FORMATS), ", ".join(LAYER_FORMATS)
-            raise InputError(f"'{name}' is no format that layers may have in place of NVFP4.{near} Valid: {valid}.")
+            near, valid = suggest(name, (*LAYER_FORMATS, *OPTIONS)), ", ".join(LAYER_FORMATS)
+            raise InputError(
+                f"'{name}' is neither an option nor a format that layers may have in place of NVFP4.{near} "
+                f"Formats: {valid}."
+            )
     chosen = {name: predicate_of(selections.get(name), names) for name in LAYER_FORMATS}
     return {name: predicate for name, predicate in chosen.items() if predicate is not None}
 

@@ -70,7 +70,7 @@ class Config(Section):
         return {
             **values,
             **rule,
-            "quant": {**quant, **{key: quant.get(key) or rule["quant"][key] for key in rule["quant"]}},
+            "quant": {**quant, **{key: quant.get(key, value) for key, value in rule["quant"].items()}},
         }
 
     @model_validator(mode="before")

@@ -145,7 +145,8 @@ def test_measured_times_of_layers(tmp_path: Path) -> None:
     half = timed("GPU", 1, [("0", "FP16", 2.0), ("relu", "FP16", 9.0), ("1", "FP16", 3.0)])
     four = timed("GPU", 4, [("0", "FP4, weight decoded at load", 2.0), ("0", "FP4", 2.0)])
     path = tmp_path / "times.json"
-    path.write_text(json.dumps({"layers": [half, four]}))
+    others = timed("GPU", 1, [(str(at), name, 90.0) for at, name in enumerate(("FP8 as TF32", "W4A8", "INT8 as TF32"))])
+    path.write_text(json.dumps({"layers": [half, four, others]}))  # decoded layers take no time for others
     times, device = measured_layers(path)
     assert device == "GPU"
     costs = with_measured(dict.fromkeys("01", LayerCost(COSTS, COSTS)), times)

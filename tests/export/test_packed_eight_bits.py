@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -110,7 +111,12 @@ def test_the_gate_notices_a_wrong_product(model: nn.Module, tmp_path: Path, monk
 
 @pytest.mark.parametrize(
     ("part", "value", "message"),
-    [("scales", -1.0, "negative number"), ("scales", float("nan"), "NaN or Inf"), ("amax", -2.0, "not negative")],
+    [
+        ("scales", -1.0, "negative number"),
+        ("scales", -0.0, "negative number"),
+        ("scales", float("nan"), "NaN or Inf"),
+        ("amax", -2.0, "not negative"),
+    ],
 )
 def test_wrong_numbers_are_refused(file: PackedFile, part: str, value: float, message: str) -> None:
     name = f"body.weight.{part}"
@@ -134,3 +140,39 @@ def test_what_does_not_run_node_by_node_refuses_them(form: str, file: PackedFile
         record(file, Gpu(Architecture(9, 0), "NVIDIA H200", 132), (1, 3, 16, 16))
     with pytest.raises(InputError, match="a compiled program has no such layers"):
         Writer(file, torch.device("cpu"), torch.float32)
+
+
+def test_a_negative_zero_is_no_block_scale_either(file: PackedFile) -> None:
+    """A kernel that shifts its bits would read infinity."""
+    name = "wide.weight.scales"
+    wrong = file.tensors[name].view(torch.uint8).clone()
+    wrong.flatten()[0] = 0x80
+    with pytest.raises(InputError, match="wide.weight.scales' hold a negative number"):
+        check_values(file.tensors | {name: wrong.view(torch.float8_e4m3fn)}, file.graph)
+
+
+def test_weights_stay_codes_and_weigh_a_byte(file: PackedFile) -> None:
+    network = PackedNetwork(file)
+    for node in (each for each in file.graph.nodes if getattr(each, "layer", "") in PRODUCTS):
+        assert network.weight_bytes(node) == file.tensors[f"{node.layer}.weight.codes"].numel()
+
+
+@pytest.mark.parametrize(
+    ("amax", "rest", "message"),
+    [
+        (65504.0, "fp16", ""),
+        (1e5, "fp16", "body.input_amax reaches 100000, and FP16's largest number is 65504"),
+        (1e5, "bf16", ""),
+        (1e9, "bf16", "body: its input reaches 1e.09, and scales of"),
+    ],
+)
+def test_the_largest_input(model: nn.Module, tmp_path: Path, amax: float, rest: str, message: str) -> None:
+    changed = copy.deepcopy(model)
+    changed.body.input_amax.fill_(amax)
+    path, x = tmp_path / "large.fp4", torch.randn(2, 3, 16, 16)
+    if message:
+        with pytest.raises(InputError, match=message):
+            pack(changed, path, example_inputs=x, rest=rest, verify=False)
+        return
+    pack(changed, path, example_inputs=x, rest=rest, verify=False)
+    assert read_packed(path).tensors["body.weight.amax"].item() == amax

@@ -194,6 +194,13 @@ def test_bias_correction_restores_the_mean_of_every_channel(images: list[torch.T
         assert torch.allclose(model(x[0]).mean(0), reference(x[0]).mean(0), atol=1e-6)
 
 
+class MapNorm(nn.LayerNorm):
+    """Over the channels of maps [N, C, H, W]."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
 @pytest.mark.parametrize(
     "layers",
     [
@@ -201,6 +208,7 @@ def test_bias_correction_restores_the_mean_of_every_channel(images: list[torch.T
         (nn.Conv1d(4, 8, 1), nn.BatchNorm1d(8)),
         (nn.Conv3d(4, 8, 1), nn.InstanceNorm3d(8, affine=True)),
         (nn.Linear(5, 8), nn.LayerNorm(8)),  # [N, tokens, channels]
+        (nn.Conv2d(4, 8, 1), MapNorm(8)),  # whose own code moves the channels
     ],
     ids=lambda layers: type(layers[1]).__name__,
 )
@@ -209,9 +217,8 @@ def test_norm_correction_is_of_the_channels_that_the_layer_has(layers: tuple[nn.
     torch.manual_seed(3)
     reference = nn.Sequential(*layers).eval()
     model = copy.deepcopy(reference)
-    shape = {3: (6, 4, 5), 5: (6, 4, 2, 3, 5)}[layers[0].weight.ndim if isinstance(layers[0], nn.Conv3d) else 3]
-    x = [torch.randn(shape)]
-    axis = -1 if isinstance(layers[1], nn.LayerNorm) else 1
+    x = [torch.randn({2: (6, 4, 5), 3: (6, 4, 5), 4: (6, 4, 7, 8), 5: (6, 4, 2, 3, 5)}[layers[0].weight.ndim])]
+    axis = -1 if type(layers[1]) is nn.LayerNorm else 1
     with torch.no_grad():
         model[0].weight += 0.1 * torch.randn_like(model[0].weight)
         model[0].bias += 0.5

@@ -39,6 +39,7 @@ LayerOptions = dataclasses.make_dataclass(
         )
         for name, (which, usual) in PATTERNS.items()
     ],
+    frozen=True,
 )
 
 MAX_IMAGES = 256

@@ -106,8 +106,8 @@ def measured_layers(path: Path) -> tuple[dict[tuple[str, str], float], str]:
     for network in networks:
         own: dict[tuple[str, str], float] = {}
         for row in network.layers:  # a layer that is used twice has two
-            if row.precision.startswith("W4A8"):
-                continue
+            if row.precision.startswith(tuple(name.upper() for name in LAYER_FORMATS)):
+                continue  # decoded: no time of the format, and none of FP16
             key = (row.layer, "FP4" if row.precision.startswith("FP4") else "FP16")
             own[key] = own.get(key, 0.0) + row.ms / network.batch
         found |= own

@@ -143,7 +143,8 @@ def _inputs(
 
     def hook(name: str) -> Callable[..., None]:
         def watch(layer: nn.Module, inputs: tuple[torch.Tensor, ...], _output: torch.Tensor) -> None:
-            rows = inputs[0].detach().movedim(channel_axis(layer), -1).flatten(0, -2)
+            x = inputs[0].detach()
+            rows = x.movedim(channel_axis(layer, x), -1).flatten(0, -2)
             step = max(1, rows.numel() * len(batches) // SAMPLE) | 1  # odd, see qat.telemetry_statistics.sample
             seen[name].append(rows[::step].contiguous())
 

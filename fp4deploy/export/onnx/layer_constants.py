@@ -221,11 +221,17 @@ def _eight_bit_constants(name: str, layer: QuantizedLayer, form: str) -> EightBi
     codes, scales = found.codes.view(torch.uint8), found.scale.flatten().to(torch.float16)
     if isinstance(layer, nn.Linear):
         codes, axis = codes.T, 1
+    scale = scale_of(torch.tensor(amax), largest)
+    if not scale.isfinite():
+        raise InputError(
+            f"{name}: its input reaches {amax:.6g}, and scales of {form.upper()} are FP16. Leave it out: "
+            f"exclude=['{name}']"
+        )
     return EightBitConstants(
         codes=codes.contiguous().cpu().numpy().view(dtype),
         scales=scales.cpu().numpy(),
         axis=axis,
-        input_scale=np.float16(scale_of(torch.tensor(amax), largest).item()),
+        input_scale=np.float16(scale.item()),
     )
 
 

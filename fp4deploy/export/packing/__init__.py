@@ -4,9 +4,9 @@ Each value is written in the forms that its readers need, and in no other:
 
 | read by | form |
 |---|---|
-| a layer that is quantised | packed with its `input_amax`, along the axis that it contracts |
+| a layer in NVFP4 | packed with its `input_amax`, along the axis that it contracts |
 | several of them with equal scales | one packed form |
-| anything else, or an output of the network | plain |
+| anything else (W4A8, FP8 and INT8 as well), or an output of the network | plain |
 
 Three patterns become one node each:
 

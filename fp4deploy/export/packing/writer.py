@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from pydantic import ValidationError
-from torch import nn
+from torch import Tensor, nn
 
 from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.layer_constants import (
@@ -18,8 +18,7 @@ from fp4deploy.export.onnx.layer_constants import (
     expert_constants,
     layer_constants,
 )
-from fp4deploy.formats import INT8_MAX, NVFP4_BLOCK
-from fp4deploy.formats.constants import E4M3_MAX
+from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.graph import ir
 from fp4deploy.graph.capture import Dynamic
 from fp4deploy.graph.operators import ARITHMETIC
@@ -420,8 +419,9 @@ class Writer:
         codes = codes.movedim(1, -1).contiguous()
         self.tensors[f"{name}.codes"] = codes.view(torch.int8 if is_int8 else torch.float8_e4m3fn)
         self.tensors[f"{name}.scales"] = torch.from_numpy(constants.scales.astype("float32"))
-        largest = INT8_MAX if is_int8 else E4M3_MAX  # exact: of an FP16 scale
-        self.tensors[f"{name}.amax"] = torch.tensor(float(constants.input_scale) * largest)
+        amax = cast(Tensor, self.modules[name.removesuffix(".weight")].input_amax).detach().float().cpu()
+        self.rest.require(f"{name.removesuffix('.weight')}.input_amax", amax)
+        self.tensors[f"{name}.amax"] = amax.reshape(())
         return "int8" if is_int8 else "fp8"
 
     def bias(self, node: ir.Node) -> str | None:
