@@ -24,14 +24,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp4deploy.experiments.search.costs import FP4, FP16
 from fp4deploy.models import build_unet
 from fp4deploy.peaks import GPUS, Gpu
+from fp4deploy.precisions import ELEMENT_BYTES
 from fp4deploy.qat import layer_plan
 from fp4deploy.timing.launches import Shape, moving, works
 from fp4deploy.timing.library import library_work
 from fp4deploy.timing.model import NOTHING, Time, time_of
 
+FP16, FP4 = 2.0, ELEMENT_BYTES["nvfp4"]  # bytes an element; FP4 with its block scales
 LABEL = "projected"
 STATEMENT = "Projected by the time model. Nothing was measured on a Blackwell GPU."
 

@@ -26,8 +26,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.roofline import LABEL, Work, layers
-from fp4deploy.experiments.search.costs import FP4, FP16
+from benchmarks.roofline import FP4, FP16, LABEL, Work, layers
 from fp4deploy.peaks import GPUS, Gpu
 
 FP32 = 4.0

@@ -26,6 +26,7 @@ def layers(invoke: Invoke, model: object) -> list[dict[str, str]]:
     return [layer for layer in json.loads(result.stdout)["layers"] if layer["precision"] != "FP16"]
 
 
+@pytest.mark.usefixtures("whole_unets")
 def test_a_training_has_the_layers_that_check_forecasts(invoke: Invoke, shapes: Path) -> None:
     small = ["model.scale=0.125", "data.height=32", "data.width=32", f"data.root={shapes}"]
     config = formats.with_formats(load_config(None, small), "rtx sm120")
@@ -47,7 +48,7 @@ def test_quantize_writes_what_the_engine_multiplies(invoke: Invoke, checkpoint: 
     few = ("--data", shapes, "--images", 1, "--compare", 0, "--method", "amax", "--correction", "none")
     result = invoke("quantize", checkpoint, *few, "--for", "rtx", "--out", "q.safetensors")
     assert result.exit_code == 0, result.stderr
-    assert "For rtx sm120, --conv auto: 17 layers in FP8, 4 in NVFP4." in result.stderr
+    assert "For rtx sm120, --conv auto: 9 layers in FP8, 2 in NVFP4." in result.stderr
     assert read_card(Path("q.safetensors")).target == "rtx sm120"
     found = layers(invoke, "q.safetensors")
     assert {layer["precision"] for layer in found} == {"FP4", "FP8"}
