@@ -498,7 +498,8 @@ def find_recipe(recipe: str | Recipe) -> Recipe:
         return recipe
     name, plus, modifier = recipe.partition("+")
     if name in RULES and plus:
-        raise InputError(f"'{recipe}': {name} is a rule, and rules take no modifier.")
+        alone = RULES[name]["recipe"]
+        raise InputError(f"'{recipe}': {name} is a rule, and rules take no modifier; the recipe alone is {alone}.")
     if name in RULES:
         raise InputError(
             f"'{name}' chooses layers by what a trained network loses in them, which fp4deploy train measures; the "

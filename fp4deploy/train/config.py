@@ -62,7 +62,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _settings_of_the_rule(cls, values: Any) -> object:
-        """Those that are given come before the rule's."""
+        """Those that are given come before the rule's; 0 is given by nobody, since it is what the rule is not."""
         rule = RULES.get(str(values.get("recipe"))) if isinstance(values, dict) else None
         quant = values.get("quant", {}) if rule else None
         if not rule or not isinstance(quant, dict):
@@ -70,7 +70,7 @@ class Config(Section):
         return {
             **values,
             **rule,
-            "quant": {**quant, **{key: quant.get(key, value) for key, value in rule["quant"].items()}},
+            "quant": {**quant, **{key: quant.get(key) or value for key, value in rule["quant"].items()}},
         }
 
     @model_validator(mode="before")

@@ -111,7 +111,7 @@ def test_the_rule_leaves_nine_tenths_of_the_work_in_fp4(tiny: Config, tmp_path: 
     [
         (["recipe=nvfp4_best", "train.from_scratch=true"], r"quant\.fp4_macs measures"),
         (["recipe=nvfp4_bes"], r"Did you mean 'nvfp4_best'\?"),
-        (["recipe=nvfp4_best+dynamic"], "the recipe alone is nvfp4_4o6_weight_qat"),
+        (["recipe=nvfp4_best+dynamic"], "rules take no modifier; the recipe alone is nvfp4_4o6_weight_qat"),
         (["quant.fp16_macs=0.1", "train.from_scratch=true"], r"quant\.fp16_macs measures what a trained network loses"),
         (["quant.fp8_macs=0.1", "recipe=nvfp4_train"], "nvfp4_train"),
     ],
