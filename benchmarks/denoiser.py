@@ -110,7 +110,9 @@ def combined(x: torch.Tensor, found: torch.Tensor, sigma: torch.Tensor) -> torch
 def crops(folder: Path, size: int, count: int, held_out: bool) -> torch.Tensor:
     """[count, 3, size, size] in [-1, 1], of every tenth image or of the others."""
     paths = sorted(
-        p for p in folder.rglob("*") if p.suffix.lower() in (".png", ".jpg") and "mask" not in str(p).lower()
+        p
+        for p in folder.rglob("*")
+        if p.suffix.lower() in (".png", ".jpg") and "mask" not in str(p.relative_to(folder)).lower()
     )
     chosen = [path for at, path in enumerate(paths) if (at % 10 == 0) == held_out]
     random, images = np.random.default_rng(SEED + held_out), [np.asarray(read_image(path)) for path in chosen]

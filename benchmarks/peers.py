@@ -49,7 +49,9 @@ FORMS = ("eager, NCHW", "eager, channels_last", *COMPILED)
 
 def command(*left_out: str) -> str:
     """The command line of this process, as results name it: without --json, nor other options with one value."""
-    told, arguments = ["python", f"benchmarks/{Path(sys.argv[0]).name}"], iter(sys.argv[1:])
+    spec = getattr(sys.modules["__main__"], "__spec__", None)  # of python -m
+    script = ["-m", spec.name] if spec is not None else [f"benchmarks/{Path(sys.argv[0]).name}"]
+    told, arguments = ["python", *script], iter(sys.argv[1:])
     for argument in arguments:
         if argument in ("--json", *left_out):
             next(arguments, None)

@@ -84,12 +84,15 @@ def gather(folder: Path, curves: bool = False, share: bool = False) -> dict[str,
 def macs_in_fp4(network: nn.Module, shape: Sequence[int]) -> float:
     """Share of the multiply-accumulates of a prepared network that are in FP4, of one input of this shape."""
     quantized = quantized_layers(network)
-    for layer in quantized.values():
-        layer.quantizing = False
     layers: dict[str, nn.Module] = {
         name: each for name, each in network.named_modules() if isinstance(each, MULTIPLYING)
     }
+    before = {name: layer.quantizing for name, layer in quantized.items()}
+    for layer in quantized.values():
+        layer.quantizing = False
     work = work_of_layers(network, layers, torch.zeros(1, *shape))
+    for name, layer in quantized.items():
+        layer.quantizing = before[name]
     fp4 = sum(work[name].macs for name, layer in quantized.items() if layer.recipe.precision == "FP4")
     return round(fp4 / sum(each.macs for each in work.values()), 4)
 

@@ -12,8 +12,8 @@ events, while the others wait: `ms` launched from Python, `graph_ms` replayed as
 of one step. With `--autocast fp16 bf16` each case is measured under BF16 autocast, too, with `over_fp16` as in
 `training_step.py`.
 
-Transformers (`transformer_steps.py`) read batches of their own: `--cases transformers` is all of them, compiled in FP16
-and by the general path with every recipe.
+Transformers (`transformer_steps.py`) read batches of their own: `--cases transformers` is all of them, in FP16 eager
+and compiled, and by the general path with every recipe whose layers are all FP4.
 """
 
 from __future__ import annotations

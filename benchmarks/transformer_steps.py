@@ -23,14 +23,13 @@ from fp4deploy.qat import RECIPES
 NETWORKS = ("timm:vit_small_patch16_224", "transformers:gpt2")
 IMAGES, SIZE, LABELS = 64, 224, 1000
 SEQUENCES, LENGTH, TOKENS = 8, 1024, 50257
-EIGHT_BITS = ("fp8_qat", "int8_qat", "w4a8_qat", "nvfp4_fp8_qat")
 CASES = [
     f"{network},{recipe},{way}"
     for network in NETWORKS
     for recipe, way in (
         ("fp16", "compiled"),
         ("fp16", "eager"),
-        *((name, "default") for name in RECIPES if name not in EIGHT_BITS),
+        *((name, "default") for name, each in RECIPES.items() if each.precision == "FP4" and each.fp8 == "none"),
     )
 ]
 

@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         names = item.fixturenames if isinstance(item, pytest.Function) and item.get_closest_marker("gpu") else None
         if names and not {"untrained", "checkpoint", "whole_unets"} & set(names):  # which other tests read, too
-            names.append("whole_unets")
+            names.insert(0, "whole_unets")  # before its other fixtures
 
 
 def pytest_collection_finish() -> None:

@@ -110,10 +110,18 @@ def one_rule() -> str:
         found = result(name)["variants"]
         split = "test" if found["rule"]["gap_test"] else "best"
         ways = [found[each] for each in ("rule", "ptq_rule")]
-        least = min(run["fp4_macs"] for row in ways for run in row["runs"].values() if "fp4_macs" in run)
+        least = min(
+            (run["fp4_macs"] for row in ways for run in row["runs"].values() if "fp4_macs" in run), default=None
+        )
         seeds = "; ".join(str(len(row[f"gap_{split}"]["by_seed"])) for row in ways)
         cells = [f"{label}; {'test' if split == 'test' else 'validation'}", spread(found["control"][split]), seeds]
-        rows.append([*cells, *(shown(row[f"gap_{split}"]) for row in ways), f"{100 * least:.1f} %"])
+        rows.append(
+            [
+                *cells,
+                *(shown(row[f"gap_{split}"]) for row in ways),
+                NOT_MEASURED if least is None else f"{100 * least:.1f} %",
+            ]
+        )
     head = ["data; network; split", "FP16 control", "seeds: QAT; calibrated", "QAT", "calibrated"]
     return markdown([*head, "MACs in FP4, least"], rows)
 

@@ -1,8 +1,9 @@
 """Logits to masks, inside Triton Inference Server's Python backend.
 
-Each channel is enlarged bilinearly to the size of the original image, and each pixel takes the class with the largest
-value. The mask is an indexed PNG: pixel values are class ids, the palette in config.pbtxt shows them in colour. Where
-there are more classes than a palette holds, it is empty, and the mask a greyscale PNG of 16 bits.
+Each channel is resized bilinearly to the size of the original image, between two values along each axis as `fp4deploy
+predict` does, and each pixel takes the class with the largest value. The mask is an indexed PNG: pixel values are class
+ids, the palette in config.pbtxt shows them in colour. Where there are more classes than a palette holds, it is empty,
+and the mask a greyscale PNG of 16 bits.
 """
 
 import io
@@ -38,11 +39,20 @@ class TritonPythonModel:
         return pb_utils.InferenceResponse(output_tensors=[pb_utils.Tensor("MASK", answer)])
 
     def _encoded(self, output: np.ndarray, height: int, width: int) -> bytes:
-        channels = [Image.fromarray(channel).resize((width, height), Image.Resampling.BILINEAR) for channel in output]
-        classes = np.argmax([np.asarray(channel) for channel in channels], axis=0)
+        classes = np.argmax(_resized(_resized(output, height, 1), width, 2), axis=0)
         image = Image.fromarray(classes.astype(np.uint8 if self.palette else np.uint16))
         if self.palette:
             image.putpalette(self.palette)
         target = io.BytesIO()
         image.save(target, format="PNG")
         return target.getvalue()
+
+
+def _resized(values: np.ndarray, size: int, axis: int) -> np.ndarray:
+    """Float32 values at `size` places along an axis, each between its two neighbours."""
+    count = values.shape[axis]
+    place = np.clip((np.arange(size) + 0.5) * (count / size) - 0.5, 0, count - 1)
+    first = np.floor(place).astype(np.int64)
+    share = np.expand_dims(place - first, tuple(other for other in range(values.ndim) if other != axis))
+    one, other = (values.take(at, axis) for at in (first, np.minimum(first + 1, count - 1)))
+    return one + (other - one) * share.astype(np.float32)

@@ -94,6 +94,14 @@ def test_layers_that_the_recipe_has_in_fp8_stay_there(tiny: Config, tmp_path: Pa
     assert recipes < more < formats.keys()
 
 
+def test_layers_in_fp8_are_no_work_in_fp4() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Conv2d(16, 16, 1) for _ in range(4)))
+    prepare(model, include=["1", "2", "3"], fp8=["3"])
+    quantizing = [layer.quantizing for layer in quantized_layers(model).values()]
+    assert macs_in_fp4(model, (16, 4, 4)) == 0.5
+    assert [layer.quantizing for layer in quantized_layers(model).values()] == quantizing  # as it was
+
+
 def test_the_rule_leaves_nine_tenths_of_the_work_in_fp4(tiny: Config, tmp_path: Path) -> None:
     config = with_settings(tiny, ["recipe=nvfp4_best", "train.epochs=1", "train.calibration=1"])
     assert (config.recipe, config.quant.fp4_macs) == ("nvfp4_4o6_weight_qat", 0.9)

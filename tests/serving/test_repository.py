@@ -146,12 +146,12 @@ def _encoded(image: np.ndarray) -> bytes:
 def test_the_backends_give_the_masks_of_predict(
     repository: Path, untrained: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    images = [photo(45, 61), photo(32, 32, 1)]
+    images = [photo(45, 61), photo(32, 32, 1), photo(20, 90, 2)]  # larger than the network's input, smaller, and both
     before = _backend(repository, "unet_nvfp4_preprocess", monkeypatch)
     after = _backend(repository, "unet_nvfp4_postprocess", monkeypatch)
     session = ort.InferenceSession(repository / "unet_nvfp4" / "1" / "model.onnx", providers=["CPUExecutionProvider"])
     (ready,) = before.execute([{"IMAGE": np.array([[_encoded(image)] for image in images], dtype=np.object_)}])
-    assert ready.outputs["SIZE"].tolist() == [[45, 61], [32, 32]]
+    assert ready.outputs["SIZE"].tolist() == [[45, 61], [32, 32], [20, 90]]
     (logits,) = session.run(None, {"image": ready.outputs["image"]})
     (answer,) = after.execute([{"logits": logits, "SIZE": ready.outputs["SIZE"]}])
     predictor = load(untrained.export_dir / "unet.nvfp4.onnx")
@@ -159,7 +159,7 @@ def test_the_backends_give_the_masks_of_predict(
         mask = Image.open(io.BytesIO(content))
         expected = predictor.predict(image)
         assert mask.mode == "P"
-        assert (np.asarray(mask) == expected.mask).mean() > 0.9  # pillow and torch enlarge edges differently
+        assert (np.asarray(mask) == expected.mask).mean() > 0.998  # but for ties
         assert mask.getpalette() == expected.mask_image().getpalette()
 
 

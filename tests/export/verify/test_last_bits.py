@@ -228,36 +228,46 @@ class Edge(nn.Module):
 
 
 @cache
-def edge() -> tuple[Edge, float, float]:
-    """The network, and neighbouring factors between which the element's code changes."""
+def edge(everywhere: bool = False) -> tuple[Edge, torch.Tensor, float, float]:
+    """The network, its image, and neighbouring factors between which the element's code changes.
+
+    everywhere: in every pixel, of an image of one colour.
+    """
     torch.manual_seed(0)
-    model = Edge().eval()
-    fd.calibrate(fd.prepare(model, include="body"), IMAGES[:1])
+    model, images = Edge().eval(), IMAGES[:1]
+    if everywhere:
+        model.place[0, 5], images = 1.0, IMAGES[:1, :, :1, :1].expand_as(IMAGES[:1]).contiguous()
+    fd.calibrate(fd.prepare(model, include="body"), images)
     model = deployed(model, FP32)
 
     def output(factor: float) -> torch.Tensor:
         model.factor = factor
         with torch.no_grad():
-            return model(IMAGES[:1])[0, :, 0, 0]
+            return model(images)[0, :, 0, 0]
 
     low, high = 0.5, 1.0
     start = output(low)
     while high - low > 1e-7:
         middle = (low + high) / 2
         low, high = (middle, high) if torch.equal(output(middle), start) else (low, middle)
-    return model, low, high
+    return model, images, low, high
 
 
-@pytest.mark.parametrize(("beyond", "passes"), [(0.0, True), (1e-4, False)])
-def test_an_element_at_a_rounding_boundary_of_a_packed_network(beyond: float, passes: bool) -> None:
-    """Its pixel differs in every channel: by the file's last bits, or since a number of the file is another one."""
-    model, low, high = edge()
+@pytest.mark.parametrize(
+    ("beyond", "everywhere", "passes"), [(0.0, False, True), (1e-4, False, False), (0.0, True, False)]
+)
+def test_an_element_at_a_rounding_boundary_of_a_packed_network(beyond: float, everywhere: bool, passes: bool) -> None:
+    """Its pixel differs in every channel: by the file's last bits, or since a number of the file is another one.
+
+    Where every pixel does, no last bits are taken for the cause.
+    """
+    model, images, low, high = edge(everywhere)
     model.factor = low
-    file = packed_file(Path("edge.fp4"), None, *pack_model(model, IMAGES[:1], rest=FP32))
+    file = packed_file(Path("edge.fp4"), None, *pack_model(model, images, rest=FP32))
     model.factor = high + beyond
     with torch.no_grad():
-        assert set(compare_nodes(model, PackedNetwork(file), IMAGES[:1]).wrong) == {"body"}
-    found = verify_packed(model, file, [IMAGES[:1]])
+        assert set(compare_nodes(model, PackedNetwork(file), images).wrong) == {"body"}
+    found = verify_packed(model, file, [images])
     assert found.passed is passes
     assert [node for node, _ in found.wrong_nodes] == ([] if passes else ["body"])
 
