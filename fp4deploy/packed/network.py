@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -93,6 +94,7 @@ from fp4deploy.rest import rest_of
 Result = torch.Tensor | tuple[torch.Tensor, ...] | dict[str, torch.Tensor]
 Pack = Callable[[torch.Tensor, torch.Tensor], FeatureMap]
 SIZES = 16  # shapes of inputs whose fit is remembered
+_FLAGS = threading.RLock()  # of `allowing_tf32`
 
 
 def packed_form(y: torch.Tensor, amax: torch.Tensor) -> FeatureMap:
@@ -182,7 +184,7 @@ class PackedNetwork:
             InputError: inputs that are not the graph's, or of a size that the network cannot take.
         """
         sizes = self.sizes(inputs)
-        with torch.inference_mode(), _tf32(False) if self.dtype == torch.float32 else nullcontext():
+        with torch.inference_mode(), self._tf32(False) if self.dtype == torch.float32 else nullcontext():
             live: dict[str, FeatureMap] = {}
             moments: dict[str, Moments] = {}
             for each, x in zip(self.inputs, inputs, strict=True):
@@ -195,6 +197,10 @@ class PackedNetwork:
                     live.pop(name, None)
                 live.update(zip([form.name for form in step.outputs], results, strict=True))
         return self.named([cast(torch.Tensor, live[each.activation]) for each in self.graph.outputs])
+
+    def _tf32(self, allowed: bool) -> AbstractContextManager[None]:
+        """`allowing_tf32`; a CPU has none."""
+        return allowing_tf32(allowed) if self.device.type == "cuda" else nullcontext()
 
     def named(self, outputs: Sequence[torch.Tensor]) -> Result:
         """Outputs in the structure that the module had: one tensor, a tuple, or a dict."""
@@ -418,7 +424,7 @@ class PackedNetwork:
         if node.layer in self._codes:
             return self.forms(self._multiply_mixed(node, cast(torch.Tensor, inputs[0]), bias), node.outputs, pack)
         if node.layer in self._own_weights:
-            with _tf32(True):
+            with self._tf32(True):
                 y = multiply(node, cast("list[torch.Tensor]", inputs), self._own_weights[node.layer], bias)
             y = y.to(self.dtype)
             return self.forms(y if isinstance(node, Linear) else channels_last(y), node.outputs, pack)
@@ -592,14 +598,18 @@ class PackedNetwork:
 
 
 @contextmanager
-def _tf32(allowed: bool) -> Iterator[None]:
-    """Inside, operands of products in FP32 may be rounded to TF32, or may not; cuDNN does so by default."""
-    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = allowed
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
+def allowing_tf32(allowed: bool) -> Iterator[None]:
+    """Inside, operands of products in FP32 may be rounded to TF32, or may not; cuDNN does so by default.
+
+    The flags are the process's, so that one thread at a time is inside.
+    """
+    with _FLAGS:
+        before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = allowed
+        try:
+            yield
+        finally:
+            torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def _nvtx_range(step: Step) -> AbstractContextManager[object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from fp4deploy.models.input_encoding import encode_input as written
 from fp4deploy.packed import PackedNetwork, packed_file
 from fp4deploy.packed import network as network_module
 from fp4deploy.packed.graph import Concat, Conv2d, Form, Layer, Take
-from fp4deploy.packed.network import decoded_form, packed_form
+from fp4deploy.packed.network import allowing_tf32, decoded_form, packed_form
 from fp4deploy.packed.operators import Context, compute
 from fp4deploy.plugins.gemm.reference import conv2d_reference, conv_transpose2d_reference
 from fp4deploy.qat import calibrate, prepare, round_to_deployed
@@ -329,3 +330,23 @@ def test_a_volume_with_little_contrast_is_normalised_as_by_torch() -> None:
     network = PackedNetwork(packed_file(Path("net.fp4"), None, *pack_model(model, x)))
     with torch.no_grad():
         torch.testing.assert_close(network(x), model(x), atol=1e-3, rtol=0)
+
+
+def test_flags_of_the_process_are_one_threads_at_a_time() -> None:
+    """Another thread that comes and goes meanwhile neither changes them inside nor leaves them changed."""
+    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+
+    def visit() -> None:
+        with allowing_tf32(True):
+            pass
+
+    other = threading.Thread(target=visit)
+    with allowing_tf32(False):
+        other.start()
+        other.join(0.05)
+        assert other.is_alive()  # it waits
+        with allowing_tf32(True):  # its own thread may change them within
+            assert torch.backends.cuda.matmul.allow_tf32
+        assert not torch.backends.cuda.matmul.allow_tf32
+    other.join()
+    assert (torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32) == before
