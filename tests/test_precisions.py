@@ -70,6 +70,6 @@ def test_plans_of_nnunet_have_a_field_for_each_format() -> None:
 
 def test_a_format_that_is_none_is_refused() -> None:
     with pytest.raises(
-        InputError, match="'fp9' is no format that layers .* Did you mean 'fp8'. Valid: fp8, int8, w4a8"
+        InputError, match="'fp9' is neither an option nor a format .* Did you mean 'fp8'. Formats: fp8, int8, w4a8"
     ):
         prepare(nn.Linear(16, 16), fp9=["*"])
