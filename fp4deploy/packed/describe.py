@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from fp4deploy.models.volumes import VOLUME
@@ -61,11 +62,13 @@ def describe_packed(file: PackedFile) -> tuple[dict[str, object], tuple[str, ...
     rows = [_row(file, node, shapes) for node in graph.nodes]
     decoded = sum(row[2] == "FP4 decoded" for row in rows)
     wide = "FP16" if graph.rest == "fp16" else "FP32"
-    note = f" {decoded} of them are decoded and multiplied in {wide}: no packed kernel has their form."
+    note = f" {decoded} in FP4 are decoded and multiplied in {wide}: no packed kernel has their form."
     note = note if decoded else ""
+    counts = Counter(QUANTIZED[node.precision] for node in packed)
+    others = "".join(f", {counts[name]} in {name}" for name in QUANTIZED.values() if name != "FP4" and counts[name])
     last = (
-        f"{len(packed)} of {len(layers)} convolutions in FP4; the weights have {file.weight_bytes / plain:.3f} times "
-        f"the bytes of FP16 weights.{note}"
+        f"{counts['FP4']} of {len(layers)} layers that multiply in FP4{others}; the weights have "
+        f"{file.weight_bytes / plain:.3f} times the bytes of FP16 weights.{note}"
     )
     return facts, COLUMNS, rows, last
 

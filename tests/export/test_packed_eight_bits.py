@@ -79,7 +79,9 @@ def test_the_file_has_codes_and_a_scale_of_each_output_channel(form: str, file: 
     parts = [file.tensors[f"up.weight.{part}"] for part in ("codes", "scales", "amax")]
     assert [[*each.shape] for each in parts] == [[6, 3, 3, 20], [6], []]
     assert parts[0].dtype == {"fp8": torch.float8_e4m3fn, "int8": torch.int8}[form]
-    rows = {row[0]: row[2] for row in describe_packed(file)[2]}
+    *_, table, last = describe_packed(file)
+    assert last.startswith(f"1 of 6 layers that multiply in FP4, 3 in {form.upper()}; ")
+    rows = {row[0]: row[2] for row in table}
     assert [rows[name] for name in ("wide", "body", "point")] == ["FP4", *[f"{form.upper()} decoded"] * 2]
 
 

@@ -120,7 +120,7 @@ def test_memory_and_description(name: str, tmp_path: Path) -> None:
     facts, columns, rows, last = describe_packed(read_packed(path))
     assert len(rows) == len(file.graph.nodes)
     assert facts["precision"] == "nvfp4"
-    assert "convolutions in FP4" in last
+    assert "layers that multiply in FP4" in last
     assert {row[columns.index("precision")] for row in rows} <= {"FP4", "FP16", "FP4 decoded"}
 
 
