@@ -19,7 +19,7 @@ import sysconfig
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -186,7 +186,7 @@ def _export(
     make_no_folder()
     try:
         with (
-            quiet(), uncached(), torch.no_grad(), bound if dynamic_size else nullcontext(), specializing,
+            quiet(), torch.no_grad(), bound if dynamic_size else nullcontext(), specializing,
             Rewriting(divided(pools=False), unpooling(), finite()),
         ):  # fmt: skip
             try:
@@ -651,18 +651,6 @@ def _leaves(result: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[
         items = enumerate(result) if isinstance(result, (tuple, list)) else ()
     for key, value in items:
         yield from _leaves(value, (*path, str(key)))
-
-
-def uncached() -> AbstractContextManager[object]:
-    """Inside, torch computes the result of each call on tensors without data, and keeps none, in this thread.
-
-    With a free batch a result serves one export alone and seldom twice there. Without the cache, exports of a UNet and
-    a ResNet decoder take 13 % less (torch 2.13, one core of a shared machine, the best of nine each, 2026-11-30).
-    """
-    from torch._dynamo import config
-
-    found: AbstractContextManager[object] = config.patch(fake_tensor_cache_enabled=False)
-    return found
 
 
 @contextmanager

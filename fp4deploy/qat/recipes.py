@@ -476,7 +476,7 @@ RECIPES: dict[str, Recipe] = {
 }
 
 # Names that stand for a recipe and settings of a training. Every file has a form of 4/6 of weights, and nine tenths of
-# the work stays in FP4: chosen on COCO persons, nuclei and BasicUNet, for each by the two others (docs/results.md).
+# the work stays in FP4. Put together from what was tried one by one, and not measured as a whole (docs/results.md).
 RULES: dict[str, dict[str, Any]] = {"nvfp4_best": {"recipe": "nvfp4_4o6_weight_qat", "quant": {"fp4_macs": 0.9}}}
 
 MODIFIERS = ("static", "dynamic", "delayed", "learned")

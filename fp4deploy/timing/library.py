@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 
 from fp4deploy.peaks import Gpu
+from fp4deploy.precisions import ELEMENT_BYTES
 from fp4deploy.timing.model import Time, Work, time_of
 
 TILE, STEP = 128, 64
-BYTES = {"FP16": 2.0, "FP8": 1.0, "INT8": 1.0, "FP4": 0.5625}
+BYTES = {"FP16": 2.0, "FP4": ELEMENT_BYTES["nvfp4"], "FP8": ELEMENT_BYTES["fp8"], "INT8": ELEMENT_BYTES["int8"]}
 
 
 def library_work(

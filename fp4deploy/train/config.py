@@ -62,7 +62,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _settings_of_the_rule(cls, values: Any) -> object:
-        """Those that are given come before the rule's; 0 is given by nobody, since it is what the rule is not."""
+        """Those that are given come before the rule's; 0, which is the default, counts as not given."""
         rule = RULES.get(str(values.get("recipe"))) if isinstance(values, dict) else None
         quant = values.get("quant", {}) if rule else None
         if not rule or not isinstance(quant, dict):

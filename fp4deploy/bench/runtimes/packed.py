@@ -147,11 +147,9 @@ def first_output(outputs: Result) -> torch.Tensor:
 
 
 def _precision(file: PackedFile, cuda: bool) -> str:
-    quantized = of_layers(QUANTIZED.get(node.precision, "") for node in file.graph.nodes if isinstance(node, Layer))
     layers = [node for node in file.graph.nodes if isinstance(node, Layer)]
+    quantized = of_layers(QUANTIZED.get(node.precision, "") for node in layers)
+    if not quantized:
+        return of_rest(rest_of(file.graph), cuda)
     decoded = any(quantizes_itself(node) and not has_mixed_kernel(node) for node in layers)
-    return (
-        f"{quantized}{' (emulated)' if decoded or not cuda else ''}"
-        if quantized
-        else of_rest(rest_of(file.graph), cuda)
-    )
+    return f"{quantized} (emulated)" if decoded or not cuda else quantized

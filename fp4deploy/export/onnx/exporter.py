@@ -40,7 +40,6 @@ from fp4deploy.graph.capture import (
     output_names,
     place_of,
     quiet,
-    uncached,
     why_not_captured,
 )
 from fp4deploy.graph.finite import finite
@@ -95,7 +94,6 @@ def trace(model: nn.Module, examples: Examples, open_axes: OpenAxes, dynamic_siz
         with (
             watched() as fixed,
             quiet(),
-            uncached(),
             short_export(rest),
             bound if dynamic_size else nullcontext(),
             Rewriting(divided(), unpooling(), finite(), MIXED_TYPES, DIVISORS, {attention: regular_attention}),

@@ -388,7 +388,8 @@ class Writer:
     def layer(self, node: ir.Node, with_bias: bool) -> dict[str, Any]:
         """Fields of a layer; its tensors are added to the file."""
         bias = self.bias(node) if with_bias else None
-        if self._quantized(node) is None:
+        layer = self._quantized(node)
+        if layer is None:
             name = owner(node)
             weight = self.state[node.parameters["weight"]]
             if node.op != "linear":
@@ -401,7 +402,8 @@ class Writer:
         name = node.layer
         constants, weight_name = self.constants[name], f"{name}.weight"
         if isinstance(constants, EightBitConstants):
-            return {"layer": name, "precision": self._eight_bits(weight_name, constants), "bias": bias}
+            self._eight_bits(name, constants)
+            return {"layer": name, "precision": layer.recipe.precision.lower(), "bias": bias}
         rows = constants.shape[:-1]
         codes, scales = torch.from_numpy(constants.codes), torch.from_numpy(constants.scales.view("uint8"))
         self.tensors[f"{weight_name}.codes"] = codes.reshape(*rows, -1)
@@ -412,17 +414,15 @@ class Writer:
         self.tensors[f"{weight_name}.amax"] = torch.tensor(constants.weight_amax)
         return {"layer": name, "precision": "nvfp4", "e4m3_max": constants.e4m3_max, "bias": bias}
 
-    def _eight_bits(self, name: str, constants: EightBitConstants) -> str:
-        """Add a weight [O, taps, C] in FP8 or INT8, and the amax of the layer's input; the precision's name."""
-        is_int8 = constants.codes.dtype == "int8"
-        codes = torch.from_numpy(constants.codes.view("uint8")).movedim(constants.axis, 0)  # O, C, taps
-        codes = codes.movedim(1, -1).contiguous()
-        self.tensors[f"{name}.codes"] = codes.view(torch.int8 if is_int8 else torch.float8_e4m3fn)
-        self.tensors[f"{name}.scales"] = torch.from_numpy(constants.scales.astype("float32"))
-        amax = cast(Tensor, self.modules[name.removesuffix(".weight")].input_amax).detach().float().cpu()
-        self.rest.require(f"{name.removesuffix('.weight')}.input_amax", amax)
-        self.tensors[f"{name}.amax"] = amax.reshape(())
-        return "int8" if is_int8 else "fp8"
+    def _eight_bits(self, name: str, constants: EightBitConstants) -> None:
+        """Add the weight [O, taps, C] of a layer in FP8 or INT8, and the amax of its input."""
+        codes = torch.from_numpy(constants.codes.view("uint8")).movedim(constants.axis, 0).movedim(1, -1).contiguous()
+        weight, dtype = f"{name}.weight", torch.int8 if constants.codes.dtype == "int8" else torch.float8_e4m3fn
+        amax = cast(Tensor, self.modules[name].input_amax).detach().float().cpu()
+        self.rest.require(f"{name}.input_amax", amax)
+        self.tensors[f"{weight}.codes"] = codes.view(dtype)
+        self.tensors[f"{weight}.scales"] = torch.from_numpy(constants.scales.astype("float32"))
+        self.tensors[f"{weight}.amax"] = amax.reshape(())
 
     def bias(self, node: ir.Node) -> str | None:
         """The name of a layer's bias, added to the file."""
