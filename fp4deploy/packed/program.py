@@ -35,10 +35,11 @@ from fp4deploy.fusion.concatenate import register_lowering
 from fp4deploy.packed.file import PackedFile
 from fp4deploy.packed.graph import Conv2d, GroupNormReLU, Layer, Pool, Reshape
 from fp4deploy.packed.producers import Move, Produce, Step
-from fp4deploy.packed.program_cache import keep_program, program_key, read_program, versions
+from fp4deploy.packed.program_cache import keep_program, program_key, read_program
 from fp4deploy.packed.shapes import shapes_of
 from fp4deploy.packed.writer import Key, Writer
-from fp4deploy.plugins.runtime.cache import cache_folder, keep_compiled_private, keep_entry, key, read_entry
+from fp4deploy.plugins.aot.compile import versions
+from fp4deploy.plugins.runtime.cache import keep_compiled_private, key
 from fp4deploy.tracing import make_no_folder
 
 EXPANSIONS: dict[Any, Callable[..., Any]] = {
@@ -153,18 +154,6 @@ def choice_key(file: PackedFile, inputs: Sequence[torch.Tensor], graphs: bool) -
     graph = file.graph.to_json(exclude={"tensors": {"__all__": {"sha256"}}})
     shapes = f"{[tuple(x.shape) for x in inputs]} {graphs}"
     return key(["packed program 1", graph, shapes, torch.cuda.get_device_name(inputs[0].device), versions()])
-
-
-def remembered(name: str) -> str | None:
-    """The choice of this key, one of CHOICES; None where there is none yet."""
-    content = read_entry(cache_folder() / "programs" / f"{name}.choice")
-    choice = content.decode(errors="replace") if content else ""
-    return choice if choice in CHOICES else None
-
-
-def remember(name: str, choice: str) -> None:
-    """Keep a choice; a cache that cannot be written is a warning."""
-    keep_entry(cache_folder() / "programs" / f"{name}.choice", choice.encode())
 
 
 def trace(

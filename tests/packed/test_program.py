@@ -15,7 +15,7 @@ from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.models import build_unet
 from fp4deploy.packed import PackedNetwork, program, program_cache
 from fp4deploy.packed.producers import plan
-from fp4deploy.packed.program import CHOICES, choice_key, compile_mode, compile_program, left_to_torch, trace
+from fp4deploy.packed.program import choice_key, compile_mode, compile_program, left_to_torch, trace
 from fp4deploy.packed.program_cache import keep_program, program_key, read_program
 from fp4deploy.packed.writer import Writer
 from tests.export.packable_networks import NETWORKS
@@ -43,19 +43,6 @@ def test_networks_of_kernels_are_not_compiled(name: str) -> None:
 def test_our_unet_is_not_compiled() -> None:
     x = torch.zeros(1, 3, 32, 32)
     assert not left_to_torch(plan(packed(build_unet(4, 0.25), x).graph)[1])
-
-
-def test_choices_are_remembered_and_damaged_ones_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FP4DEPLOY_CACHE", str(tmp_path / "cache"))
-    assert program.remembered("a" * 40) is None
-    for choice in CHOICES:
-        program.remember("a" * 40, choice)
-        assert program.remembered("a" * 40) == choice
-    (entry,) = (tmp_path / "cache" / "programs").iterdir()
-    entry.write_bytes(entry.read_bytes()[:-1])
-    assert program.remembered("a" * 40) is None
-    program.remember("a" * 40, "something else")
-    assert program.remembered("a" * 40) is None
 
 
 def test_a_choice_is_of_a_network_a_size_and_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from fp4deploy.packed import PackedNetwork, capture, program
 from fp4deploy.packed.capture import CapturedNetwork, Replay
 from fp4deploy.packed.program import choice_key, compile_program
 from fp4deploy.packed.writer import Writer
+from fp4deploy.plugins.runtime import choices
 from tests.export.packable_networks import NETWORKS, deployed
 from tests.packed.test_writer import dense, network, operators
 
@@ -54,10 +55,10 @@ def test_the_choice_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     captured = CapturedNetwork(PackedNetwork(file, GPU), compiled="auto")
     y = tree_leaves(captured(x))
     name = choice_key(file, [x], True)
-    choice = program.remembered(name)
+    choice = choices.remembered(name, program.CHOICES)
     assert choice in program.CHOICES
     assert bool(captured.programs) == (choice == "program")
-    monkeypatch.setattr(capture, "remember", None)  # would be called again
+    monkeypatch.setattr(capture, "fastest", None)  # would be called again
     again = CapturedNetwork(PackedNetwork(file, GPU), compiled="auto")
     assert all(torch.equal(*pair) for pair in zip(tree_leaves(again(x)), y, strict=True))
     assert captured.replays

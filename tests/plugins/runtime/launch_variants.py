@@ -18,7 +18,7 @@ import torch
 
 from fp4deploy.formats import quantize_nvfp4
 from fp4deploy.plugins.gemm import gemv
-from fp4deploy.plugins.gemm.convolution import depthwise, direct, plain, small_k, warpgroup
+from fp4deploy.plugins.gemm.convolution import depthwise, direct, narrow_wgrad, plain, small_k, warpgroup
 from fp4deploy.plugins.gemm.convolution.decoded_weight import decode_weight
 from fp4deploy.plugins.losses import segmentation
 from fp4deploy.plugins.quantize import (
@@ -286,6 +286,14 @@ def _small_k(
     return lambda: small_k.conv2d(x, weight, None, (stride, stride), (padding, padding), moments=moments)
 
 
+def _narrow_wgrad(
+    image: Shape, outputs: int, taps: tuple[int, int], stride: int = 1, dtype: torch.dtype = HALF
+) -> Callable[[], object]:
+    size = [(each - tap) // stride + 1 for each, tap in zip(image[1:3], taps, strict=True)]
+    x, g = torch.zeros(image, dtype=dtype), torch.zeros(image[0], *size, outputs, dtype=dtype)
+    return lambda: narrow_wgrad.wgrad(g, x, taps, (stride, stride))
+
+
 def _warpgroup(
     joint: bool,
     height: int,
@@ -369,6 +377,9 @@ EXERCISES: list[Callable[[], object]] = [
     _small_k((1, 4, 4, 16), (21, 3, 3), 1, 1, moments=True),
     _small_k((1, 4, 4, 64), (12, 1, 1)),
     _small_k((1, 4, 4, 16), (70, 1, 1), moments=True),
+    _narrow_wgrad((1, 4, 4, 3), 16, (3, 3)),
+    _narrow_wgrad((1, 9, 9, 3), 64, (7, 7), 2),
+    _narrow_wgrad((1, 4, 4, 64), 12, (1, 1), dtype=BFLOAT),
     _warpgroup(True, 24),
     _warpgroup(False, 24),
     _warpgroup(True, 20, 2, size=1, packed=True),

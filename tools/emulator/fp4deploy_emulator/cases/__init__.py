@@ -8,6 +8,7 @@
 | `direct` | convolutions of few channels, decoded once into shared memory |
 | `warpgroup` | convolutions by wgmma, for SM90 |
 | `small_k` | FP16 convolutions of small K on tensor cores |
+| `narrow_wgrad` | weight gradients of convolutions of few channels |
 | `depthwise` | convolutions with a filter for each channel |
 | `training` | the GEMMs of a training step, and what packs their operands |
 | `plugins` | the entry points of the TensorRT plugins |
@@ -33,6 +34,7 @@ from fp4deploy_emulator.cases import (
     direct,
     gemms,
     losses,
+    narrow_wgrad,
     plain,
     plugins,
     small_k,
@@ -48,6 +50,7 @@ CUDA = (
     *losses.CASES,
     *plain.CASES,
     *small_k.CASES,
+    *narrow_wgrad.CASES,
     *depthwise.CASES,
     *direct.CASES,
     *warpgroup.CASES,
