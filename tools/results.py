@@ -96,6 +96,7 @@ MEASURED = {  # by script, or command of fp4deploy: folders of fp4deploy
     "train": _TRAINING,
     "time_model": ("timing", "plugins/gemm"),
     "touched": ("system",),
+    "training_convolutions": ("plugins/gemm", "qat/operators"),
     "training_models": _TRAINING,
     "training_step": _TRAINING,
     "transformers_table": ("qat", "graph", *_ENGINES, *_PACKED),
