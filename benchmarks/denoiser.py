@@ -200,10 +200,11 @@ def forms(base: nn.Module, data: torch.Tensor, options: Any) -> Iterator[tuple[s
     yield "NVFP4 QAT, packed", packed(tuned, seen[0][:2]), True
 
 
-def packed(network: nn.Module, example: torch.Tensor) -> PackedNetwork:
+def packed(network: nn.Module, example: torch.Tensor, verify: bool = True) -> PackedNetwork:
     """A network as its packed file computes it, on the device of `example` [N, 4, H, W]."""
     with tempfile.TemporaryDirectory() as folder:
-        file = fd.pack(copy.deepcopy(network).cpu(), Path(folder) / "denoiser.fp4", example_inputs=example.cpu()).file
+        path = Path(folder) / "denoiser.fp4"
+        file = fd.pack(copy.deepcopy(network).cpu(), path, example_inputs=example.cpu(), verify=verify).file
     return PackedNetwork(file, example.device)
 
 
