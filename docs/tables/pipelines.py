@@ -27,7 +27,7 @@ def denoiser(name: str = "denoiser_h200") -> str:
 def denoiser_latency() -> str:
     """One step of the denoisers, packed, beside the fastest form of torch's FP16."""
     rows = []
-    for row in result("denoiser_latency_h200")["rows"]:
+    for row in (row for name in ("", "_unet2d") for row in result(f"denoiser_latency{name}_h200")["rows"]):
         times = {name: run.get("graph_ms") for name, run in row["runs"].items()}
         cells = [
             f"{times['packed ' + form]:.3f}" if times.get("packed " + form) else NOT_MEASURED
