@@ -13,16 +13,17 @@ RAW is nnUNet_raw/Dataset004_Hippocampus with imagesTs and labelsTs. For each se
 | `ptq` | the base, quantised without training | `fp4deploy quantize` |
 
 Everything that trains is nnU-Net's but the number of steps, the seed and the rate that fine-tuning starts with
-(`nnunet_trainers`). `nnUNetv2_predict_from_modelfolder` segments the test volumes with all four; with --packed `fp4deploy
-predict --nnunet` does so, too, with the packed networks of `nvfp4` and `ptq`. On a CPU nnU-Net trains in FP32.
+(`nnunet_trainers`). `nnUNetv2_predict_from_modelfolder` segments the test volumes with all four; with --packed
+`fp4deploy predict --nnunet` does so, too, with the packed networks of `nvfp4` and `ptq`. On a CPU nnU-Net trains in
+FP32.
 
 An epoch has so many iterations that everything takes about --seconds: a first training of both forms on each GPU tells
-how long a step takes. With --iterations none is made. Every training takes the GPU with fewest of them; the file is written
-after each step, and a step that fails is a row with its error.
+how long a step takes. With --iterations none is made. Every training takes the GPU with fewest of them; the file is
+written after each step, and a step that fails is in it with its error.
 
-Dice is the mean over volumes of each class, then over both (`bench.evidence.VoxelCounts`). A drop is `control`, or `base`,
-of the same seed minus the row, in points; its intervals are those of `engine_accuracy.drops`: the gate's paired bootstrap
-over volumes, of each seed and of the mean, and Student's t over seeds.
+Dice is the mean over volumes of each class, then over both (`bench.evidence.VoxelCounts`). A drop is `control`, or
+`base`, of the same seed minus the row, in points; its intervals are those of `engine_accuracy.drops`: the gate's paired
+bootstrap over volumes, of each seed and of the mean, and Student's t over seeds.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class Benchmark:
         self.devices: list[str] = [str(index) for index in range(torch.cuda.device_count())] or ["cpu"]
         self.running = dict.fromkeys(self.devices, 0)
         self.lock = threading.Lock()
-        told = peers.command("--folder", "--seconds")
+        told = peers.command("--folder", "--seconds").replace(str(options.raw), "RAW")
         self.report: dict[str, Any] = {"command": told, **peers.origin(), "machine": environment(), "seconds": {}}
         if gpus := self.report["machine"]["gpus"]:
             self.report["machine"] |= {"gpu": gpus[0]["name"], "torch": torch.__version__}
