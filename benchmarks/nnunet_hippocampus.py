@@ -69,7 +69,6 @@ ENTRY = {
     "train": "from nnunetv2.run.run_training import run_training_entry as run",
     "predict": "from nnunetv2.inference.predict_from_raw_data import predict_entry_point_modelfolder as run",
 }
-PROBE = 100  # iterations of an epoch of the first training; its second epoch is timed
 APART = 75.0  # seconds that are no steps: starts of processes, first steps, predictions
 EPOCH = re.compile(r"Epoch time: ([\d.]+) s")
 
@@ -184,9 +183,11 @@ class Benchmark:
         and six trainings, of which two GPUs share the time, follow.
         """
 
+        steps = self.options.probe
+
         def timed(seed: int, form: str, device: str) -> float:
-            text = self.train(f"probe-{form}-{seed}", seed, form, 2, PROBE, device, "probe")
-            return float(EPOCH.findall(text)[-1]) / PROBE
+            text = self.train(f"probe-{form}-{seed}", seed, form, 2, steps, device, "probe")
+            return float(EPOCH.findall(text)[-1]) / steps
 
         with ThreadPoolExecutor() as pool:
             asked = {
@@ -342,6 +343,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, nargs=2, default=[16, 6], help="of the base, and of fine-tuning")
     parser.add_argument("--iterations", type=int, help="of an epoch; else as many as --seconds allow")
+    parser.add_argument("--probe", type=int, default=100, help="iterations of an epoch of the first training, of two")
     parser.add_argument("--seconds", type=float, default=400.0)
     parser.add_argument("--volumes", type=int, help="of the test split")
     parser.add_argument("--images", type=int, help="of `quantize`")
