@@ -13,16 +13,17 @@ RAW is nnUNet_raw/Dataset004_Hippocampus with imagesTs and labelsTs. For each se
 | `ptq` | the base, quantised without training | `fp4deploy quantize` |
 
 Everything that trains is nnU-Net's but the number of steps, the seed and the rate that fine-tuning starts with
-(`nnunet_trainers`). `nnUNetv2_predict_from_modelfolder` segments the test volumes with all four; with --packed `fp4deploy
-predict --nnunet` does so, too, with the packed networks of `nvfp4` and `ptq`. On a CPU nnU-Net trains in FP32.
+(`nnunet_trainers`). `nnUNetv2_predict_from_modelfolder` segments the test volumes with all four; with --packed
+`fp4deploy predict --nnunet` does so, too, with the packed networks of `nvfp4` and `ptq`. On a CPU nnU-Net trains in
+FP32.
 
 An epoch has so many iterations that everything takes about --seconds: a first training of both forms on each GPU tells
-how long a step takes. With --iterations none is made. Every training takes the GPU with fewest of them; the file is written
-after each step, and a step that fails is a row with its error.
+how long a step takes. With --iterations none is made. Every training takes the GPU with fewest of them; the file is
+written after each step, and a step that fails is in it with its error.
 
-Dice is the mean over volumes of each class, then over both (`bench.evidence.VoxelCounts`). A drop is `control`, or `base`,
-of the same seed minus the row, in points; its intervals are those of `engine_accuracy.drops`: the gate's paired bootstrap
-over volumes, of each seed and of the mean, and Student's t over seeds.
+Dice is the mean over volumes of each class, then over both (`bench.evidence.VoxelCounts`). A drop is `control`, or
+`base`, of the same seed minus the row, in points; its intervals are those of `engine_accuracy.drops`: the gate's paired
+bootstrap over volumes, of each seed and of the mean, and Student's t over seeds.
 """
 
 from __future__ import annotations
@@ -68,7 +69,6 @@ ENTRY = {
     "train": "from nnunetv2.run.run_training import run_training_entry as run",
     "predict": "from nnunetv2.inference.predict_from_raw_data import predict_entry_point_modelfolder as run",
 }
-PROBE = 100  # iterations of an epoch of the first training; its second epoch is timed
 APART = 75.0  # seconds that are no steps: starts of processes, first steps, predictions
 EPOCH = re.compile(r"Epoch time: ([\d.]+) s")
 
@@ -82,7 +82,7 @@ class Benchmark:
         self.devices: list[str] = [str(index) for index in range(torch.cuda.device_count())] or ["cpu"]
         self.running = dict.fromkeys(self.devices, 0)
         self.lock = threading.Lock()
-        told = peers.command("--folder", "--seconds")
+        told = peers.command("--folder", "--seconds").replace(str(options.raw), "RAW")
         self.report: dict[str, Any] = {"command": told, **peers.origin(), "machine": environment(), "seconds": {}}
         if gpus := self.report["machine"]["gpus"]:
             self.report["machine"] |= {"gpu": gpus[0]["name"], "torch": torch.__version__}
@@ -183,9 +183,11 @@ class Benchmark:
         and six trainings, of which two GPUs share the time, follow.
         """
 
+        steps = self.options.probe
+
         def timed(seed: int, form: str, device: str) -> float:
-            text = self.train(f"probe-{form}-{seed}", seed, form, 2, PROBE, device, "probe")
-            return float(EPOCH.findall(text)[-1]) / PROBE
+            text = self.train(f"probe-{form}-{seed}", seed, form, 2, steps, device, "probe")
+            return float(EPOCH.findall(text)[-1]) / steps
 
         with ThreadPoolExecutor() as pool:
             asked = {
@@ -341,6 +343,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, nargs=2, default=[16, 6], help="of the base, and of fine-tuning")
     parser.add_argument("--iterations", type=int, help="of an epoch; else as many as --seconds allow")
+    parser.add_argument("--probe", type=int, default=100, help="iterations of an epoch of the first training, of two")
     parser.add_argument("--seconds", type=float, default=400.0)
     parser.add_argument("--volumes", type=int, help="of the test split")
     parser.add_argument("--images", type=int, help="of `quantize`")

@@ -74,6 +74,7 @@ MEASURED = {  # by script, or command of fp4deploy: folders of fp4deploy
     "packed_latency": _PACKED,
     "packed_unet": _PACKED,
     "nnunet_walk": ("interop/nnunet", "ptq", "data/volumes", *_PACKED),
+    "nnunet_hippocampus": ("interop/nnunet", "ptq", *_TRAINING, *_PACKED),
     "nnunet_volume": ("interop/nnunet", *_PACKED),
     "packed_volumes": _PACKED,
     "pipeline": ("predict", "bench", *_PACKED),
