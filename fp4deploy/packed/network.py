@@ -146,8 +146,7 @@ class PackedNetwork:
         decodes = on_cpu and self.dtype == torch.float32
         self.pack: Pack = round_trip_nvfp4 if decodes else packed_form  # between two nodes
         # Nobody asked for a form of its kernels, nor for marks of its nodes: a compiled program may stand for them.
-        own = any(isinstance(node, Layer) and quantizes_itself(node) for node in self.graph.nodes)
-        self.by_default = on_gpu and weights is None and plain == "torch" and not marks and not own
+        self.by_default = on_gpu and weights is None and plain == "torch" and not marks
         self._decodes = weights != "packed" and self.has_kernels and decoded.available(self.device)
         self._compiles = on_cpu or triton_version() is not None
         self.has_mixed_kernels = on_gpu and triton_version() is not None and capability_of(self.device) >= 90

@@ -14,9 +14,8 @@ from typing import cast
 
 import torch
 
-from fp4deploy.errors import InputError
 from fp4deploy.formats import Mxfp4Tensor, fake_quantize_mxfp8, quantize_fp8, quantize_int8
-from fp4deploy.packed.graph import EIGHT_BITS, QUANTIZED, Graph, Layer, Linear, quantizes_itself
+from fp4deploy.packed.graph import EIGHT_BITS, Layer, Linear
 from fp4deploy.packed.operators import convolve
 from fp4deploy.packed.shapes import weight_order
 
@@ -37,14 +36,6 @@ class OwnWeight:
     @property
     def nbytes(self) -> int:
         return self.values.nbytes
-
-
-def refuse_own_quantizers(graph: Graph, what: str) -> None:
-    """Raise an error where a network has such a layer; what: has none, "a compiled program"."""
-    for node in graph.nodes:
-        if isinstance(node, Layer) and quantizes_itself(node):
-            name = QUANTIZED[node.precision]
-            raise InputError(f"{node.layer} is {name}, and {what} has no such layers: PackedNetwork runs them.")
 
 
 def own_weight(node: Layer, parts: Sequence[torch.Tensor], shape: Sequence[int]) -> OwnWeight:

@@ -29,11 +29,11 @@ import torch
 from torch import fx
 
 from fp4deploy.errors import Fp4DeployError, InputError, UnavailableError, named_cause
-from fp4deploy.formats import NVFP4_BLOCK
+from fp4deploy.formats.constants import MXFP8_BLOCK, NVFP4_BLOCK
 from fp4deploy.fusion import values, windows
 from fp4deploy.fusion.concatenate import register_lowering
 from fp4deploy.packed.file import PackedFile
-from fp4deploy.packed.graph import Conv2d, GroupNormReLU, Layer, Pool, Reshape
+from fp4deploy.packed.graph import Conv2d, GroupNormReLU, Layer, Linear, Pool, Reshape, quantizes_itself
 from fp4deploy.packed.producers import Move, Produce, Step
 from fp4deploy.packed.program_cache import keep_program, program_key, read_program
 from fp4deploy.packed.shapes import shapes_of
@@ -100,6 +100,8 @@ def left_to_torch(steps: Sequence[Step]) -> bool:
 
 def _is_covered(step: Step) -> bool:
     """By kernels of this package, or a library's that nothing is fused with."""
+    if isinstance(step, Layer) and quantizes_itself(step):
+        return False
     if isinstance(step, Pool):
         return step.op == "max_pool"
     if isinstance(step, Conv2d):
@@ -146,7 +148,10 @@ def compile_program(file: PackedFile, inputs: Sequence[torch.Tensor], dtype: tor
 def _has_partial_blocks(file: PackedFile) -> bool:
     shapes = shapes_of(file.graph)
     packed = [form for form in file.graph.forms().values() if form.amax]
-    return any(shapes[form.name][1 if form.axis == "channels" else -1] % NVFP4_BLOCK for form in packed)
+    mixed = [node for node in file.graph.nodes if isinstance(node, Layer) and node.precision == "w4a8"]
+    read = {name: -1 if isinstance(node, Linear) else 1 for node in mixed for name in node.inputs}
+    partial = any(shapes[form.name][1 if form.axis == "channels" else -1] % NVFP4_BLOCK for form in packed)
+    return partial or any(shapes[name][axis] % MXFP8_BLOCK for name, axis in read.items())
 
 
 def choice_key(file: PackedFile, inputs: Sequence[torch.Tensor], graphs: bool) -> str:

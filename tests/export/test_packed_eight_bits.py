@@ -11,17 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fp4deploy.architecture import Architecture
 from fp4deploy.errors import Fp4DeployError, InputError
 from fp4deploy.export.to_packed import pack
 from fp4deploy.formats import quantize_fp8, quantize_int8
-from fp4deploy.native import Gpu, record
 from fp4deploy.packed import PackedFile, PackedNetwork, own_quantizer, read_packed, write_packed
 from fp4deploy.packed.check import check_values
 from fp4deploy.packed.describe import describe_packed
-from fp4deploy.packed.writer import Writer
 from fp4deploy.qat import calibrate, prepare
 from fp4deploy.qat.load import deployed
+from tests.export.packable_networks import EightBits
 
 QUANTIZE = {"fp8": quantize_fp8, "int8": quantize_int8}
 
@@ -33,23 +31,6 @@ PRODUCTS = {
 }
 
 
-class Layers(nn.Module):
-    """Every kind of layer that multiplies, in groups as well, of channels that are no whole blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 24, 3, padding=1)
-        self.wide = nn.Conv2d(24, 24, 3, padding=1)
-        self.body = nn.Conv2d(24, 20, 3, padding=2, stride=2, dilation=2, groups=4)
-        self.up = nn.ConvTranspose2d(20, 12, 3, stride=2, padding=1, output_padding=1, groups=2)
-        self.point = nn.Linear(12, 18)
-        self.head = nn.Conv2d(18, 4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.up(self.body(self.wide(self.stem(x).relu()).relu()).relu())
-        return self.head(self.point(y.movedim(1, -1)).relu().movedim(-1, 1))
-
-
 @pytest.fixture(scope="module", params=["fp8", "int8"])
 def form(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -58,7 +39,9 @@ def form(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def model(form: str) -> nn.Module:
     torch.manual_seed(0)
-    found = prepare(Layers(), "nvfp4_qat", include=["wide", "body", "up", "point"], **{form: ["body", "up", "point"]})
+    found = prepare(
+        EightBits(), "nvfp4_qat", include=["wide", "body", "up", "point"], **{form: ["body", "up", "point"]}
+    )
     calibrate(found, [torch.randn(2, 3, 16, 16) for _ in range(2)])
     return found.eval()
 
@@ -135,13 +118,6 @@ def test_wrong_shapes_are_refused(file: PackedFile, tmp_path: Path, part: str) -
     write_packed(replace(file, path=tmp_path / "wrong.fp4", tensors=wrong, graph=graph))
     with pytest.raises(InputError, match=r"body"):
         read_packed(tmp_path / "wrong.fp4")
-
-
-def test_what_does_not_run_node_by_node_refuses_them(form: str, file: PackedFile) -> None:
-    with pytest.raises(InputError, match=f"is {form.upper()}, and a plan for the C library has no such layers"):
-        record(file, Gpu(Architecture(9, 0), "NVIDIA H200", 132), (1, 3, 16, 16))
-    with pytest.raises(InputError, match="a compiled program has no such layers"):
-        Writer(file, torch.device("cpu"), torch.float32)
 
 
 def test_a_negative_zero_is_no_block_scale_either(file: PackedFile) -> None:

@@ -15,7 +15,7 @@ from fp4deploy.packed.capture import CapturedNetwork, Replay
 from fp4deploy.packed.program import choice_key, compile_program
 from fp4deploy.packed.writer import Writer
 from fp4deploy.plugins.runtime import choices
-from tests.export.packable_networks import NETWORKS, deployed
+from tests.export.packable_networks import NETWORKS, OWN_QUANTIZERS, deployed
 from tests.packed.test_writer import dense, network, operators
 
 pytestmark = [
@@ -34,7 +34,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 OTHERS = {"operators": operators, "dense": dense}
 
 
-@pytest.mark.parametrize("name", [*NETWORKS, *OTHERS])
+@pytest.mark.parametrize("name", [*NETWORKS, *OWN_QUANTIZERS, *OTHERS])
 def test_what_is_compiled_is_what_is_written(name: str) -> None:
     file, images = OTHERS[name]() if name in OTHERS else network(name)
     x = images.half().to(GPU)

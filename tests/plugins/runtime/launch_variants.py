@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 
 from fp4deploy.formats import quantize_nvfp4
+from fp4deploy.plugins.classes.class_map import class_map_kernel
 from fp4deploy.plugins.gemm import gemv
 from fp4deploy.plugins.gemm.convolution import depthwise, direct, narrow_wgrad, plain, small_k, warpgroup
 from fp4deploy.plugins.gemm.convolution.decoded_weight import decode_weight
@@ -256,6 +257,12 @@ def _copies(dtype: torch.dtype) -> None:
     plain.class_map(y)
 
 
+def _class_map(classes: int, dtype: torch.dtype, layout: torch.memory_format, side: int) -> Callable[[], object]:
+    logits = torch.zeros(1, classes, 4, 5, dtype=dtype).to(memory_format=layout)
+    mask = torch.uint8 if classes < 256 else torch.uint16
+    return lambda: class_map_kernel(logits, (4, 5) if side == 4 else (side, side), mask)
+
+
 def _direct(channels: tuple[int, ...], outputs: int, packed: bool = False) -> Callable[[], object]:
     def exercise() -> None:
         sources = tuple(quantize_nvfp4(torch.zeros(1, 4, 4, each)) for each in channels)
@@ -357,6 +364,11 @@ EXERCISES: list[Callable[[], object]] = [
     _segmentation(12, FLOAT, torch.contiguous_format),
     _segmentation(81, BFLOAT, torch.channels_last),
     _segmentation(300, HALF, torch.contiguous_format),
+    _class_map(20, HALF, torch.channels_last, 7),
+    _class_map(20, HALF, torch.channels_last, 4),
+    _class_map(19, BFLOAT, torch.channels_last, 3),
+    _class_map(12, FLOAT, torch.contiguous_format, 9),
+    _class_map(300, HALF, torch.channels_last, 8),
     _packed_norms,
     _row_norms,
     _elementwise_layers,
