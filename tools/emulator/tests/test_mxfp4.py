@@ -1,5 +1,5 @@
 """Faults planted into instructions with UE8M0 scales: MXFP4 of training GEMMs, half a register or word of scales each;
-MXFP8 of W4A8, a byte.
+MXFP8 of W4A8 and the 1 of FP8, a byte.
 """
 
 from __future__ import annotations
@@ -25,6 +25,14 @@ FAULTS = {
         "the scales of A and B change places": planted.swapped_scales(0),
         "the scales of A are the next byte": planted.replaced(REGISTERS, r"\1{ 1, 0 }\2{ 0, 0 };", 0),
         "registers of a fragment are swapped": planted.swapped_operands(0),
+        "barriers are missing in the loop": planted.without_first_barriers(),
+    },
+    ("sm_120", "FP8 conv 3x3, stride 2"): {
+        "a block scale is 2": planted.replaced(r"(mov\.b32\s+%r\d+, 12)7;", r"\g<1>8;", 0),
+        "the scales of A are the next byte": planted.replaced(REGISTERS, r"\1{ 1, 0 }\2{ 0, 0 };", 0),
+        "registers of a fragment are swapped": planted.swapped_operands(0),
+        "the weight's scales are those of other channels": planted.other_offset(r"ld\.global\.b32", 4, 1),
+        "copies are not waited for": planted.late_wait(),
         "barriers are missing in the loop": planted.without_first_barriers(),
     },
     ("sm_100", "wgrad, MXFP4"): {
