@@ -20,10 +20,12 @@ from fp4deploy.formats import (
     Mxfp4Tensor,
     Mxfp8Tensor,
     fake_quantize_mxfp8,
+    fp8_scale,
     quantize_fp8,
     quantize_int8,
     quantize_mxfp8,
 )
+from fp4deploy.formats.fp8 import quantize_fp8_by
 from fp4deploy.packed.graph import EIGHT_BITS, QUANTIZED, Graph, Layer, Linear, quantizes_itself
 from fp4deploy.packed.operators import convolve
 from fp4deploy.packed.shapes import weight_order
@@ -50,10 +52,10 @@ class OwnWeight:
 
 @dataclass(frozen=True)
 class KernelWeight:
-    """The weight of such a layer as `gather_gemm` reads it, [O, KH, KW, C]; amax: of the layer's input, in FP8."""
+    """The weight of such a layer as `gather_gemm` reads it, [O, KH, KW, C]; scale: of the layer's input, in FP8."""
 
     values: Mxfp4Tensor | EightBitTensor
-    amax: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -62,9 +64,9 @@ class KernelWeight:
 
     def quantized(self, x: torch.Tensor) -> Mxfp8Tensor | EightBitTensor:
         """What the weight is multiplied with; x: [N, H, W, C]."""
-        if self.amax is None:
+        if self.scale is None:
             return quantize_mxfp8(x.float())
-        return whole_blocks(quantize_fp8(x, amax=self.amax))
+        return whole_blocks(quantize_fp8_by(x, self.scale))
 
 
 def refuse_own_quantizers(graph: Graph, what: str) -> None:
@@ -92,7 +94,7 @@ def kernel_weight(node: Layer, parts: Sequence[torch.Tensor], shape: Sequence[in
     codes, scales, *amax = parts
     codes = codes.view(outputs, *window, *codes.shape[1:])
     if amax:
-        return KernelWeight(whole_blocks(EightBitTensor(codes, scales.float())), amax[0])
+        return KernelWeight(whole_blocks(EightBitTensor(codes, scales.float())), fp8_scale(amax[0]))
     scales = scales.view(outputs, *window, *scales.shape[1:])
     return KernelWeight(Mxfp4Tensor(codes, scales, torch.Size((outputs, *window, *rest))))
 

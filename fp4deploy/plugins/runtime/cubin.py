@@ -15,6 +15,7 @@ decodes the operands to FP16 and multiplies those, which is correct and slow.
 |---|---|---|
 | `tcgen05.mma ... kind::mxf4nvf4.block_scale` | E2M1 with a scale for 16 | SM100, 103, 107, 110 |
 | `mma.sync ... kind::mxf4nvf4.block_scale` | the same, from registers | SM120, 121 |
+| either, `kind::mxf8f6f4.block_scale` | E4M3 with a scale for 32 | both |
 | `wgmma.mma_async` | FP16, from shared memory, four warps together | SM90 |
 | `mma.sync` | FP16, from registers | SM80 on |
 
