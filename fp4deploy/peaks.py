@@ -51,7 +51,7 @@ class Gpu:
         if precision == "FP32":
             return RATE_SHARE * 2e9 * CORES * self.num_sms * self.clock
         peak = {"FP4": self.fp4, "FP8": self.fp8, "MXFP8": self.fp8, "INT8": self.int8}.get(precision) or self.fp16
-        precision = "FP16" if precision == "FP4" and self.fp4 is None else precision
+        precision = "FP16" if precision == "BF16" or (precision == "FP4" and self.fp4 is None) else precision
         return 1e12 * self.reached.get(precision, RATE_SHARE * peak)
 
     @property
