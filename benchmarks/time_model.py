@@ -31,7 +31,7 @@ from peers import origin
 from scipy.optimize import least_squares
 
 from fp4deploy.export.to_packed import pack_model
-from fp4deploy.formats import Nvfp4Tensor
+from fp4deploy.formats import Nvfp4Tensor, quantize_fp8, quantize_mxfp4, quantize_mxfp8
 from fp4deploy.packed import PackedFile, packed_file
 from fp4deploy.peaks import Gpu, find_gpu
 from fp4deploy.plugins.aot.compile import compile_launch, triton_version
@@ -39,6 +39,7 @@ from fp4deploy.plugins.aot.spec import Call, Launch
 from fp4deploy.plugins.gemm.arguments import gemm_call
 from fp4deploy.plugins.gemm.convolution import decoded
 from fp4deploy.plugins.gemm.convolution.decoded_weight import decode_weight
+from fp4deploy.plugins.gemm.training import Window, gather_call
 from fp4deploy.plugins.gemm.triton.tiles import NATIVE_FROM, Tile, tiles
 from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4
 from fp4deploy.plugins.runtime import cubin
@@ -123,9 +124,8 @@ def all_loops() -> dict[str, Any]:
     """As `launches.loops` reads it."""
     found: dict[str, Any] = {}
     for number in ARCHES:
-        families = {"implicit": implicit_launches(number)} | (
-            {} if number >= NATIVE_FROM else {"decoded": decoded_launches()}
-        )
+        families = {"implicit": implicit_launches(number)}
+        families |= eight_bit_launches(number) if number >= NATIVE_FROM else {"decoded": decoded_launches()}
         found[f"sm{number}"] = {name: dict(compiled(each, number)) for name, each in families.items()}
     return {"triton": triton_version(), "kernels": found}
 
@@ -136,7 +136,7 @@ def compiled(family: Sequence[Launch], number: int) -> Iterator[tuple[str, list[
         loop = cubin.main_loop(kernel.cubin, kernel.name)
         facts = dict(launch.constants)
         if loop is not None:
-            name = " x ".join(str(facts[each]) for each in ("BM", "BN", "BK")) + f", {facts['TAPS']} taps"
+            name = " x ".join(str(facts[each]) for each in ("BM", "BN", "BK")) + f", {facts.get('TAPS', 1)} taps"
             print(f"sm{number} {launch.kernel} {name}: {loop}", flush=True)
             yield name, [*loop, kernel.registers, kernel.shared]
 
@@ -154,6 +154,17 @@ def implicit_launches(number: int) -> list[Launch]:
             )
             found.append(call.launch)
     return found
+
+
+def eight_bit_launches(number: int) -> dict[str, list[Launch]]:
+    """Of the kernel of FP8 and W4A8, a filter of 3 x 3."""
+    x, weight = torch.zeros(1, 8, 8, 256), torch.zeros(128, 3, 3, 256)
+    pairs = {
+        "FP8": (quantize_fp8(x), quantize_fp8(weight, 0)),
+        "W4A8": (quantize_mxfp8(x), quantize_mxfp4(weight)),
+    }
+    out, window = torch.empty(1, 8, 8, 128, dtype=torch.half), Window((3, 3), (1, 1), (1, 1), (1, 1))
+    return {name: [gather_call(*pair, window, out, None, False, number).launch] for name, pair in pairs.items()}
 
 
 def chosen(number: int, quantize: bool, transposed: bool) -> Iterator[Tile]:

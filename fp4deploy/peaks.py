@@ -15,6 +15,7 @@ from fp4deploy.architecture import Architecture
 from fp4deploy.errors import InputError
 
 RATE_SHARE, BANDWIDTH_SHARE = 769.3 / 989.5, 4.125 / 4.8
+CORES = 128  # FP32 multiply-accumulates of a multiprocessor in a cycle, of SM90, SM100 and SM120
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Gpu:
     """TFLOP/s, TOP/s and TB/s; `fp4` is None where tensor cores have no FP4.
 
     clock: GHz; l2: bytes; both of the H200 as it ran (benchmarks/results/layer_times_h200.json).
-    reached: precision -> TFLOP/s that others measured.
+    reached: precision -> TFLOP/s that others measured; "MXFP8" is FP8 by the block-scaled instruction.
     """
 
     name: str
@@ -40,9 +41,17 @@ class Gpu:
     reached_source: str = ""
 
     def rate(self, precision: str) -> float:
-        """Operations a second of "FP4", "FP8", "INT8" or "FP16" that kernels reach; of FP16 where there is no FP4."""
-        peak = {"FP4": self.fp4, "FP8": self.fp8, "INT8": self.int8}.get(precision) or self.fp16
-        precision = "FP16" if precision == "FP4" and self.fp4 is None else precision
+        """Operations a second that kernels reach in "FP4", "FP8", "MXFP8", "INT8", "FP16", "BF16", "TF32" or "FP32".
+
+        Of FP16 where there is no FP4. TF32 has half the rate of FP16 on every GPU here, and FP32 is not multiplied by
+        tensor cores but by `CORES` of each multiprocessor.
+        """
+        if precision == "TF32":
+            return self.rate("FP16") / 2
+        if precision == "FP32":
+            return RATE_SHARE * 2e9 * CORES * self.num_sms * self.clock
+        peak = {"FP4": self.fp4, "FP8": self.fp8, "MXFP8": self.fp8, "INT8": self.int8}.get(precision) or self.fp16
+        precision = "FP16" if precision == "BF16" or (precision == "FP4" and self.fp4 is None) else precision
         return 1e12 * self.reached.get(precision, RATE_SHARE * peak)
 
     @property
@@ -63,8 +72,9 @@ GPUS = (
     Gpu(
         *("RTX 5090", Architecture(12, 0), 170, 2.407, 96 << 20, 1676.0, 419.0, 838.0, 209.5, 1.792),
         source="NVIDIA RTX Blackwell GPU Architecture whitepaper, appendix A",
-        reached={"FP4": 1215.0, "FP8": 507.0, "FP16": 255.0},
-        reached_source="comments of QuACK's gemm_sm120.py, 2026-07-29: CUTLASS in NVFP4, plain FP8 and BF16 mma",
+        reached={"FP4": 1215.0, "FP8": 507.0, "MXFP8": 918.0, "FP16": 255.0},
+        reached_source="comments of QuACK's gemm_sm120.py, 2026-07-29: CUTLASS in NVFP4, plain FP8 and BF16 mma, and "
+        "block-scaled FP8 with scales of 1, 918 to 1,005",
     ),
     Gpu(
         *("H200", Architecture(9, 0), 132, 1.98, 60 << 20, None, 1979.0, 1979.0, 989.5, 4.8),

@@ -66,7 +66,15 @@ def quantize_fp8(x: torch.Tensor, axis: int | None = None, amax: torch.Tensor | 
     """
     if amax is None:
         amax = finite_amax(x) if axis is None else slice_amax(x, axis)
-    scale = fp8_scale(amax)
+    return quantize_fp8_by(x, fp8_scale(amax))
+
+
+def quantize_fp8_by(x: torch.Tensor, scale: torch.Tensor) -> EightBitTensor:
+    """Quantise to E4M3 by a scale that is known, `fp8_scale` of an amax.
+
+    >>> quantize_fp8_by(torch.tensor([3.0, 900.0]), torch.tensor(1.0)).dequantize().tolist()
+    [3.0, 448.0]
+    """
     codes = (x.to(torch.float32) / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     return EightBitTensor(codes, scale)
 

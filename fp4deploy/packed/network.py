@@ -47,7 +47,7 @@ from typing import Any, cast
 import torch
 
 from fp4deploy.errors import InputError
-from fp4deploy.formats import Mxfp4Tensor, Nvfp4Tensor, quantize_mxfp8
+from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.formats.round_trip import round_trip_nvfp4
 from fp4deploy.graph.sizes import output_size, transposed_size
 from fp4deploy.models.input_encoding import encode_input
@@ -71,7 +71,7 @@ from fp4deploy.packed.graph import (
 )
 from fp4deploy.packed.on_cpu import convolution
 from fp4deploy.packed.operators import Context, as_numbers, channels_last, compute, convolve, positions_of, read_tensors
-from fp4deploy.packed.own_quantizer import OwnWeight, multiply, own_weight
+from fp4deploy.packed.own_quantizer import KernelWeight, OwnWeight, kernel_weight, multiply, own_weight
 from fp4deploy.packed.plain_layers import convolve_small_k, plain_geometry, plain_kernel, read_as_given, small_k_kernel
 from fp4deploy.packed.producers import Move, Produce, Step, label, moved, normalized, plan
 from fp4deploy.packed.shapes import Shape, expected, fitting, shapes_of, weight_order, weight_shape
@@ -153,7 +153,7 @@ class PackedNetwork:
         self._own = plain == "kernel" and self.device.type == "cuda"
         self._packed: dict[str, Nvfp4Tensor] = {}
         self._own_weights: dict[str, OwnWeight] = {}  # of layers that quantise what they read
-        self._codes: dict[str, Mxfp4Tensor] = {}  # or as a kernel reads them, [O, KH, KW, C]
+        self._codes: dict[str, KernelWeight] = {}  # or as a kernel reads them
         self._decoded: dict[str, DecodedWeight] = {}
         self._wide: dict[tuple[str, torch.dtype], torch.Tensor] = {}  # decoded, in the file's order of axes
         self._taps: dict[str, list[int]] = {}
@@ -302,7 +302,7 @@ class PackedNetwork:
         if node.layer in self._own_weights:
             return self._own_weights[node.layer].nbytes
         if node.layer in self._codes:
-            return self._codes[node.layer].codes.nbytes + self._codes[node.layer].scales.nbytes
+            return self._codes[node.layer].nbytes
         if node.layer not in self._packed:
             return self._wide[node.layer, self.decoded_dtype].nbytes
         weight = self._packed[node.layer]
@@ -442,18 +442,19 @@ class PackedNetwork:
         return self.forms(y if isinstance(node, Linear) else channels_last(y), node.outputs, pack)
 
     def _multiply_mixed(self, node: Layer, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """A layer in W4A8 by the kernel: the activation is quantised, the weight stays packed."""
+        """A layer in W4A8 or FP8 by the kernel: the activation is quantised, the weight stays packed."""
         weight, linear = self._codes[node.layer], isinstance(node, Linear)
+        taps = weight.values.codes.shape[1:3]
         rows = x.flatten(0, -2)[None, None] if linear else channels_last(x).movedim(1, -1)
         window, sizes = POINTWISE, rows.shape[1:3]
         if not linear:
             place = cast("Conv2d | ConvTranspose2d", node)
             steps = (place.stride, place.padding, place.dilation)
-            window = Window(*(cast(Any, tuple(each)) for each in (weight.shape[1:3], *steps)))
-            sizes = torch.Size(fitted_size(place, rows.shape[1:3], weight.shape[1:3]))
+            window = Window(*(cast(Any, tuple(each)) for each in (taps, *steps)))
+            sizes = torch.Size(fitted_size(place, rows.shape[1:3], taps))
         inverse = isinstance(node, ConvTranspose2d)
-        packed = quantize_mxfp8(rows.float())
-        y = gather_gemm(packed, weight, window, (sizes[0], sizes[1]), self.dtype, bias, inverse)
+        packed = weight.quantized(rows)
+        y = gather_gemm(packed, weight.values, window, (sizes[0], sizes[1]), self.dtype, bias, inverse)
         y = y.relu_() if getattr(node, "relu", False) else y
         return y.reshape(*x.shape[:-1], -1) if linear else y.movedim(-1, 1)
 
@@ -548,9 +549,7 @@ class PackedNetwork:
             parts = [tensors[name].to(self.device) for name in names]
             shape = torch.Size(weight_shape(self.graph, node, sum(sources)))
             if not self._decodes and self.has_mixed_kernels and has_mixed_kernel(node):
-                rows = (1, 1) if isinstance(node, Linear) else ()
-                codes, scales = (part.view(part.shape[0], *rows, *part.shape[1:]) for part in parts)
-                self._codes[node.layer] = Mxfp4Tensor(codes, scales, torch.Size((shape[0], *rows, *shape[1:])))
+                self._codes[node.layer] = kernel_weight(node, parts, shape)
             else:
                 self._own_weights[node.layer] = own_weight(node, parts, shape)
             return
@@ -640,8 +639,8 @@ def has_kernel(node: Layer, taps: Sequence[int]) -> bool:
 
 
 def has_mixed_kernel(node: Layer) -> bool:
-    """Whether a kernel multiplies the operands of a layer in W4A8: linear ones, and of images those of one group."""
-    if node.precision != "w4a8":
+    """Whether a kernel multiplies a layer in W4A8 or FP8: linear ones, and of images those of one group."""
+    if node.precision not in ("w4a8", "fp8"):
         return False
     if isinstance(node, Linear):
         return True

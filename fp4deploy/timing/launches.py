@@ -4,6 +4,7 @@
 |---|---|---|
 | `implicit` | `gemm.implicit_gemm_kernel`, on Blackwell by block-scaled MMA | machine code |
 | `decoded` | `decoded.decoded_conv_kernel`, before Blackwell | machine code |
+| `implicit` | `training.gather_gemm_kernel` of FP8 and W4A8, on Blackwell | machine code |
 | `moves` | that adds the parts of a divided K, and all that multiplies nothing | none |
 | `warpgroup` | `warpgroup_conv.cu`, SM90 | `warpgroup.cycles` |
 | `direct` | `direct_conv.cu`, before Blackwell, few channels | operations and decoded elements |
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,12 @@ from fp4deploy.architecture import HARDWARE
 from fp4deploy.errors import InputError
 from fp4deploy.graph.sizes import output_size
 from fp4deploy.peaks import Gpu
+from fp4deploy.plugins.gemm import training
 from fp4deploy.plugins.gemm.convolution import decoded, direct, warpgroup
 from fp4deploy.plugins.gemm.convolution.decoded_weight import supports
 from fp4deploy.plugins.gemm.triton.tiles import NATIVE_FROM, Tile, gemm_tile, k_step_constants
 from fp4deploy.plugins.runtime.cubin import Loop
+from fp4deploy.precisions import ELEMENT_BYTES, LAYER_FORMATS
 from fp4deploy.timing.model import Work
 
 PACKED, FP16 = 0.5 + 1 / 16, 2  # bytes of an element
@@ -107,6 +110,7 @@ def works(shape: Shape, gpu: Gpu) -> list[Work]:
     Raises:
         InputError: there is no machine code of this GPU's kernels in `loops.json`.
     """
+    shape = _of_slices(shape)
     if gpu.arch.number >= NATIVE_FROM or not shape.taps or not _is_decoded(shape):
         return [implicit(shape, gpu)]
     equal = len({*shape.strides}) <= 1 and len(shape.taps) == 2
@@ -131,6 +135,15 @@ def works(shape: Shape, gpu: Gpu) -> list[Work]:
     return _decoded(shape, gpu)
 
 
+def _of_slices(shape: Shape) -> Shape:
+    """A layer over volumes whose filter has depth 1 as one of images, as `plugins.gemm` launches it."""
+    steps = () if shape.transposed else (shape.strides[:1], shape.paddings[:1])
+    if len(shape.taps) < 3 or (shape.taps[:1], *steps) not in (((1,),), ((1,), (1,), (0,))):
+        return shape
+    rest = {name: getattr(shape, name)[1:] for name in ("sizes", "taps", "strides", "paddings")}
+    return replace(shape, batch=shape.batch * shape.sizes[0], **rest)
+
+
 def _is_decoded(shape: Shape) -> bool:
     return len(shape.taps) > 1 and supports(shape.channels, shape.summed)
 
@@ -148,6 +161,18 @@ def implicit(shape: Shape, gpu: Gpu) -> Work:
     return _gemm("implicit", shape, tile, constants["TAPS"], 1, per_step * tile.bm, per_step * tile.bn, gpu)
 
 
+def eighths(form: str, shape: Shape, moved: float, gpu: Gpu) -> Work:
+    """The block-scaled GEMM of E4M3 activations, `form` "FP8" or "W4A8".
+
+    shape: with one row for each output pixel and all taps for each, of a transposed convolution as well. moved: bytes.
+    """
+    tile, operands = training.WIDE, LAYER_FORMATS[form.lower()]
+    x, weight = (ELEMENT_BYTES[each["format"]] for each in (operands.activation, operands.weight))
+    read = 2 * tile.bk * tile.bm * x, 2 * tile.bk * tile.bn * weight
+    work = _gemm("implicit", shape, tile, 1, 1, *read, gpu, form)
+    return replace(work, moved=moved, outside=f"the {form} kernel was not timed")
+
+
 def _decoded(shape: Shape, gpu: Gpu) -> list[Work]:
     """The implicit GEMM of weights decoded before."""
     depths = tuple(-(-count // 16) * 8 for count in shape.channels)
@@ -161,9 +186,19 @@ def _decoded(shape: Shape, gpu: Gpu) -> list[Work]:
     return found + parts
 
 
-def _gemm(family: str, shape: Shape, tile: Tile, taps: int, splits: int, first: float, second: float, gpu: Gpu) -> Work:
-    """first, second: bytes of each operand in a step of a program."""
-    code = code_of(str(gpu.arch), family, tile, taps)
+def _gemm(
+    family: str,
+    shape: Shape,
+    tile: Tile,
+    taps: int,
+    splits: int,
+    first: float,
+    second: float,
+    gpu: Gpu,
+    eight_bits: str = "",
+) -> Work:
+    """first, second: bytes of each operand in a step of a program. eight_bits: "FP8" or "W4A8"."""
+    code = code_of(str(gpu.arch), eight_bits or family, tile, taps)
     steps = 0
     for count in shape.channels:
         bytes_of_tap = -(-count // 16) * 8
@@ -171,7 +206,7 @@ def _gemm(family: str, shape: Shape, tile: Tile, taps: int, splits: int, first: 
     programs = -(-shape.rows // tile.bm) * -(-shape.outputs // tile.bn) * shape.places * splits
     busiest, resident = -(-programs // gpu.num_sms), code.resident(tile.warps, gpu)
     rounds, each = -(-busiest // resident), steps / splits
-    precision = "FP4" if gpu.arch.number >= NATIVE_FROM else "FP16"
+    precision = "MXFP8" if eight_bits else "FP4" if gpu.arch.number >= NATIVE_FROM else "FP16"
     tensor = tile.bm * tile.bn * 2 * tile.bk / gpu.macs_per_cycle(precision)
     activations, weight = shape.moved
     cycles = {
@@ -185,7 +220,7 @@ def _gemm(family: str, shape: Shape, tile: Tile, taps: int, splits: int, first: 
     }
     outputs = 4.0 * splits * shape.rows * shape.places * shape.outputs if splits > 1 else 0.0
     moved = activations + weight * (FP16 if family == "decoded" else PACKED) + outputs
-    outside = "volumes were not timed" if len(shape.taps) == 3 else ""
+    outside = "" if len(shape.taps) in (0, 2) else "volumes and sequences were not timed"
     return Work(family, cycles, moved, programs * each * (first + second) + outputs, outside)
 
 

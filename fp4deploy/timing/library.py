@@ -13,7 +13,15 @@ from fp4deploy.precisions import ELEMENT_BYTES
 from fp4deploy.timing.model import Time, Work, time_of
 
 TILE, STEP = 128, 64
-BYTES = {"FP16": 2.0, "FP4": ELEMENT_BYTES["nvfp4"], "FP8": ELEMENT_BYTES["fp8"], "INT8": ELEMENT_BYTES["int8"]}
+BYTES = {
+    "FP32": 4.0,
+    "TF32": 4.0,
+    "BF16": 2.0,
+    "FP16": 2.0,
+    "FP4": ELEMENT_BYTES["nvfp4"],
+    "FP8": ELEMENT_BYTES["fp8"],
+    "INT8": ELEMENT_BYTES["int8"],
+}
 
 
 def library_work(
@@ -23,7 +31,7 @@ def library_work(
 
     transposed: a transposed convolution, whose columns are outputs of several pixels.
 
-    All precisions have the same factors, each at its own rate: FP16 and FP8 were timed, INT8 and FP4 were not.
+    All precisions have the same factors, each at its own rate: FP16 and FP8 were timed, no other was.
     """
     rate = gpu.macs_per_cycle(precision)
     ideal = rows * columns * depth / (gpu.num_sms * rate)

@@ -178,3 +178,24 @@ def test_a_folder_is_searched_in_by_one_process(untrained: Run, shapes: Path, tm
         search(untrained.checkpoint("fp16"), shapes, Budget("drop", 1.0), tmp_path)
     os.close(lock)
     assert [path.name for path in tmp_path.iterdir()] == [LOCK]
+
+
+def test_a_format_that_a_kernel_multiplies_was_timed(tmp_path: Path) -> None:
+    """ "FP8" is that kernel's time; "FP8 as TF32" that of a decoded layer, which is no format's."""
+    rows = [[("a", "FP16", 4.0), ("b", "FP16", 6.0)], [("a", "FP4", 1.0), ("b", "FP4 as FP16", 6.0)]]
+    rows += [[("a", "FP8", 2.0), ("b", "FP8 as TF32", 9.0)]]
+    networks = [
+        {
+            "device": "B200",
+            "batch": 2,
+            "layers": [dict(zip(("layer", "precision", "ms"), row, strict=True)) for row in each],
+        }
+        for each in rows
+    ]
+    path = tmp_path / "times.json"
+    path.write_text(json.dumps({"layers": networks}))
+    found = with_measured(dict.fromkeys("ab", LayerCost({}, {})), measured_layers(path)[0])
+    assert {name: dict(cost.ms) for name, cost in found.items()} == {
+        "a": {"FP4": 0.5, "FP8": 1.0, "FP16": 2.0},
+        "b": {"FP4": 3.0, "FP16": 3.0},
+    }

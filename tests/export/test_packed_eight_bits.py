@@ -13,10 +13,11 @@ from torch import nn
 
 from fp4deploy.errors import Fp4DeployError, InputError
 from fp4deploy.export.to_packed import pack
-from fp4deploy.formats import quantize_fp8, quantize_int8
+from fp4deploy.formats import EightBitTensor, quantize_fp8, quantize_int8
 from fp4deploy.packed import PackedFile, PackedNetwork, own_quantizer, read_packed, write_packed
 from fp4deploy.packed.check import check_values
 from fp4deploy.packed.describe import describe_packed
+from fp4deploy.plugins.gemm.training import Window
 from fp4deploy.qat import calibrate, prepare
 from fp4deploy.qat.load import deployed
 from tests.export.packable_networks import EightBits
@@ -65,7 +66,8 @@ def test_the_file_has_codes_and_a_scale_of_each_output_channel(form: str, file: 
     *_, table, last = describe_packed(file)
     assert last.startswith(f"1 of 6 layers that multiply in FP4, 3 in {form.upper()}; ")
     rows = {row[0]: row[2] for row in table}
-    assert [rows[name] for name in ("wide", "body", "point")] == ["FP4", *[f"{form.upper()} decoded"] * 2]
+    kernel = {"fp8": "FP8", "int8": "INT8 decoded"}[form]  # of layers of one group
+    assert [rows[name] for name in ("wide", "body", "point")] == ["FP4", f"{form.upper()} decoded", kernel]
 
 
 def test_a_layer_is_the_sum_of_codes_times_both_scales(form: str, model: nn.Module, file: PackedFile) -> None:
@@ -85,6 +87,49 @@ def test_a_layer_is_the_sum_of_codes_times_both_scales(form: str, model: nn.Modu
         torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(found, layer(x).relu() if node.layer != "up" else layer(x), rtol=1e-4, atol=1e-5)
         assert network.precision_of(node) == f"{form.upper()} as FP32"
+
+
+def multiplied(
+    x: EightBitTensor, w: EightBitTensor, window: Window, pixels: tuple[int, int], *rest: object
+) -> torch.Tensor:
+    """What `gather_gemm` computes."""
+    dtype, bias, inverse = rest
+    assert x.codes.shape[-1] % 16 == 0
+    source, filters = x.codes.float().permute(0, 3, 1, 2), w.codes.float()
+    steps = (window.stride, window.padding)
+    if inverse:
+        more = [size - (n - 1) * s + 2 * p - d * (k - 1) - 1 for size, n, k, s, p, d in zip(
+            pixels, source.shape[2:], window.kernel, window.stride, window.padding, window.dilation, strict=True
+        )]  # fmt: skip
+        y = F.conv_transpose2d(source, filters.permute(3, 0, 1, 2), None, *steps, more, 1, window.dilation)
+    else:
+        y = F.conv2d(source, filters.permute(0, 3, 1, 2), None, *steps, window.dilation)
+    assert tuple(y.shape[2:]) == pixels
+    return (y.permute(0, 2, 3, 1) * (x.scale * w.scale) + bias).to(dtype)
+
+
+@pytest.mark.parametrize("groups", [(1, 1), (4, 2)])
+def test_a_kernel_gets_the_places_of_each_layer_in_fp8(
+    groups: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With kernels as on Blackwell, here torch in their place; layers of several groups have none."""
+    torch.manual_seed(1)
+    names, x = ["body", "up", "point"], torch.randn(2, 3, 16, 16)
+    model = prepare(Layers(groups), "nvfp4_qat", include=names, fp8=names)
+    calibrate(model, [x])
+    pack(model.eval(), tmp_path / "eight.fp4", example_inputs=x, verify=False)
+    decoded, network = (PackedNetwork(read_packed(tmp_path / "eight.fp4")) for _ in range(2))
+    monkeypatch.setattr("fp4deploy.packed.network.gather_gemm", multiplied)
+    network.has_mixed_kernels = True
+    shapes = {"body": (2, 24, 9, 8), "up": (1, 20, 4, 5), "point": (3, 7, 12)}
+    for node in (each for each in network.graph.nodes if getattr(each, "layer", "") in shapes):
+        given = torch.randn(shapes[node.layer])
+        network._load_weight(node, (given.shape[-1 if node.op == "linear" else 1],))
+        (expected,), (found,) = decoded.run_node(node, [given]), network.run_node(node, [given])
+        by_kernel = groups == (1, 1) or node.layer == "point"
+        assert network.precision_of(node) == ("FP8" if by_kernel else "FP8 as FP32")
+        assert found.shape == expected.shape
+        torch.testing.assert_close(found, expected)
 
 
 def test_the_gate_notices_a_wrong_product(model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

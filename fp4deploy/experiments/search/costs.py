@@ -6,9 +6,9 @@ in FP8, and FP4 saves bytes in the file alone. W4A8 saves them as well and nothi
 its time is that of the decoded product in FP16.
 
 **Layers measured** by `profile` in packed networks (`measured_layers`): the model packed in FP16, and quantised and
-packed in FP4, each layer as the step that runs. A layer that was not timed in FP4 stays FP16, and none is in another
-format, which was not timed. Norms and poolings, which also write the packed activations, are the same in
-every placement and not counted.
+packed in FP4 and in other formats that a kernel of the GPU multiplies, each layer as the step that runs. A layer that
+was not timed in a format is not put into it. Norms and poolings, which also write the packed activations, are the same
+in every placement and not counted.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class TimedNetworks(Record):
 
 
 def measured_layers(path: Path) -> tuple[dict[tuple[str, str], float], str]:
-    """Milliseconds of each layer for one image in "FP4" and "FP16", and the device, of `profile --json`.
+    """Milliseconds of each layer for one image in "FP16" and `PRECISIONS`, and the device, of `profile --json`.
 
     Raises:
         InputError: it is no such file, or its networks were timed on several devices.
@@ -106,9 +106,11 @@ def measured_layers(path: Path) -> tuple[dict[tuple[str, str], float], str]:
     for network in networks:
         own: dict[tuple[str, str], float] = {}
         for row in network.layers:  # a layer that is used twice has two
-            if row.precision.startswith(tuple(name.upper() for name in LAYER_FORMATS)):
+            own_kernel = row.precision in PRECISIONS
+            if not own_kernel and row.precision.startswith(tuple(name.upper() for name in LAYER_FORMATS)):
                 continue  # decoded: no time of the format, and none of FP16
-            key = (row.layer, "FP4" if row.precision.startswith("FP4") else "FP16")
+            decoded = "FP4" if row.precision.startswith("FP4") else "FP16"
+            key = (row.layer, row.precision if own_kernel else decoded)
             own[key] = own.get(key, 0.0) + row.ms / network.batch
         found |= own
     return found, devices[0]
@@ -128,7 +130,7 @@ def with_measured(costs: Mapping[str, LayerCost], times: Mapping[tuple[str, str]
             "file: fp4deploy profile --engine FP16.fp4 --engine NVFP4.fp4 --json FILE"
         )
     return {
-        name: replace(cost, ms={each: times[name, each] for each in ("FP4", "FP16") if (name, each) in times})
+        name: replace(cost, ms={each: times[name, each] for each in (*PRECISIONS, "FP16") if (name, each) in times})
         for name, cost in costs.items()
     }
 

@@ -1,5 +1,5 @@
 """Launching the GEMMs of a training step (`triton.training`): operands packed in NVFP4 or MXFP4, outputs plain; of
-W4A8 the forward, MXFP8 by MXFP4.
+W4A8 the forward, MXFP8 by MXFP4, and of FP8, E4M3 by E4M3.
 
     gather_gemm   [N, H, W, C] x [outputs, KH, KW, C] -> [N, OH, OW, outputs]     forward and dgrad
     rows_gemm     [N, rows, P] x [N, columns, P] -> [rows, columns]               wgrad
@@ -15,13 +15,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from fp4deploy.formats import E2M1_MAX, Mxfp4Tensor, Mxfp8Tensor, Nvfp4Tensor
+from fp4deploy.formats import E2M1_MAX, NVFP4_BLOCK, EightBitTensor, Mxfp4Tensor, Mxfp8Tensor, Nvfp4Tensor
 from fp4deploy.plugins.aot.spec import Call, Launch
 from fp4deploy.plugins.gemm.arguments import capability_of, require_32_bit, run
 from fp4deploy.plugins.gemm.triton.tiles import FILL, NATIVE_FROM, NATIVE_NARROW, NATIVE_WIDE, Tile
 
 Packed = Nvfp4Tensor | Mxfp4Tensor
+Filter = Packed | EightBitTensor
+Source = Filter | Mxfp8Tensor
 Pair = tuple[int, int]
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 NARROW, WIDE = Tile(64, 64, 32, 4, 3), Tile(128, 128, 32, 8, 3)
@@ -46,8 +49,8 @@ POINTWISE = Window((1, 1), (1, 1), (0, 0), (1, 1))
 
 
 def gather_gemm(
-    x: Packed | Mxfp8Tensor,
-    weight: Packed,
+    x: Source,
+    weight: Filter,
     window: Window,
     pixels: Pair,
     dtype: torch.dtype,
@@ -58,7 +61,8 @@ def gather_gemm(
 
     Args:
         x: packed [N, H, W, C].
-        weight: packed [outputs, KH, KW, C], of the format of `x`; MXFP4 where that is MXFP8.
+        weight: packed [outputs, KH, KW, C], of the format of `x`; MXFP4 where that is MXFP8. FP8 has as many channels
+            as `whole_blocks` makes of C, `x` one scale and the weight [outputs].
         window: of the convolution.
         pixels: height and width of the output.
         dtype: of the output, float16, bfloat16 or float32.
@@ -72,11 +76,25 @@ def gather_gemm(
         InputError: sizes beyond the kernel's 32-bit counters.
     """
     device = x.codes.device
-    out = torch.empty((x.shape[0], *pixels, weight.shape[0]), dtype=dtype, device=device)
-    sizes = {"output pixels": out.numel() // max(1, out.shape[-1]), "output channels": out.shape[-1]}
-    require_32_bit(sizes | {"bytes of a filter": weight.codes.numel() // max(1, weight.shape[0])})
+    outputs, filters = weight.codes.shape[0], weight.codes.numel()
+    out = torch.empty((x.codes.shape[0], *pixels, outputs), dtype=dtype, device=device)
+    sizes = {"output pixels": out.numel() // max(1, outputs), "output channels": outputs}
+    require_32_bit(sizes | {"bytes of a filter": filters // max(1, outputs)})
     run(gather_call(x, weight, window, out, bias, inverse, capability_of(device)), device)
     return out
+
+
+def whole_blocks(x: EightBitTensor) -> EightBitTensor:
+    """FP8 as `gather_gemm` reads it: zeros after the last channel, up to a multiple of 16.
+
+    >>> x = EightBitTensor(torch.ones(2, 3).to(torch.float8_e4m3fn), torch.ones(()))
+    >>> whole_blocks(x).codes.shape
+    torch.Size([2, 16])
+    """
+    if x.codes.shape[-1] % NVFP4_BLOCK == 0:
+        return x
+    codes = F.pad(x.codes.view(torch.uint8), (0, -x.codes.shape[-1] % NVFP4_BLOCK))
+    return EightBitTensor(codes.view(torch.float8_e4m3fn), x.scale)
 
 
 def rows_gemm(a: Packed, b: Packed, segments: torch.Tensor | None = None) -> torch.Tensor:
@@ -105,8 +123,8 @@ def rows_gemm(a: Packed, b: Packed, segments: torch.Tensor | None = None) -> tor
 
 
 def gather_call(
-    x: Packed | Mxfp8Tensor,
-    weight: Packed,
+    x: Source,
+    weight: Filter,
     window: Window,
     out: torch.Tensor,
     bias: torch.Tensor | None,
@@ -117,23 +135,24 @@ def gather_call(
 ) -> Call:
     """The launch of `gather_gemm_kernel` into `out` [N, OH, OW, outputs]."""
     batch, oh, ow, outputs = out.shape
-    m, cb, mx = batch * oh * ow, weight.codes.shape[-1], isinstance(weight, Mxfp4Tensor)
-    mixed = isinstance(x, Mxfp8Tensor)
-    tile = tile or (WIDE if mixed else gather_tile(m, outputs, capability))  # larger ones spill on SM120
+    x8, w8 = isinstance(x, Mxfp8Tensor | EightBitTensor), isinstance(weight, EightBitTensor)
+    m, cb = batch * oh * ow, weight.codes.shape[-1] // (2 if w8 else 1)
+    tile = tile or (WIDE if x8 else gather_tile(m, outputs, capability))  # larger ones spill on SM120
     constants = {
         "KH": window.kernel[0],
         "KW": window.kernel[1],
         "INVERSE": inverse,
-        "MX": mx,
+        "MX": isinstance(weight, Mxfp4Tensor),
         "BIAS": bias is not None,
         "OUT": TYPES[out.dtype],
         **_constants(tile, capability, asm),
-        "X8": mixed,
+        "X8": x8,
+        "W8": w8,
     }
     types = _operand_types("x") | _operand_types("w") | {"bias": "*fp32", "out": f"*{TYPES[out.dtype]}"}
     types |= dict.fromkeys((*GATHER_SIZES, *GATHER_STEPS), "i32") | {"x_range": "fp32", "w_range": "fp32"}
     values = (*_operand(x), *_operand(weight), x.codes if bias is None else bias.float().contiguous(), out)
-    sizes = (x.shape[1], x.shape[2], cb, oh, ow, m, outputs)
+    sizes = (*x.codes.shape[1:3], cb, oh, ow, m, outputs)
     steps = (*window.stride, *window.padding, *window.dilation)
     launch = _launch("gather_gemm_kernel", types, constants, ("CB",) if cb % 16 == 0 else (), tile)
     grid = (-(-m // tile.bm) * -(-outputs // tile.bn), 1, 1)
@@ -207,14 +226,20 @@ def _operand_types(name: str) -> dict[str, str]:
     return {name: "*u8", f"{name}_scales": "*u8", f"{name}_amax": "*fp32"}
 
 
-def _operand(x: Packed | Mxfp8Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    scales = x.scales.view(torch.uint8).contiguous()
+def _operand(x: Source) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, block scales, and the amax of all or of FP8 the scales; codes in place of what is not read."""
     codes = x.codes.view(torch.uint8).contiguous()
-    codes, scales = (t if t.data_ptr() % 16 == 0 else t.clone() for t in (codes, scales))
-    return codes, scales, x.amax if isinstance(x, Nvfp4Tensor) else codes
+    if isinstance(x, EightBitTensor):
+        return _aligned(codes), codes, x.scale.contiguous()
+    scales = _aligned(x.scales.view(torch.uint8).contiguous())
+    return _aligned(codes), scales, x.amax if isinstance(x, Nvfp4Tensor) else codes
 
 
-def _range(x: Packed | Mxfp8Tensor) -> float:
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def _range(x: Source) -> float:
     return E2M1_MAX * x.e4m3_max if isinstance(x, Nvfp4Tensor) else 1.0
 
 

@@ -15,6 +15,7 @@ decodes the operands to FP16 and multiplies those, which is correct and slow.
 |---|---|---|
 | `tcgen05.mma ... kind::mxf4nvf4.block_scale` | E2M1 with a scale for 16 | SM100, 103, 107, 110 |
 | `mma.sync ... kind::mxf4nvf4.block_scale` | the same, from registers | SM120, 121 |
+| either, `kind::mxf8f6f4.block_scale` | E4M3 with a scale for 32 | both |
 | `wgmma.mma_async` | FP16, from shared memory, four warps together | SM90 |
 | `mma.sync` | FP16, from registers | SM80 on |
 
@@ -37,7 +38,8 @@ _CUDA = 190  # e_machine
 _ABI = 8  # version from which the flags hold the compute capability in their second byte
 _SIZED = 4  # format of an attribute whose 16 bits count the bytes that follow
 _BRANCHES, _OPERATION, _STALL = (0x947, 0x547), 0xFFF, 105  # by a predicate of the thread, of the warp
-_MATRIX = {0xDF0: "HGMMA", 0x23C: "HMMA", 0x47F: "OMMA", 0x5EA: "UTCOMMA"}  # of SM90; SM80 on; SM120; SM100
+_MATRIX = {0xDF0: "HGMMA", 0x23C: "HMMA"}  # of SM90; SM80 on
+_MATRIX |= {0x47F: "OMMA", 0x47A: "QMMA", 0x5EA: "UTCOMMA", 0xDEA: "UTCQMMA"}  # FP4 and FP8 of SM120, of SM100
 _FORMS = r"tcgen05\.mma|wgmma\.mma_async|mma\.sync"
 
 

@@ -14,11 +14,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fp4deploy.formats import Mxfp4Tensor, Nvfp4Tensor, quantize_mxfp4, quantize_nvfp4
+from fp4deploy.formats import (
+    EightBitTensor,
+    Mxfp4Tensor,
+    Nvfp4Tensor,
+    quantize_fp8,
+    quantize_mxfp4,
+    quantize_nvfp4,
+)
 from fp4deploy.plugins.gemm import arguments, training
 from fp4deploy.plugins.gemm import dispatch as inference
 from fp4deploy.plugins.gemm.arguments import gemm_call, just_in_time
-from fp4deploy.plugins.gemm.training import Window, gather_call, rows_call, split_count
+from fp4deploy.plugins.gemm.training import Window, gather_call, rows_call, split_count, whole_blocks
 from fp4deploy.plugins.gemm.triton.tiles import Tile
 from fp4deploy.qat import RECIPES, grouped_linear, prepare, set_products
 from fp4deploy.qat.fp4_gemms import dispatch
@@ -64,18 +71,22 @@ def names() -> list[str]:
     ]
     steps = [f"step, {name}, {recipe}, fp32" for name, recipes in STEPS.items() for recipe in recipes]
     steps += [f"experts, {recipe}, fp16" for recipe in (NV, MX)]
+    gathers += ["forward, stride 3, dilation 2, fp8, fp32", "inverse, stride 2, fp8, fp16"]
     return [*steps, *gathers, "forward, 3x3, mxfp4, fp16", *(f"{name}, {form}" for name in ROWS for form in FORMATS)]
 
 
-def packed(form: str, *shape: int) -> Nvfp4Tensor | Mxfp4Tensor:
+def packed(form: str, *shape: int, axis: int | None = None) -> Nvfp4Tensor | Mxfp4Tensor | EightBitTensor:
+    """axis: of FP8 with one scale for each of its slices."""
     x = torch.randn(*shape) * 10.0 ** torch.linspace(-3, 0, shape[0]).view(-1, *[1] * (len(shape) - 1))
+    if form == "fp8":
+        return quantize_fp8(x, axis)
     return quantize_nvfp4(x) if form == "nvfp4" else quantize_mxfp4(x)
 
 
 def gather(kind: str, name: str, form: str, dtype: str) -> dict[str, Any]:
     torch.manual_seed(0)
     (batch, height, width), (channels, outputs), window = CONVOLUTIONS[name]
-    filters = packed(form, outputs, *window.kernel, channels)
+    filters = packed(form, outputs, *window.kernel, channels, axis=0)
     weight = filters.dequantize(torch.float64).permute(0, 3, 1, 2)
     steps = (window.stride, window.padding, window.dilation)
     bias = torch.randn(outputs) if kind == "forward" else None
@@ -91,6 +102,7 @@ def gather(kind: str, name: str, form: str, dtype: str) -> dict[str, Any]:
         (expected,) = torch.autograd.grad(y, image, source.dequantize(torch.float64).permute(0, 3, 1, 2))
     expected = expected.permute(0, 2, 3, 1)
     out = Guarded(tuple(expected.shape), DTYPES[dtype])
+    source, filters = (whole_blocks(each) if isinstance(each, EightBitTensor) else each for each in (source, filters))
     just_in_time(gather_call(source, filters, window, out.inner, bias, kind == "inverse", SM90, TINY, asm=False))
     return found(out, expected)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
-from fp4deploy.formats import quantize_mxfp4, quantize_nvfp4
+from fp4deploy.formats import quantize_fp8, quantize_mxfp4, quantize_nvfp4
 from fp4deploy.plugins.aot import compile as aot_compile
 from fp4deploy.plugins.gemm.training import Window, gather_call, gather_tile, rows_call, rows_tile
+from fp4deploy.plugins.runtime import cubin
 
 pytestmark = pytest.mark.skipif(aot_compile.triton_version() is None, reason="Triton is missing: pip install triton")
 WINDOW = Window((3, 3), (2, 2), (1, 1), (1, 1))
@@ -26,10 +29,14 @@ def _rare(*case: object) -> object:
         _rare("gather", "mxfp4", 120, "mma.sync m16n8k64 kind::mxf4nvf4"),
         _rare("gather", "nvfp4", 100, "tcgen05.mma kind::mxf4nvf4"),
         _rare("rows", "mxfp4", 100, "tcgen05.mma kind::mxf4"),
+        ("gather", "fp8", 120, "mma.sync m16n8k32 kind::mxf8f6f4"),
+        *(_rare("gather", "fp8", arch, "tcgen05.mma kind::mxf8f6f4") for arch in (100, 103, 110)),
+        _rare("gather", "fp8", 121, "mma.sync m16n8k32 kind::mxf8f6f4"),
+        _rare("gather", "fp8", 90, "wgmma.mma_async m64n128k16 f16"),
     ],
 )
 def test_instructions(kernel: str, form: str, capability: int, instruction: str) -> None:
-    pack = quantize_nvfp4 if form == "nvfp4" else quantize_mxfp4
+    pack = {"nvfp4": quantize_nvfp4, "mxfp4": quantize_mxfp4, "fp8": partial(quantize_fp8, axis=0)}[form]
     a = pack(torch.ones(1, 2, 2, 64) if kernel == "gather" else torch.ones(2, 128, 640))
     if kernel == "gather":
         out = torch.empty(1000, 20, 20, 128, dtype=torch.float16)
@@ -42,6 +49,7 @@ def test_instructions(kernel: str, form: str, capability: int, instruction: str)
     compiled = aot_compile.compile_launch(call.launch, arch)
     assert compiled.instructions == (instruction,)
     assert compiled.spills <= 16  # bytes: none or four registers, by the version of ptxas
+    assert cubin.main_loop(compiled.cubin, compiled.name) is not None  # and the machine code has one that multiplies
 
 
 def test_every_tile_for_sm100_has_the_rows_that_fp4_instructions_need() -> None:

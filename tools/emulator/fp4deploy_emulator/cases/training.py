@@ -18,7 +18,7 @@ from fp4deploy.formats.ms_eden import SHRINK
 from fp4deploy.graph.sizes import output_size
 from fp4deploy.plugins.gemm.grouped import SEGMENT, grouped_call, spans, stacked
 from fp4deploy.plugins.gemm.reference import matmul_reference
-from fp4deploy.plugins.gemm.training import POINTWISE, Packed, Window, gather_call, rows_call
+from fp4deploy.plugins.gemm.training import POINTWISE, Packed, Window, gather_call, rows_call, whole_blocks
 from fp4deploy.plugins.quantize import ms_eden
 from fp4deploy.plugins.quantize.maps import Blocks, Columns, fake_quantize_map
 from fp4deploy.qat.operators.gemms import ConvGemms
@@ -79,6 +79,51 @@ class Mixed:
         expected = F.conv2d(x, filters, bias.double(), *steps).permute(0, 2, 3, 1).to(self.dtype).contiguous()
         out = torch.empty(expected.shape, dtype=self.dtype)
         call = gather_call(source, weight, self.window, out, bias, False, setting.capability)
+        _emulate(setting, outcome, call, out)
+        outcome.compare(out, expected)
+
+
+@dataclass(frozen=True)
+class Eighths:
+    """Y of a layer in FP8 as packed networks have it: E4M3 by E4M3, a scale of x and one of each output channel.
+
+    inverse: a transposed convolution.
+    """
+
+    channels: int = 40
+    outputs: int = 20
+    size: tuple[int, int] = (9, 8)
+    window: Window = STRIDE_2
+    dtype: torch.dtype = torch.float32
+    bias: bool = True
+    inverse: bool = False
+
+    def __call__(self, setting: Setting, outcome: Outcome) -> None:
+        """Launch, execute, compare."""
+        steps = (self.window.stride, self.window.padding, self.window.dilation)
+        axes = (*self.window.kernel, self.channels)
+        # Multiples of 1/4 up to 4 are codes, and so are the largest ones; their products are summed exactly.
+        given, filters = (
+            multiples(setting, *shape, seed=seed) for shape, seed in (((1, *self.size, self.channels), 2),
+                                                                      ((self.outputs, *axes), 1))
+        )  # fmt: skip
+        given[..., ::9] = 448 * given[..., ::9].sign()
+        scales = 1 + normal(setting, self.outputs + 1, seed=3).abs()
+        x, w = (
+            formats.EightBitTensor(codes.to(torch.float8_e4m3fn), scale)
+            for codes, scale in ((given, scales[0]), (filters, scales[1:]))
+        )
+        bias = normal(setting, self.outputs, seed=7) if self.bias else None
+        image, weight = given.double().permute(0, 3, 1, 2), filters.double()
+        if self.inverse:
+            total = F.conv_transpose2d(image, weight.permute(3, 0, 1, 2), None, *steps[:2], 0, 1, steps[2])
+        else:
+            total = F.conv2d(image, weight.permute(0, 3, 1, 2), None, *steps)
+        y = total.permute(0, 2, 3, 1).float() * (x.scale * w.scale)  # as `packed.own_quantizer.multiply`
+        expected = (y if bias is None else y + bias).to(self.dtype).contiguous()
+        out = torch.empty(expected.shape, dtype=self.dtype)
+        sources = (whole_blocks(x), whole_blocks(w))
+        call = gather_call(*sources, self.window, out, bias, self.inverse, setting.capability)
         _emulate(setting, outcome, call, out)
         outcome.compare(out, expected)
 
@@ -228,19 +273,23 @@ def _emulate(setting: Setting, outcome: Outcome, call: Any, out: torch.Tensor, w
     outcome.add(emulate_triton(call, setting.arch, outputs, setting.model, setting.edit, setting.grid, setting.gpu))
 
 
+def _has_e4m3(capability: int) -> bool:
+    return capability >= 90  # as `packed.network` chooses; Triton has the type from SM89 on
+
+
 INPUT, WEIGHT, OPERANDS, GROUPED, MIXED = "dgrad", "wgrad", "training operands", "grouped", "W4A8"
+EIGHTHS = "FP8"
+UP = Window((2, 2), (2, 2), (0, 0), (1, 1))
 SHIFTED = Window((2, 3), (1, 2), (0, 2), (2, 1))
 GEMMS = (
     Case("dgrad 3x3, stride 2", INPUT, InputGradient()),
     Case("dgrad 2x3, stride 1x2, dilation 2", INPUT, InputGradient(24, 40, (7, 8), SHIFTED)),
     Case("dgrad 3x3, MXFP4", INPUT, InputGradient(104, pack=packed_mx)),
-    Case("W4A8 conv 3x3, stride 2", MIXED, Mixed(), lambda capability: capability in (90, 120)),
-    Case(
-        "W4A8 pointwise, FP16",
-        MIXED,
-        Mixed(40, 70, (5, 6), POINTWISE, torch.float16),
-        lambda capability: capability in (90, 120),
-    ),
+    Case("W4A8 conv 3x3, stride 2", MIXED, Mixed(), _has_e4m3),
+    Case("W4A8 pointwise, FP16", MIXED, Mixed(40, 70, (5, 6), POINTWISE, torch.float16), _has_e4m3),
+    Case("FP8 conv 3x3, stride 2", EIGHTHS, Eighths(), _has_e4m3),
+    Case("FP8 linear, FP16", EIGHTHS, Eighths(72, 70, (5, 6), POINTWISE, torch.float16, False), _has_e4m3),
+    Case("FP8 transposed, BF16", EIGHTHS, Eighths(33, 17, (3, 4), UP, torch.bfloat16, True, True), _has_e4m3),
     Case("wgrad, two splits", WEIGHT, WeightGradient()),
     Case("wgrad, one pixel", WEIGHT, WeightGradient(1, 5, 7, 1, 1)),
     Case("wgrad, MXFP4", WEIGHT, WeightGradient(pixels=150, pack=packed_mx)),

@@ -10,8 +10,10 @@ A multiplication takes 32 bytes of K a row of A and B, in shared memory as descr
                      32 lanes
     kind::mxf4       the same with a scale for 32 elements: two bytes of the four, which the instruction descriptor
                      names for A and for B
-    kind::f16        16 elements of FP16 or BF16. A may lie in tensor memory, its rows as those of D, two elements a
-                     column
+    kind::mxf8f6f4   32 E4M3 elements with one scale, one byte of the four, named likewise
+    kind::f16        16 elements of FP16 or BF16
+
+A may lie in tensor memory, its rows as those of D, four bytes a column.
 
 `tcgen05.cp` copies scales from shared memory in the order of the multiplications. Triton stores them from registers
 instead, so that no shipped kernel has it.
@@ -31,12 +33,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4deploy_emulator.accumulate import BLOCKS, DEPTH, block_scaled, half_precision, plain
+from fp4deploy_emulator.accumulate import block_scaled, block_scaled_fp8, half_precision, plain
 from fp4deploy_emulator.faults import Hazard, UnknownInstruction
 from fp4deploy_emulator.instructions.bulk import advance, barrier_at, place
 from fp4deploy_emulator.instructions.matrix import half_values
@@ -48,10 +50,27 @@ from fp4deploy_emulator.ptx import Address, Entry, Instruction
 
 Array = NDArray[Any]
 SWIZZLES = {0: 0, 2: 128, 4: 64, 6: 32}
-SCALED = {  # qualifiers, by the type of the scales
-    "ue4m3": [{"kind::mxf4nvf4", "block_scale", size} for size in ("scale_vec::4X", "block16")],
-    "ue8m0": [{"kind::mxf4", "block_scale", size} for size in ("scale_vec::2X", "block32")],
-}
+
+
+class Kind(NamedTuple):
+    """Of a block-scaled multiplication: its qualifiers, one of `sizes` among them.
+
+    scale_type, scales: of the scales, and how many a row has. element: type of A and B in an instruction descriptor, 1
+    for E2M1, 0 for E4M3.
+    """
+
+    name: str
+    sizes: tuple[str, ...]
+    scale_type: str
+    scales: int
+    element: int
+
+
+KINDS = (
+    Kind("kind::mxf4nvf4", ("scale_vec::4X", "block16"), "ue4m3", 4, 1),
+    Kind("kind::mxf4", ("scale_vec::2X", "block32"), "ue8m0", 2, 1),
+    Kind("kind::mxf8f6f4", ("scale_vec::1X", "block32"), "ue8m0", 1, 0),
+)
 SCALE_BITS = 3 << 29 | 1 << 23 | 3 << 4  # of an instruction descriptor: which scales of a word, and their type
 PAIR, SINGLE = "cta_group::2", "cta_group::1"
 
@@ -94,12 +113,11 @@ def multiply(entry: Entry, instruction: Instruction) -> Step:
     """D = A B^T + D: of E2M1 with a scale for 16 or 32 elements, or of FP16 and BF16."""
     kind_and_more = {part for part in instruction.parts if not part.startswith("collector")} - {"tcgen05", "mma"}
     pair, kind_and_more = PAIR in kind_and_more, kind_and_more - {PAIR, SINGLE}
-    scale_type = next((name for name, forms in SCALED.items() if kind_and_more in forms), "")
-    scaled = bool(scale_type)
+    scaled = next((k for k in KINDS for size in k.sizes if kind_and_more == {k.name, "block_scale", size}), None)
     if not scaled and (pair or kind_and_more != {"kind::f16"}):
         raise UnknownInstruction("this kind of tcgen05.mma is not implemented")
     d, a, b, kind, *scales, adds = instruction.operands
-    if len(scales) != 2 * scaled:
+    if len(scales) != 2 * bool(scaled):
         raise UnknownInstruction("tcgen05.mma with other operands is not implemented")
     in_tensor_memory = isinstance(a, Address)
     readers_ = [address(entry, d), address(entry, a) if in_tensor_memory else reader(entry, a, "u64")]
@@ -113,26 +131,25 @@ def multiply(entry: Entry, instruction: Instruction) -> Step:
             blocks, model = _blocks(m, thread, pair), m.launch.model
             product: Product
             if scaled:
-                which = _scale_bytes(descriptor, scale_type)
-                _, columns = _sizes(descriptor & ~SCALE_BITS, (1, 1), 27, (len(blocks) * LANES,))
-                rows, more = LANES, (first[0], first[1], *which, scale_type)
+                which = _scale_bytes(descriptor, scaled)
+                _, columns = _sizes(descriptor & ~SCALE_BITS, (scaled.element,) * 2, 27, (len(blocks) * LANES,))
+                rows, more = LANES, (in_tensor_memory, first[0], first[1], *which, scaled)
                 product = BlockScaled(blocks[0], blocks, left, right, rows, columns, model, *more)
             else:
                 rows, columns = _sizes(descriptor, None, 24, (64, LANES))
                 bfloat = bool(descriptor >> 7 & 7)
-                product = Halves(blocks[0], blocks, left, right, rows, columns, model, bfloat, in_tensor_memory)
+                product = Halves(blocks[0], blocks, left, right, rows, columns, model, in_tensor_memory, bfloat)
             for block in blocks:
                 _issue(m, thread, replace(product, block=block), matrix_region(block, at, rows, columns), bool(add))
 
     return run
 
 
-def _scale_bytes(descriptor: int, scale_type: str) -> tuple[int, int]:
+def _scale_bytes(descriptor: int, kind: Kind) -> tuple[int, int]:
     """The first byte of the scales of A and of B in their words of tensor memory."""
     of_a, of_b, eight = descriptor >> 29 & 3, descriptor >> 4 & 3, bool(descriptor >> 23 & 1)
-    possible = {0, 4 - DEPTH // BLOCKS[scale_type]}
-    if eight != (scale_type == "ue8m0") or not {of_a, of_b} <= possible:
-        raise UnknownInstruction(f"the instruction descriptor {descriptor:#x} with scales {scale_type}")
+    if eight != (kind.scale_type == "ue8m0") or not {of_a, of_b} <= {*range(0, 4, kind.scales)}:
+        raise UnknownInstruction(f"the instruction descriptor {descriptor:#x} with scales {kind.scale_type}")
     return of_a, of_b
 
 
@@ -210,55 +227,67 @@ class Copied(Product):
 
 
 @dataclass(frozen=True)
-class BlockScaled(Product):
-    """Of E2M1; addresses of the scales, the first byte of each in its word, their type."""
+class Multiplied(Product):
+    """A product; whether A lies in tensor memory, four bytes a column."""
 
-    scales_a: int
-    scales_b: int
-    first_a: int
-    first_b: int
-    scale_type: str
-
-    def reads(self) -> list[Region]:
-        """The scales."""
-        pairs = ((self.scales_a, self.rows), (self.scales_b, self.columns))
-        return [matrix_region(self.block, start & 0xFFFF, LANES, -(-count // WARP)) for start, count in pairs]
-
-    def result(self, m: Machine, row: int, before: Array) -> Array:
-        """As `block_scaled`."""
-        codes = []
-        for packed in (self.operand(m, row, self.a, self.rows), self.second(m, row)):
-            codes.append(np.stack([packed & 15, packed >> 4], -1).reshape(len(packed), 64))
-        scales, count = [], DEPTH // BLOCKS[self.scale_type]
-        sides = ((self.rows, self.first_a), (self.columns, self.first_b))
-        for region, (rows, first) in zip(self.reads(), sides, strict=True):
-            copies = memory(m).read(region, row, unit=True).reshape(4, WARP, -1)
-            if (copies != copies[0]).any():
-                raise Hazard("barrier", "the scales differ between the groups of 32 lanes of tensor memory")
-            words = np.ascontiguousarray(copies[0].T).reshape(-1, 1).view(np.uint8)
-            scales.append(words[:rows, first : first + count])
-        return block_scaled(codes[0], codes[1], scales[0], scales[1], before, self.model, self.scale_type)
-
-
-@dataclass(frozen=True)
-class Halves(Product):
-    """Of FP16 or BF16; whether A lies in tensor memory."""
-
-    bfloat: bool
     in_tensor_memory: bool
 
     def reads(self) -> list[Region]:
         """A."""
         return [matrix_region(self.block, self.a, self.rows, 8)] if self.in_tensor_memory else []
 
+    def operands(self, m: Machine, row: int) -> tuple[Array, Array]:
+        """Bytes [rows, 32] and [columns, 32] of A and B."""
+        if not self.in_tensor_memory:
+            return self.operand(m, row, self.a, self.rows), self.second(m, row)
+        words = memory(m).read(Multiplied.reads(self)[0], row, unit=True)
+        return np.ascontiguousarray(words).view(np.uint8), self.second(m, row)
+
+
+@dataclass(frozen=True)
+class BlockScaled(Multiplied):
+    """Of E2M1 or E4M3; addresses of the scales, the first byte of each in its word."""
+
+    scales_a: int
+    scales_b: int
+    first_a: int
+    first_b: int
+    kind: Kind
+
+    def reads(self) -> list[Region]:
+        """A, and the scales."""
+        return [*super().reads(), *self._scales()]
+
+    def _scales(self) -> list[Region]:
+        pairs = ((self.scales_a, self.rows), (self.scales_b, self.columns))
+        return [matrix_region(self.block, start & 0xFFFF, LANES, -(-count // WARP)) for start, count in pairs]
+
+    def result(self, m: Machine, row: int, before: Array) -> Array:
+        """As `block_scaled`, of E4M3 as `block_scaled_fp8`."""
+        a, b = self.operands(m, row)
+        scales, count = [], self.kind.scales
+        sides = ((self.rows, self.first_a), (self.columns, self.first_b))
+        for region, (rows, first) in zip(self._scales(), sides, strict=True):
+            copies = memory(m).read(region, row, unit=True).reshape(4, WARP, -1)
+            if (copies != copies[0]).any():
+                raise Hazard("barrier", "the scales differ between the groups of 32 lanes of tensor memory")
+            words = np.ascontiguousarray(copies[0].T).reshape(-1, 1).view(np.uint8)
+            scales.append(words[:rows, first : first + count])
+        if count == 1:
+            return block_scaled_fp8(a, b, scales[0][:, 0], scales[1][:, 0], before, self.model)
+        a, b = (np.stack([packed & 15, packed >> 4], -1).reshape(len(packed), 64) for packed in (a, b))
+        return block_scaled(a, b, scales[0], scales[1], before, self.model, self.kind.scale_type)
+
+
+@dataclass(frozen=True)
+class Halves(Multiplied):
+    """Of FP16 or BF16."""
+
+    bfloat: bool
+
     def result(self, m: Machine, row: int, before: Array) -> Array:
         """As `plain`."""
-        if self.in_tensor_memory:
-            left = memory(m).read(self.reads()[0], row, unit=True)
-        else:
-            left = self.operand(m, row, self.a, self.rows)
-        right = self.second(m, row)
-        a, b = (half_values(np.ascontiguousarray(each).view(np.uint16), self.bfloat) for each in (left, right))
+        a, b = (half_values(np.ascontiguousarray(each).view(np.uint16), self.bfloat) for each in self.operands(m, row))
         smallest = -126 if self.bfloat else -14
         return plain(a, b, before, half_precision(m.launch.capability), smallest, self.model)
 

@@ -4,7 +4,9 @@ Source: PTX ISA, "Tensor Memory", "tcgen05.alloc", "tcgen05.dealloc", "tcgen05.l
 
 Tensor memory has 128 lanes of 512 columns of 32 bits; an address is lane << 16 | column. Warp w of a group of four
 reaches lanes 32 w to 32 w + 31. `.32x32b`: lane i of the warp, consecutive columns. Row m of D (M = 128) is lane m, its
-column n the n-th column. With M = 64, rows 16 i to 16 i + 15 are lanes 32 i to 32 i + 15.
+column n the n-th column. With M = 64, rows 16 i to 16 i + 15 are lanes 32 i to 32 i + 15. `.unpack::16b` stores each
+half of a register to a column of its own; what the upper half of a column is then nobody says, and here it is all ones,
+as scales NaN.
 
 With `.cta_group::2` a warp of each block of a pair allocates; every block has its own tensor memory, at equal
 addresses.
@@ -34,6 +36,7 @@ from fp4deploy_emulator.ptx import Entry, Instruction, Register, Vector
 Array = NDArray[Any]
 Region = tuple[Any, Any, Any]  # an index of the arrays: block, lanes, columns
 LANES, COLUMNS = 128, 512
+UNPACK = "unpack::16b"
 UNALLOCATED = "tensor memory is used that was not allocated"
 
 
@@ -219,7 +222,8 @@ def _regions(m: Machine, active: Active, starts: Array, count: int, shape: str, 
 def _form(instruction: Instruction) -> tuple[str, int]:
     shape = next((part for part in instruction.parts if part in ("32x32b", "16x32bx2")), "")
     count = next((int(part[1:]) for part in instruction.parts if part[0] == "x" and part[1:].isdigit()), 0)
-    if not shape or not count or {*instruction.parts[2:]} - {"sync", "aligned", shape, f"x{count}", "b32"}:
+    possible = {"sync", "aligned", shape, f"x{count}", "b32", *([UNPACK] if instruction.parts[1] == "st" else [])}
+    if not shape or not count or {*instruction.parts[2:]} - possible:
         raise UnknownInstruction("this shape of tcgen05.ld or tcgen05.st is not implemented")
     return shape, count
 
@@ -230,11 +234,13 @@ def store(entry: Entry, instruction: Instruction) -> Step:
     shape, count = _form(instruction)
     where = address(entry, instruction.operands[0])
     split = constant(instruction.operands[1]) if shape == "16x32bx2" else 0
-    sources = readers(entry, instruction.operands[-1], "b32")
+    sources, unpacks = readers(entry, instruction.operands[-1], "b32"), UNPACK in instruction.parts
 
     def run(m: Machine, active: Active) -> None:
-        warps, regions = _regions(m, active, where(m, active), count, shape, split)
+        warps, regions = _regions(m, active, where(m, active), count * (1 + unpacks), shape, split)
         held, tensor = registers(m, active, sources, warps), memory(m)
+        if unpacks:
+            held = np.ascontiguousarray(held).view(np.uint16).astype(np.uint32) | np.uint32(0xFFFF0000)
         for warp, region, values in zip(warps.tolist(), regions, held, strict=True):
             tensor.write(region, values, int(m.row[warp * WARP]))
             tensor.storing[region] = True
