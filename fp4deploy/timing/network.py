@@ -14,7 +14,6 @@ from typing import Any, cast
 
 from fp4deploy.packed.file import PackedFile
 from fp4deploy.packed.graph import (
-    QUANTIZED,
     Conv2d,
     ConvTranspose2d,
     Form,
@@ -30,6 +29,7 @@ from fp4deploy.packed.producers import Produce, Step, label, operation, plan
 from fp4deploy.packed.shapes import Shapes, shapes_of, weight_shape
 from fp4deploy.packed.wide import wide_activations
 from fp4deploy.peaks import Gpu
+from fp4deploy.precisions import LABELS
 from fp4deploy.rest import rest_of
 from fp4deploy.timing.launches import Shape, moving, works
 from fp4deploy.timing.library import BYTES, library_work
@@ -87,7 +87,7 @@ def estimate_network(file: PackedFile, gpu: Gpu, size: Sequence[int] | None = No
         times = [time_of(work, gpu) for work in found]
         whole = sum(times, NOTHING)
         total += whole
-        precision = QUANTIZED.get(step.precision if isinstance(step, Layer) else "", rest_of(graph).label)
+        precision = LABELS.get(step.precision if isinstance(step, Layer) else "", rest_of(graph).label)
         kernels = tuple(work.family for work in found)
         note = outside or next((work.outside for work in found if work.outside), "")
         rows.append(StepTime(label(step), operation(step), precision, kernels, whole.ms, whole.low, whole.high, note))
@@ -136,7 +136,7 @@ def _untimed(graph: Graph, step: Layer) -> str:
     if step.precision == "nvfp4":
         return "decoded to FP16, by cuDNN"
     if quantizes_itself(step):
-        return f"{QUANTIZED[step.precision]}, as a layer in FP16"
+        return f"{LABELS[step.precision]}, as a layer in FP16"
     if rest_of(graph).label == "FP32":
         return "FP32: the time is that of FP16"
     if set(step.inputs) & {form.name for each in graph.inputs for form in each.outputs}:
