@@ -53,7 +53,6 @@ from fp4deploy.graph.sizes import output_size, transposed_size
 from fp4deploy.models.input_encoding import encode_input
 from fp4deploy.packed.file import PackedFile
 from fp4deploy.packed.graph import (
-    QUANTIZED,
     Affine,
     Conv2d,
     ConvTranspose2d,
@@ -89,6 +88,7 @@ from fp4deploy.plugins.quantize.norm_pack import FeatureMap, OutputForm, coeffic
 from fp4deploy.plugins.quantize.pointwise_pack import Pointwise, pointwise_pack
 from fp4deploy.plugins.quantize.statistics import Moments, pop_moments
 from fp4deploy.plugins.runtime.availability import available
+from fp4deploy.precisions import LABELS
 from fp4deploy.rest import rest_of
 
 Result = torch.Tensor | tuple[torch.Tensor, ...] | dict[str, torch.Tensor]
@@ -313,7 +313,7 @@ class PackedNetwork:
         plain = rest_of(self._dtype_of(node)).label
         if isinstance(node, Layer) and quantizes_itself(node):
             decoded_as = "TF32" if self.device.type == "cuda" else "FP32"
-            name = QUANTIZED[node.precision]
+            name = LABELS[node.precision]
             return name if node.layer in self._codes else f"{name} as {decoded_as}"
         if not isinstance(node, Layer) or node.precision != "nvfp4":
             return plain

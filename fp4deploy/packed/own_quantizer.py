@@ -10,27 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 
 from fp4deploy.formats import (
+    EIGHT_BITS,
     EightBitTensor,
     Mxfp4Tensor,
     Mxfp8Tensor,
     fake_quantize_mxfp8,
     fp8_scale,
-    quantize_fp8,
-    quantize_int8,
     quantize_mxfp8,
 )
 from fp4deploy.formats.fp8 import quantize_fp8_by
-from fp4deploy.packed.graph import EIGHT_BITS, Layer, Linear
+from fp4deploy.packed.graph import Layer, Linear
 from fp4deploy.packed.operators import convolve
 from fp4deploy.packed.shapes import weight_order
 from fp4deploy.plugins.gemm.training import whole_blocks
-
-QUANTIZERS = {"fp8": quantize_fp8, "int8": quantize_int8}
 
 
 @dataclass(frozen=True)
@@ -96,7 +92,7 @@ def multiply(node: Layer, inputs: list[torch.Tensor], weight: OwnWeight, bias: t
     if weight.scales is None or weight.amax is None:
         axis = -1 if isinstance(node, Linear) else 1
         return convolve(node, [fake_quantize_mxfp8(x.float(), axis) for x in inputs], weight.values, bias)
-    quantize, relu = QUANTIZERS[cast(str, node.precision)], getattr(node, "relu", False)
+    quantize, relu = EIGHT_BITS[node.precision].quantize, getattr(node, "relu", False)
     given = [quantize(x, amax=weight.amax) for x in inputs]
     plain = node.model_copy(update={"relu": False}) if relu else node
     total = convolve(plain, [each.codes.float() for each in given], weight.values.float(), None)

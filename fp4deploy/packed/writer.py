@@ -31,7 +31,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 
-from fp4deploy.formats import Nvfp4Tensor, global_scale
+from fp4deploy.formats import EIGHT_BITS, Nvfp4Tensor, global_scale
 from fp4deploy.formats.constants import NVFP4_BLOCK, nvfp4_range
 from fp4deploy.fusion.concatenate import concatenate
 from fp4deploy.fusion.eight_bits import codes, mxfp8_values
@@ -68,7 +68,7 @@ from fp4deploy.packed.graph import (
     weight_names,
 )
 from fp4deploy.packed.operators import Context, compute, positions_of, read_tensors
-from fp4deploy.packed.own_quantizer import QUANTIZERS, own_weight
+from fp4deploy.packed.own_quantizer import own_weight
 from fp4deploy.packed.row_norms import row_norms
 from fp4deploy.packed.shapes import Shape, shapes_of, weight_order, weight_shape
 from fp4deploy.packed.wide import wide_activations
@@ -398,7 +398,7 @@ class Writer:
             operand = own.values.to(torch.bfloat16)
             if own.scales is None or own.amax is None:
                 return Weight(operand)
-            given = QUANTIZERS[cast(str, node.precision)](own.amax, amax=own.amax).scale
+            given = EIGHT_BITS[node.precision].quantize(own.amax, amax=own.amax).scale
             outputs = shapes[node.outputs[0].name][axis]
             return Weight(operand, read=float(given), scales=given * own.scales.repeat(outputs // len(own.scales)))
         if node.precision != "nvfp4":

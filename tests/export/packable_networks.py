@@ -281,12 +281,12 @@ class ENet(nn.Module):
 class EightBits(nn.Module):
     """Every kind of layer that multiplies, in groups as well, of channels that are no whole blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, groups: tuple[int, int] = (4, 2)) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 24, 3, padding=1)
         self.wide = nn.Conv2d(24, 24, 3, padding=1)
-        self.body = nn.Conv2d(24, 20, 3, padding=2, stride=2, dilation=2, groups=4)
-        self.up = nn.ConvTranspose2d(20, 12, 3, stride=2, padding=1, output_padding=1, groups=2)
+        self.body = nn.Conv2d(24, 20, 3, padding=2, stride=2, dilation=2, groups=groups[0])
+        self.up = nn.ConvTranspose2d(20, 12, 3, stride=2, padding=1, output_padding=1, groups=groups[1])
         self.point = nn.Linear(12, 18)
         self.head = nn.Conv2d(18, 4, 1)
 

@@ -115,7 +115,7 @@ def test_a_kernel_gets_the_places_of_each_layer_in_fp8(
     """With kernels as on Blackwell, here torch in their place; layers of several groups have none."""
     torch.manual_seed(1)
     names, x = ["body", "up", "point"], torch.randn(2, 3, 16, 16)
-    model = prepare(Layers(groups), "nvfp4_qat", include=names, fp8=names)
+    model = prepare(EightBits(groups), "nvfp4_qat", include=names, fp8=names)
     calibrate(model, [x])
     pack(model.eval(), tmp_path / "eight.fp4", example_inputs=x, verify=False)
     decoded, network = (PackedNetwork(read_packed(tmp_path / "eight.fp4")) for _ in range(2))
