@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -228,16 +229,16 @@ class Edge(nn.Module):
 
 
 @cache
-def edge(everywhere: bool = False) -> tuple[Edge, torch.Tensor, float, float]:
+def edge(kind: type[Edge] = Edge, everywhere: bool = False) -> tuple[Edge, torch.Tensor, float, float]:
     """The network, its image, and neighbouring factors between which the element's code changes.
 
     everywhere: in every pixel, of an image of one colour.
     """
     torch.manual_seed(0)
-    model, images = Edge().eval(), IMAGES[:1]
+    model, images = kind().eval(), IMAGES[:1]
     if everywhere:
         model.place[0, 5], images = 1.0, IMAGES[:1, :, :1, :1].expand_as(IMAGES[:1]).contiguous()
-    fd.calibrate(fd.prepare(model, include="body"), images)
+    fd.calibrate(fd.prepare(model, include=["body", "tail"] if kind is TwoEdges else "body"), images)
     model = deployed(model, FP32)
 
     def output(factor: float) -> torch.Tensor:
@@ -261,7 +262,7 @@ def test_an_element_at_a_rounding_boundary_of_a_packed_network(beyond: float, ev
 
     Where every pixel does, no last bits are taken for the cause.
     """
-    model, images, low, high = edge(everywhere)
+    model, images, low, high = edge(everywhere=everywhere)
     model.factor = low
     file = packed_file(Path("edge.fp4"), None, *pack_model(model, images, rest=FP32))
     model.factor = high + beyond
@@ -270,6 +271,67 @@ def test_an_element_at_a_rounding_boundary_of_a_packed_network(beyond: float, ev
     found = verify_packed(model, file, [images])
     assert found.passed is passes
     assert [node for node, _ in found.wrong_nodes] == ([] if passes else ["body"])
+
+
+class TwoEdges(Edge):
+    """`Edge`, and a layer in FP4 behind it; the element in front of that and of the output is multiplied by `then`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.then = [1.0, 1.0]
+        self.body, self.tail = nn.Conv2d(16, 16, 1), nn.Conv2d(16, 16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before, behind = (1 + (factor - 1) * self.place for factor in self.then)
+        return self.tail(super().forward(x) * before) * behind
+
+
+@pytest.mark.parametrize(("place", "passes"), [(None, True), (0, False), (1, False)])
+def test_noise_does_not_pass_from_a_layer_to_the_next(place: int | None, passes: bool) -> None:
+    """Of an element at a boundary its layer alone may differ: not what the next layer, or the output, has there."""
+    model, images, low, high = edge(TwoEdges)
+    model = copy.deepcopy(model)
+    model.factor = low
+    file = packed_file(Path("edges.fp4"), None, *pack_model(model, images, rest=FP32))
+    model.factor = high
+    if place is not None:
+        model.then[place] = (1.25, 10.0)[place]
+    found = verify_packed(model, file, [images])
+    assert found.passed is passes
+    assert [node for node, _ in found.wrong_nodes] == ([] if place != 0 else ["tail"])
+
+
+def test_a_layer_that_last_bits_change_everywhere_is_not_excused_by_a_right_output() -> None:
+    model, images, low, high = edge(TwoEdges, everywhere=True)
+    model = copy.deepcopy(model)
+    model.factor = low
+    file = packed_file(Path("edges.fp4"), None, *pack_model(model, images, rest=FP32))
+    model.factor = high
+    found = verify_packed(model, file, [images])
+    assert [node for node, _ in found.wrong_nodes] == ["body"]
+    assert found.is_near  # so that it was compared anew
+    assert not found.passed
+
+
+def test_a_tie_of_whole_numbers_is_rounded_as_the_format_says() -> None:
+    """Runtimes compute whole numbers, and the format's formulas, alike: 5 between 4 and 6 is 4."""
+    model = nn.Sequential(OrderedDict(stem=nn.Conv2d(3, 16, 1), body=nn.Conv2d(16, 32, 1))).eval()
+    images = torch.ones(1, 3, 12, 8)
+    images[..., 2:5] = 0
+    with torch.no_grad():
+        model.stem.weight.zero_()[5, 0] = 1
+        model.stem.bias.fill_(6.0)[5] = 5.0
+    fd.calibrate(fd.prepare(model, include="body"), images)
+    model.body.input_amax.fill_(1344.0)
+    model = deployed(model, FP32)
+    assert verify_packed(model, packed_file(Path("ties.fp4"), None, *pack_model(model, images, rest=FP32)), [images])
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.stem.bias[5] += 5e-6
+    file = packed_file(Path("ties.fp4"), None, *pack_model(other, images, rest=FP32))
+    found = verify_packed(model, file, [images])
+    assert [node for node, _ in found.wrong_nodes] == ["stem"]
+    assert not found.passed
 
 
 class Deep(nn.Module):
