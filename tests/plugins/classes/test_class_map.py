@@ -100,11 +100,12 @@ def launched(logits: torch.Tensor, size: tuple[int, int], dtype: torch.dtype = t
 
 
 def test_where_rows_are_staged() -> None:
-    last = torch.zeros(2, 20, 352, 480, dtype=torch.float16).to(memory_format=torch.channels_last)
-    usual = launched(last, (480, 640))
-    assert (usual["STAGED"], usual["LAST"], usual["SAME"], usual["grid"]) == (1, 1, 0, (5, 30, 2))
+    last = torch.zeros(2, 150, 88, 120, dtype=torch.float16).to(memory_format=torch.channels_last)
+    usual = launched(last, (120, 160))
+    assert (usual["STAGED"], usual["LAST"], usual["SAME"], usual["grid"]) == (1, 1, 0, (5, 60, 2))
     assert 0 < usual["shared"] <= module.SHARED
-    for logits, size in ((last, (352, 480)), (last.contiguous(), (480, 640)), (last, (60, 80))):
+    few = last[:, :64].contiguous(memory_format=torch.channels_last)
+    for logits, size in ((last, (88, 120)), (last.contiguous(), (120, 160)), (last, (12, 16)), (few, (120, 160))):
         other = launched(logits, size)
         assert (other["STAGED"], other["shared"]) == (0, 0)
 

@@ -43,9 +43,10 @@ def test_every_class_is_that_of_the_reference(classes: int, dtype: torch.dtype, 
 @pytest.mark.parametrize("shared", [0, 1 << 16])
 def test_every_block(columns: int, rows: int, shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SHARED", shared)
+    monkeypatch.setattr(module, "LINE", 0)
     logits = sample(3, 20, 88, 120, dtype=torch.float16)
     poison()
-    found = class_map_kernel(logits.cuda().to(memory_format=LAST), (120, 160), torch.uint8, columns, rows)
+    found = class_map_kernel(logits.cuda().to(memory_format=LAST), (120, 160), torch.uint8, (columns, rows))
     assert torch.equal(found.cpu(), class_map_reference(logits, (120, 160), torch.uint8))
 
 

@@ -30,7 +30,7 @@ def logits(setting: Setting, shape: tuple[int, ...], dtype: torch.dtype, layout:
 
 @dataclass(frozen=True)
 class Frames:
-    """shape: N, C, h, w of the logits; size: of the frames; shared: bytes that a block may have, None: as on a GPU."""
+    """shape: N, C, h, w of the logits; size: of the frames; shared: bytes that a block may have to stage rows in."""
 
     shape: tuple[int, int, int, int]
     size: Size
@@ -43,8 +43,8 @@ class Frames:
     def __call__(self, setting: Setting, outcome: Outcome) -> None:
         """Launch, execute, compare."""
         x = logits(setting, self.shape, self.dtype, self.layout)
-        with emulated(setting, outcome), mock.patch.object(class_map, "SHARED", self.shared):
-            found = class_map.class_map_kernel(x, self.size, self.mask, *self.block)
+        with emulated(setting, outcome), mock.patch.multiple(class_map, SHARED=self.shared, LINE=0):
+            found = class_map.class_map_kernel(x, self.size, self.mask, self.block)
         outcome.compare(found, class_map.class_map_reference(x, self.size, self.mask))
 
 
