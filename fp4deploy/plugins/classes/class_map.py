@@ -25,9 +25,9 @@ from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES
 
 SOURCE = "class_map.cu"
 MASKS = {torch.uint8: "unsigned char", torch.uint16: "unsigned short"}
-# Measured fact: H200, torch 2.11, 2026-11-30, FP16 in channels_last: 16 x 20 x 352 x 480 to 480 x 640 in 63 us by blocks
-# of 128 x 8 pixels, 65 with staged rows; 4 x 150 x 512 x 512 to 700 x 900 in 516 us staged by blocks of 32 x 2, in 1,035
-# by 128 x 16. A pixel of a line or less is in the cache when its neighbour reads it.
+# Measured fact: H200, torch 2.11, 2026-11-30, FP16 in channels_last: 16 x 20 x 352 x 480 to 480 x 640 in 63 us by
+# blocks of 128 x 8 pixels, in 65 with staged rows; 4 x 150 x 512 x 512 to 700 x 900 in 516 us staged by blocks of
+# 32 x 2, in 1,035 by 128 x 16. A pixel of a line or less is in the cache when its neighbour reads it.
 COLUMNS, ROWS = 128, 8  # of a block
 STAGED_COLUMNS, STAGED_ROWS = 32, 2
 LINE = 128  # bytes of a pixel's logits above which they are staged
