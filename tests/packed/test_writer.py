@@ -37,7 +37,7 @@ def packed(model: nn.Module, x: torch.Tensor) -> PackedFile:
 def network(name: str) -> tuple[PackedFile, torch.Tensor]:
     torch.manual_seed(0)
     if name in OWN_QUANTIZERS:
-        graph, tensors = pack_model(with_own_quantizers(name), torch.randn(2, 3, 16, 16), dynamic_size=False)
+        graph, tensors = pack_model(with_own_quantizers(name), torch.randn(2, 3, 16, 16))
         return packed_file(Path("own.fp4"), None, graph, tensors), torch.randn(2, 3, 16, 16)
     factory, size = NETWORKS[name]
     x = torch.randn(2, 3, *size)
