@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterator
 from typing import Any
 
 from docs.tables.results import markdown, result
 from fp4deploy.peaks import find_gpu
-from fp4deploy.timing.launches import Shape, implicit
+from fp4deploy.plugins.gemm.training import WIDE
+from fp4deploy.plugins.gemm.triton.tiles import NATIVE_WIDE
+from fp4deploy.timing.launches import SCHEDULERS, Shape, code_of, implicit
 from fp4deploy.timing.model import time_of
 
 KERNELS = {
@@ -20,6 +23,10 @@ KERNELS = {
     "moves": "packing",
     "norms": "GroupNorm, ReLU and packing",
 }
+PEAK_FP8 = {
+    "sm120": 2,
+    "sm100": 1,
+}  # of `Gpu.fp8`: scales double the rate of an RTX 50, where others measured 918 TFLOP/s
 FP16, FP8 = ("cudnn_fp16", "cublas_fp16"), ("cudnn_fp8", "scaled_mm_fp8")
 
 
@@ -63,6 +70,26 @@ def product_rate(arch: str) -> str:
     found = time_of(implicit(Shape(8192, (), (8192,), 8192), gpu), gpu, warm=False)
     best, low, high = (f"{operations / ms / 1e9:.0f}" for ms in (found.ms, found.high, found.low))
     return f"{best} ({low} to {high})"
+
+
+def static_cycles() -> str:
+    """What the machine code of each Blackwell kernel's main loop allows at most, of the dense peak of its format."""
+    kernels = {"implicit": "FP4", "FP8": "FP8", "W4A8": "FP8"}
+    rows = []
+    for arch, (family, rate) in itertools.product(("sm120", "sm100"), kernels.items()):
+        gpu, tile = find_gpu(arch), NATIVE_WIDE if family == "implicit" else WIDE
+        code, warps = code_of(arch, family, tile, 1), tile.warps
+        peak = gpu.fp4 if rate == "FP4" else PEAK_FP8[arch] * gpu.fp8
+        assert peak is not None
+        tensor = tile.bm * tile.bn * 2 * tile.bk / (1e12 * peak / (2e9 * gpu.num_sms * gpu.clock))
+        issue, blocks = code.loop.issued * warps / SCHEDULERS, code.resident(warps, gpu)
+        share = blocks * tensor / max(blocks * tensor, blocks * issue, code.loop.stall)
+        name = "FP4" if family == "implicit" else family
+        size = f"{tile.bm} x {tile.bn} x {2 * tile.bk}"
+        cells = (size, code.registers, code.shared, f"{tensor:.0f}", f"{issue:.0f}", code.loop.stall, blocks)
+        rows.append([gpu.name, name, *map(str, cells), f"{100 * share:.0f} %"])
+    head = ["GPU", "kernel", "outputs x elements a step", "registers", "shared memory, bytes", "tensor cores, cycles"]
+    return markdown([*head, "issue, cycles", "one warp, cycles", "blocks", "of the peak at most"], rows)
 
 
 def hopper_layers(*networks: str) -> str:

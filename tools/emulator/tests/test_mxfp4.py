@@ -26,6 +26,9 @@ FAULTS = {
         "the scales of A and B change places": planted.swapped_scales(0),
         "the scales of A are the next byte": planted.replaced(REGISTERS, r"\1{ 1, 0 }\2{ 0, 0 };", 0),
         "registers of a fragment are swapped": planted.swapped_operands(0),
+        "1/2 is a subnormal number of E4M3": planted.replaced("0x3C383000", "0x3C380400", 0),
+        "codes have the byte of their neighbour": planted.replaced("0x4420", "0x4402", 0),
+        "no code has a sign": planted.replaced("0x80808080", "0", 0),
         "barriers are missing in the loop": planted.without_first_barriers(),
     },
     ("sm_120", "FP8 conv 3x3, stride 2"): {

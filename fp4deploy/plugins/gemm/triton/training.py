@@ -223,7 +223,10 @@ def _multiply_eighths(
 ):  # fmt: skip
     """acc + a b^T of E4M3 bytes a [BM, 2 BK], E2M1 codes b [BN, BK] or with W8 E4M3 as well, and their scales, E8M0
     [rows, BK // 16], of which W8 has none but 1."""
-    w = b if W8 else tl.interleave(_as_e4m3(b & 15), _as_e4m3(b >> 4))
+    w = b
+    if not W8:
+        even, odd = _as_e4m3(b, ASM)
+        w = tl.interleave(even, odd)
     a, w = a.to(tl.float8e4nv, bitcast=True), w.to(tl.float8e4nv, bitcast=True)
     if NATIVE:
         acc = tl.dot_scaled(a, sa, "e4m3", tl.trans(w), sb, "e4m3", acc)
@@ -237,9 +240,43 @@ def _multiply_eighths(
     return acc
 
 
+# Both codes of four bytes at once: prmt looks their sizes up in a table of eight bytes, by four indices of four bits.
+_TO_E4M3: tl.constexpr = tl.constexpr("""
+{
+    .reg .b32 size, next, sign;
+    and.b32 size, $2, 0x07070707;
+    shr.u32 next, size, 4;
+    or.b32 size, size, next;
+    prmt.b32 size, size, 0, 0x4420;
+    prmt.b32 size, 0x3C383000, 0x4C484440, size;
+    shl.b32 sign, $2, 4;
+    and.b32 sign, sign, 0x80808080;
+    or.b32 $0, size, sign;
+    shr.u32 size, $2, 4;
+    and.b32 size, size, 0x07070707;
+    shr.u32 next, size, 4;
+    or.b32 size, size, next;
+    prmt.b32 size, size, 0, 0x4420;
+    prmt.b32 size, 0x3C383000, 0x4C484440, size;
+    and.b32 sign, $2, 0x80808080;
+    or.b32 $1, size, sign;
+}
+""")
+
+
 @triton.jit
-def _as_e4m3(code):
-    """The E4M3 byte of an E2M1 code: the exponent moves up by six; 1/2 is no subnormal number any more."""
+def _as_e4m3(codes, ASM: tl.constexpr):
+    """E4M3 bytes of the even and of the odd E2M1 codes: the exponent moves up by six; 1/2 is no subnormal number any
+    more."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            _TO_E4M3, "=&r,=&r,r", [codes], dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4
+        )
+    return _as_e4m3_by_code(codes & 15), _as_e4m3_by_code(codes >> 4)
+
+
+@triton.jit
+def _as_e4m3_by_code(code):
     size = code & 7
     byte = tl.where(size > 1, (size << 2) + 0x30, size * 0x30)
     return (byte | ((code & 8) << 4)).to(tl.uint8)
