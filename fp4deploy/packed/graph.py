@@ -58,6 +58,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from fp4deploy.formats import EIGHT_BITS
+from fp4deploy.graph.operators import UNARY
 from fp4deploy.precisions import LABELS
 from fp4deploy.rest import FP16, FP32, RestName
 
@@ -200,12 +201,6 @@ class Norm(Step):
     groups: Count = 1
     shape: Annotated[list[Count], Field(max_length=4)] = []
     eps: Epsilon
-
-
-LATER_FUNCTIONS = (  # not in packed/3
-    "abs", "neg", "sign", "exp", "expm1", "log", "log1p", "sqrt", "rsqrt", "reciprocal", "square", "erf", "sin", "cos",
-    "floor", "ceil", "round",
-)  # fmt: skip
 
 
 class Activation(Step):
@@ -570,7 +565,7 @@ def numbers_of(node: Node) -> list[float]:
 def in_packed_3(node: Node) -> bool:
     """Whether the format `packed/3` has a node of this kind."""
     later = (PReLU, Compare, Where, Variance, CumulativeSum, Roll, Flip, Repeat, Take, Unfold, Fold, ArgMax)
-    if isinstance(node, later) or (isinstance(node, Activation) and node.function in LATER_FUNCTIONS):
+    if isinstance(node, later) or (isinstance(node, Activation) and node.function in UNARY):
         return False
     if isinstance(node, Conv2d | ConvTranspose2d):
         return axes_of(node) == 2

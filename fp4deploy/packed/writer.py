@@ -75,11 +75,11 @@ from fp4deploy.packed.wide import wide_activations
 from fp4deploy.plugins.gemm.convolution.depthwise import in_order
 from fp4deploy.plugins.gemm.convolution.operators import own_kernel
 from fp4deploy.plugins.quantize import norm_pack as _norm_pack  # noqa: F401 - registers norm_coefficients
+from fp4deploy.plugins.quantize.layout import CHANNELS_LAST
 from fp4deploy.rest import rest_of
 
 Key = str | tuple[str, str]  # a tensor of the file; what is made of one of a layer, or of an amax
 Tensors = dict[Key, torch.Tensor]
-FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}  # of feature maps, by their axes
 LAYOUT = (Flip, Permute, Repeat, Reshape, Roll, Select, Slice, Take)  # nodes that write no feature map
 # Elements from which kernels of this package take the statistics of a norm. Measured fact: one H200, torch 2.11,
 # 2026-11-29: of [1, 64, 64, 256] 12.6 us against 8.2 of the compiler's, of [1, 352, 480, 32] 19.1 against 20.3, of
@@ -303,7 +303,7 @@ class Writer:
     def _compute(self, node: Node, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
         """`operators.compute`, in the form that compiles best."""
         x = inputs[0] if inputs else torch.empty(0)
-        if _normalizes_maps(node) and x.ndim in FORMATS and x.dtype != torch.float32:
+        if _normalizes_maps(node) and x.ndim in CHANNELS_LAST and x.dtype != torch.float32:
             return self._normalized(cast("Norm | GroupNormReLU", node), x, context)
         pools = isinstance(node, Pool) and node.op == "max_pool" and len(node.kernel) == 2 and not node.ceil_mode
         if pools and math.prod(cast(Pool, node).kernel) <= MAX_POOL_TAPS:
@@ -425,7 +425,7 @@ class Writer:
 
 def is_channels_last(x: torch.Tensor) -> bool:
     """Whether a tensor is a feature map in channels_last, and not in NCHW as well."""
-    layout = FORMATS.get(x.ndim)
+    layout = CHANNELS_LAST.get(x.ndim)
     return layout is not None and x.is_contiguous(memory_format=layout) and not x.is_contiguous()
 
 
@@ -437,7 +437,7 @@ def in_channels_last(y: torch.Tensor) -> torch.Tensor:
     took 4.15 ms instead of 1.10 (1 x 512x1024, one H200, torch 2.11, 2026-11-28). A copy in the order of NHWC says
     which. It is no kernel of its own, being elementwise.
     """
-    if y.ndim not in FORMATS:
+    if y.ndim not in CHANNELS_LAST:
         return y
     pixels = torch.ops.aten.clone.default(y.movedim(1, -1), memory_format=torch.contiguous_format)
     return pixels.movedim(-1, 1)

@@ -39,6 +39,7 @@ import torch.nn.functional as F
 
 from fp4deploy.graph.sizes import output_size
 from fp4deploy.plugins.gemm.convolution import fastest
+from fp4deploy.plugins.gemm.reference import CONVOLUTIONS, TRANSPOSED
 from fp4deploy.plugins.quantize.dispatch import mask_gradient
 
 Pair = tuple[int, int]
@@ -136,8 +137,8 @@ class ConvGemms:
         """Y [N, O, H', W']."""
         if self.transposed:
             places = (self.stride, self.padding, self.output_padding, self.groups, self.dilation)
-            return _TRANSPOSED[len(self.kernel)](x, weight, bias, *places)
-        return _CONVOLUTIONS[len(self.kernel)](x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+            return TRANSPOSED[len(self.kernel)](x, weight, bias, *places)
+        return CONVOLUTIONS[len(self.kernel)](x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
 
     def dgrad(self, gradient: torch.Tensor, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """dX like `x` [N, C, H, W], from G [N, O, H', W'] and W."""
@@ -297,10 +298,6 @@ class ConvGemms:
     def bias_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """db [O]."""
         return gradient.sum((0, *range(2, gradient.ndim)))
-
-
-_CONVOLUTIONS: dict[int, Any] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-_TRANSPOSED: dict[int, Any] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
 def tap_window(tap: int, stride: int, dilation: int, extent: int) -> slice:
