@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -31,7 +32,7 @@ def setting(name: str) -> float:
     return float(os.environ[PREFIX + name])
 
 
-class Short(nnUNetTrainer):  # type: ignore[misc]
+class Short(nnUNetTrainer):
     """SEED, EPOCHS, ITERATIONS of an epoch, RATE at the start."""
 
     def initialize(self) -> None:
@@ -70,8 +71,8 @@ class nnUNetTrainerControl(Short):
     def initialize(self) -> None:
         super().initialize()
         if INITIAL in os.environ:
-            network = getattr(self.network, "_orig_mod", self.network)
-            network.load_state_dict(read_weights(os.environ[INITIAL]))
+            network: Any = getattr(self.network, "_orig_mod", self.network)
+            network.load_state_dict(read_weights(Path(os.environ[INITIAL])))
 
 
 class nnUNetTrainerTuned(Short, nnUNetTrainerNVFP4):

@@ -87,6 +87,9 @@ def test_every_artefact_has_the_scores_of_its_checkpoint(trained: Run, tmp_path:
     assert exported.fp4_layers == 2
     packed = pack(checkpoint, tmp_path / "net.fp4", data=data, images=1)
     assert packed.verification is not None
+    assert exported.verification is not None
+    for verified in (exported.verification, packed.verification):
+        assert " voxels" in verified.sentence()
     entries = [bench_artifact(path, data, iterations=1) for path in (checkpoint, exported.path, packed.file.path)]
     first = entries[0]
     assert first.dice is not None
