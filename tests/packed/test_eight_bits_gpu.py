@@ -1,4 +1,4 @@
-"""Layers in FP8, INT8 and W4A8 on a GPU: the kernel bit for bit, and every layer of a network against the CPU.
+"""EightBits in FP8, INT8 and W4A8 on a GPU: the kernel bit for bit, and every layer of a network against the CPU.
 
 On Hopper the kernel decodes (`weights="packed"`); by default torch multiplies decoded operands in TF32.
 """
@@ -19,7 +19,7 @@ from fp4deploy.packed.graph import Layer, quantizes_itself
 from fp4deploy.packed.network import has_mixed_kernel
 from fp4deploy.plugins.gemm.training import POINTWISE, Window, gather_gemm, whole_blocks
 from fp4deploy.qat import calibrate, prepare
-from tests.export.test_packed_eight_bits import Layers
+from tests.export.packable_networks import EightBits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -67,7 +67,7 @@ def test_the_kernel_is_the_reference_bit_for_bit(
 
 def network(folder: Path, form: str, groups: tuple[int, int]) -> Path:
     torch.manual_seed(0)
-    model: nn.Module = prepare(Layers(groups), "nvfp4_qat", include=NAMES, **{form: NAMES})
+    model: nn.Module = prepare(EightBits(groups), "nvfp4_qat", include=NAMES, **{form: NAMES})
     x = torch.randn(2, 3, 32, 32)
     calibrate(model, [x])
     pack(model.eval(), folder / "eight.fp4", example_inputs=x, verify=False)
