@@ -139,13 +139,19 @@ def train(network: nn.Module, data: torch.Tensor, steps: int, lr: float, options
     generator = torch.Generator(data.device).manual_seed(SEED)
     optimizer = torch.optim.AdamW(network.parameters(), lr)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps))
+    half = torch.autocast(data.device.type, torch.bfloat16, enabled=data.is_cuda, cache_enabled=False)
     network.train()
+    if data.is_cuda:  # a step of small networks is mostly the time of launches
+        with half:
+            torch.cuda.make_graphed_callables(
+                network, (inputs_of(data[:batch], torch.ones(batch, 1, 1, 1).to(data)),), allow_unused_input=True
+            )
     for _ in range(steps):
         clean = data[torch.randint(len(data), (batch,), generator=generator, device=data.device)]
         sigma = levels(batch, options.high, generator, data.device)
         noisy = clean + sigma * torch.randn(clean.shape, generator=generator, device=data.device)
         weight = (sigma**2 + DATA_STD**2) / (sigma * DATA_STD) ** 2
-        with torch.autocast(data.device.type, torch.bfloat16, enabled=data.is_cuda):
+        with half:
             found = network(inputs_of(noisy, sigma))
         loss = (weight * (combined(noisy, found.float(), sigma) - clean) ** 2).mean()
         optimizer.zero_grad()
@@ -153,6 +159,7 @@ def train(network: nn.Module, data: torch.Tensor, steps: int, lr: float, options
         nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
         schedule.step()
+    vars(network).pop("forward", None)  # the graphs, which copies of the network would share
     return network.eval()
 
 
@@ -193,10 +200,11 @@ def forms(base: nn.Module, data: torch.Tensor, options: Any) -> Iterator[tuple[s
     yield "NVFP4 QAT, packed", packed(tuned, seen[0][:2]), True
 
 
-def packed(network: nn.Module, example: torch.Tensor) -> PackedNetwork:
+def packed(network: nn.Module, example: torch.Tensor, verify: bool = True) -> PackedNetwork:
     """A network as its packed file computes it, on the device of `example` [N, 4, H, W]."""
     with tempfile.TemporaryDirectory() as folder:
-        file = fd.pack(copy.deepcopy(network).cpu(), Path(folder) / "denoiser.fp4", example_inputs=example.cpu()).file
+        path = Path(folder) / "denoiser.fp4"
+        file = fd.pack(copy.deepcopy(network).cpu(), path, example_inputs=example.cpu(), verify=verify).file
     return PackedNetwork(file, example.device)
 
 

@@ -1,20 +1,26 @@
 """One step of the denoisers of `denoiser.py`, random weights: packed FP16 and NVFP4 beside all forms of torch's FP16.
 
-    python benchmarks/denoiser_latency.py --json benchmarks/results/denoiser_latency_h200.json
+    python benchmarks/denoiser_latency.py --networks unet --json benchmarks/results/denoiser_latency_h200.json
+    python benchmarks/denoiser_latency.py --networks unet2d --json benchmarks/results/denoiser_latency_unet2d_h200.json
 
 A row for each network and batch: milliseconds by CUDA graph, packed as steps and compiled; `best`, the fastest form of
-torch, and the packed networks' times over it, as `packed_latency.py` has them. Written form after form.
+torch, and the packed networks' times over it, as `packed_latency.py` has them. The runs of a row are in four processes,
+which all compile at the same time and are then timed one after another (`peers.at_once`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
+import tempfile
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import peers
 import torch
 from denoiser import Denoiser, calibrated, inputs_of, packed
 from packed_latency import compare, no_gradients
@@ -25,27 +31,60 @@ from fp4deploy.errors import Fp4DeployError
 from fp4deploy.packed.network import PackedNetwork
 from fp4deploy.packed.program import compile_program
 
-
-def latency(
-    base: nn.Module, networks: dict[str, PackedNetwork], x: torch.Tensor, keep: Callable[[], None], row: dict[str, Any]
-) -> None:
-    """Milliseconds of one call on x into `row`: packed networks, as steps and compiled, and forms of torch in FP16."""
-    made: dict[str, Callable[[], Run]] = {}
-    for name, network in networks.items():
-        made[f"packed {name}"] = partial(partial, network, x)
-        made[f"packed {name}, compiled"] = partial(_compiled, network, x)
-    made |= {f"fp16, {form}": partial(forward, base, form, x) for form in FORMS}
-    for name, make in made.items():
-        try:
-            row["runs"][name] = measured(no_gradients(make()))
-        except Fp4DeployError as error:
-            row["runs"][name] = {"error": str(error)}
-        compare(row)
-        keep()
+# The runs of each process; torch tries hundreds of kernels for the last.
+GROUPS = {
+    "nvfp4": ("packed nvfp4", "packed nvfp4, compiled"),
+    "fp16": ("packed fp16", "packed fp16, compiled"),
+    "torch": tuple(f"fp16, {form}" for form in FORMS[:-1]),
+    "autotune": (f"fp16, {FORMS[-1]}",),
+}
 
 
-def _compiled(network: PackedNetwork, x: torch.Tensor) -> Run:
-    return partial(compile_program(network.file, [x]), x)
+def run_of(name: str, base: nn.Module, pack: Callable[[], PackedNetwork], x: torch.Tensor) -> Run:
+    """The run of a name of GROUPS on x [N, 4, H, W]; `pack` gives the packed network, where it is one."""
+    if name.startswith("fp16, "):
+        return no_gradients(forward(base, name.removeprefix("fp16, "), x))
+    if name.endswith(", compiled"):
+        return no_gradients(partial(compile_program(pack().file, [x]), x))
+    return no_gradients(partial(pack(), x))
+
+
+def in_turn(network: str, batch: int, group: str, folder: Path, number: int, options: argparse.Namespace) -> None:
+    """The runs of a group: compiled while others are, timed alone; a file of `folder` when all are done."""
+    torch.manual_seed(0)
+    base = Denoiser(network, options.scale).cuda().eval()
+    seen = inputs_of(torch.randn(8, 3, options.size, options.size).cuda(), torch.ones(8, 1, 1, 1).cuda())
+    made: list[PackedNetwork] = []
+
+    def pack() -> PackedNetwork:
+        if not made:
+            model = calibrated(base, "nvfp4_qat", [seen]) if group == "nvfp4" else base
+            made.append(packed(model, seen[:2], verify=False))
+        return made[0]
+
+    x = torch.randn(batch, 4, options.size, options.size, device="cuda", dtype=torch.float16)
+    runs, found = compiled(group, lambda name: run_of(name, base, pack, x), folder)
+    with peers.turn(folder, number):
+        for name, run in runs.items():
+            found[name] = {**measured(run), **found[name]}
+    (folder / f"{number}.json").write_text(json.dumps(found))
+
+
+def compiled(group: str, made: Callable[[str], Run], folder: Path) -> tuple[dict[str, Run], dict[str, dict[str, Any]]]:
+    """Runs of a group after their first call, and the seconds until then or the error of each."""
+    runs: dict[str, Run] = {}
+    found: dict[str, dict[str, Any]] = {}
+    with peers.tuning_alone(folder):
+        for name in GROUPS[group]:
+            began = time.perf_counter()
+            try:
+                run = made(name)
+                run()
+                runs[name] = run
+                found[name] = {"first_call_s": time.perf_counter() - began}
+            except Fp4DeployError as error:
+                found[name] = {"error": str(error)}
+    return runs, found
 
 
 def main() -> None:
@@ -54,28 +93,41 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=64)
     parser.add_argument("--scale", type=float, default=0.25, help="width of the networks")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 64])
+    parser.add_argument("--seconds", type=float, default=900, help="of compiling; the rest is left out")
+    parser.add_argument("--part", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    content: dict[str, Any] = {"command": command(), "machine": machine(), "rows": []}
+    if options.part:
+        group, folder, number = options.part[0], Path(options.part[1]), int(options.part[2])
+        in_turn(options.networks[0], options.batches[0], group, folder, number, options)
+        return
+    content: dict[str, Any] = {"command": command("--seconds"), "machine": machine(), "rows": []}
+    cases = [(network, batch, group) for network in options.networks for batch in options.batches for group in GROUPS]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        own = [sys.executable, __file__, "--size", str(options.size), "--scale", str(options.scale)]
+        commands = [
+            [*own, "--networks", network, "--batches", str(batch), "--part", group, name, str(number)]
+            for number, (network, batch, group) in enumerate(cases)
+        ]
+        late = peers.at_once(commands, folder, options.seconds, 30.0 * len(cases))
+        content["rows"] = rows_of(cases, folder, late)
+    for row in content["rows"]:
+        print(json.dumps(row))
+    if options.json:
+        options.json.write_text(json.dumps(content, indent=1) + "\n")
 
-    def keep() -> None:
-        if options.json:
-            options.json.write_text(json.dumps(content, indent=1) + "\n")
 
-    for network in options.networks:
-        torch.manual_seed(0)
-        base = Denoiser(network, options.scale).cuda().eval()
-        crops = torch.randn(8, 3, options.size, options.size, device="cuda")
-        seen = inputs_of(crops, torch.ones(8, 1, 1, 1, device="cuda"))
-        networks = {
-            "nvfp4": packed(calibrated(base, "nvfp4_qat", [seen]), seen[:2]),
-            "fp16": packed(base, seen[:2]),
-        }
-        for batch in options.batches:
-            x = torch.randn(batch, 4, options.size, options.size, device="cuda", dtype=torch.float16)
-            content["rows"].append(row := {"network": network, "batch": batch, "runs": {}})
-            latency(base, networks, x, keep, row)
-            print(json.dumps(row), flush=True)
+def rows_of(cases: list[tuple[str, int, str]], folder: Path, late: list[int]) -> list[dict[str, Any]]:
+    """A row for each network and batch, of the files that the processes left."""
+    rows: dict[tuple[str, int], dict[str, Any]] = {}
+    for number, (network, batch, group) in enumerate(cases):
+        row = rows.setdefault((network, batch), {"network": network, "batch": batch, "runs": {}})
+        path = folder / f"{number}.json"
+        missing = {"error": "not compiled in time" if number in late else "ended without a result"}
+        row["runs"] |= json.loads(path.read_text()) if path.is_file() else dict.fromkeys(GROUPS[group], missing)
+        compare(row)
+    return list(rows.values())
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from fp4deploy.native import Gpu, record, write_bundle
 from fp4deploy.packed import PackedNetwork, read_packed, write_packed
 from fp4deploy.plugins.aot.build import build
 from fp4deploy.plugins.aot.spec import Launch
-from tests.export.packable_networks import NETWORKS
+from tests.export.packable_networks import NETWORKS, OWN_QUANTIZERS
 from tests.native.replay import replay
 from tests.packed.small_networks import packed
 from tests.packed.test_writer import network
@@ -102,7 +102,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--prepare", type=Architecture.parse, metavar="ARCH")
-    parser.add_argument("--networks", nargs="+", default=[*NETWORKS, UNET])
+    parser.add_argument("--networks", nargs="+", default=[*NETWORKS, *OWN_QUANTIZERS, UNET])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)

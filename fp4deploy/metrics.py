@@ -16,7 +16,6 @@ brings scipy.signal and matplotlib: as many seconds as torch, in every training.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from fp4deploy.data.sample import IGNORE
+from fp4deploy.system.schema import finite_or_none
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Scores:
     def to_json(self) -> dict[str, Any]:
         """For a JSON file; NaN becomes None."""
         values = {"miou": self.miou, "pixel_accuracy": self.pixel_accuracy}
-        return {name: value if math.isfinite(value) else None for name, value in values.items()}
+        return {name: finite_or_none(value) for name, value in values.items()}
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class LabelScores:
 
     def to_json(self) -> dict[str, Any]:
         """For a JSON file; NaN becomes None."""
-        return {"top1": self.top1 if math.isfinite(self.top1) else None}
+        return {"top1": finite_or_none(self.top1)}
 
 
 def average_precision(scores: torch.Tensor, truth: torch.Tensor) -> float | None:

@@ -47,13 +47,15 @@ LAYER_FORMATS = {
         "Rouhani et al., Microscaling Data Formats, 2023",
     ),
 }
-PRECISIONS = (  # of quantised layers: FP4, then those with smaller weights before others
-    "FP4",
-    *(
-        name.upper()
+LABELS = {  # of quantised layers, as plans and ledgers say: FP4, then those with smaller weights before others
+    "nvfp4": "FP4",
+    **{
+        name: name.upper()
         for name in sorted(LAYER_FORMATS, key=lambda name: ELEMENT_BYTES[LAYER_FORMATS[name].weight["format"]])
-    ),
-)
+    },
+}
+PRECISIONS = tuple(LABELS.values())
+OF_ENGINES = ("FP4", "FP8", "INT8")  # that engines multiply both operands in
 
 
 def with_formats(fields: Any) -> Any:

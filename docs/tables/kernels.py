@@ -145,6 +145,21 @@ def depthwise_convolutions() -> str:
     return markdown(["images, channels", "torch, us", "kernel, us", "floor, us", "faster by"], rows, 1)
 
 
+def training_convolutions() -> str:
+    """Products of a training step with a choice of kernels: torch's and this package's, the slowest of these first."""
+    found: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
+    for row in result("training_convolutions_h200")["rows"]:
+        operands = ", ".join(" x ".join(map(str, shape)) for shape in row["shapes"])
+        found.setdefault((row["product"], operands), {})[row["autocast"]] = row
+    rows = []
+    for (product, operands), both in found.items():
+        times = [f"{both[each][which]:.0f}" for each in ("fp16", "bf16") for which in ("torch_us", "own_us")]
+        share = max(row["own_us"] / row["torch_us"] for row in both.values())
+        rows.append((share, [product, operands, *times]))
+    head = ["product", "operands", "FP16: torch, us", "kernel, us", "BF16: torch, us", "kernel, us"]
+    return markdown(head, (cells for _, cells in sorted(rows, key=lambda row: -row[0])), 2)
+
+
 def experts() -> str:
     """Grouped GEMMs of experts beside torch's in BF16, the slowest first."""
     found: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}

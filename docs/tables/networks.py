@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
-from docs.tables.results import markdown, result
+from docs.tables.results import MINUS, NOT_MEASURED, RESULTS, markdown, result, shown, spread
 from docs.tables.steps import span
 
 
@@ -211,6 +211,39 @@ def nnunet_forms() -> str:
         unlike = "" if form == "fp16" else f"{100 * scores['unlike_fp16'][0]:.2f} %"
         rows.append([name, *cells, unlike, f"{size / 1e3:,.0f}" if size else ""])
     return markdown(["", "Dice, %", "95 % Hausdorff, mm", "voxels unlike FP16", "network, kB"], rows, 1)
+
+
+def nnunet_hippocampus(name: str = "nnunet_hippocampus_h200") -> str:
+    """Dice of what nnU-Net's shortened trainings gave, and differences from the control with both intervals."""
+    forms = {
+        "base": "FP16, which the others start from",
+        "control": "FP16, trained on: control",
+        "ptq": "NVFP4, `fp4deploy quantize`",
+        "nvfp4": "NVFP4, trained on",
+        "ptq, packed": "`fp4deploy quantize`, packed",
+        "nvfp4, packed": "NVFP4, trained on, packed",
+    }
+    found = result(name)["forms"] if (RESULTS / f"{name}.json").is_file() else {}
+    rows = []
+    for form, label in forms.items():
+        cells = [NOT_MEASURED] * 4
+        if form in found:
+            row = found[form]
+            drop = row.get("drop_from_control")
+            apart = [_gained(drop), _gained(drop["over_images"])] if drop else ["", ""]
+            distance = row["hd95_mm"]
+            cells = [spread(row), NOT_MEASURED if distance is None else f"{distance:.2f}", *apart]
+        rows.append([label, *cells])
+    head = ["", "Dice, %", "95 % Hausdorff, mm", f"{MINUS} control, points; other seeds", "the same; other volumes"]
+    return markdown(head, rows, 1)
+
+
+def _gained(drop: dict[str, Any]) -> str:
+    """A drop in points as a signed difference with its interval."""
+    mean = drop["mean"] if "mean" in drop else drop["drop"]
+    if drop["low"] is None:
+        return NOT_MEASURED
+    return shown({"mean": -mean, "low": -drop["high"], "high": -drop["low"]})
 
 
 def fuzzed_networks(name: str = "fuzz_networks_cpu") -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fp4deploy.predict.pipeline import PARTS
 
-from .results import NOT_MEASURED, markdown, result
+from .results import NOT_MEASURED, RESULTS, markdown, result
 
 
 def denoiser(name: str = "denoiser_h200") -> str:
@@ -27,7 +27,8 @@ def denoiser(name: str = "denoiser_h200") -> str:
 def denoiser_latency() -> str:
     """One step of the denoisers, packed, beside the fastest form of torch's FP16."""
     rows = []
-    for row in result("denoiser_latency_h200")["rows"]:
+    names = [f"denoiser_latency{name}_h200" for name in ("", "_unet2d")]
+    for row in (row for name in names if (RESULTS / f"{name}.json").is_file() for row in result(name)["rows"]):
         times = {name: run.get("graph_ms") for name, run in row["runs"].items()}
         cells = [
             f"{times['packed ' + form]:.3f}" if times.get("packed " + form) else NOT_MEASURED

@@ -28,6 +28,7 @@ from fp4deploy.export.onnx.quantize_function import (
     TRT_DOMAIN,
 )
 from fp4deploy.export.onnx.trt_operators import with_shapes
+from fp4deploy.precisions import OF_ENGINES
 
 FORMATS = {
     "FLOAT4E2M1": "FP4",
@@ -42,7 +43,7 @@ FORMATS = {
     "FLOAT": "FP32",
     "DOUBLE": "FP64",
 }
-QUANTIZED = ("FP4", "FP8", "INT8", "INT4")
+QUANTIZED = (*OF_ENGINES, "INT4")
 FAKE_QUANTIZE = {"TRT_FP4QDQ": "FP4"}  # quantise and dequantise in one node, in ModelOpt's files before conversion
 LAYOUT = ("Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze", "Pad")
 PASSING = (*LAYOUT, "Cast", "Identity")

@@ -16,6 +16,7 @@ from fp4deploy.audit.targets import TARGETS, Target
 from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.canonical import LAYERS_KEY, foreign_graph, parse_onnx
 from fp4deploy.export.onnx.meaning import check_meaning
+from fp4deploy.precisions import OF_ENGINES
 from fp4deploy.system.schema import read_json
 
 LARGEST_JSON = 2**28  # bytes
@@ -54,11 +55,11 @@ class Audit:
 
     def summary(self) -> str:
         """ "4 of 23 layers run in FP4, 2 in FP8; 17 fall back." """
-        fp4, *others = (sum(row.runs == name for row in self.rows) for name in ("FP4", "FP8", "INT8"))
+        fp4, *others = (sum(row.runs == name for row in self.rows) for name in OF_ENGINES)
         lost = [row for row in self.rows if row.fell_back]
         refused = sum(row.runs == "refused" for row in self.rows)
         text = f"{fp4} of {len(self.rows)} layers run in FP4"
-        text += "".join(f", {count} in {name}" for count, name in zip(others, ("FP8", "INT8"), strict=True) if count)
+        text += "".join(f", {count} in {name}" for count, name in zip(others, OF_ENGINES[1:], strict=True) if count)
         text += f"; {len(lost) - refused} fall back" if len(lost) > refused else ""
         return text + (f"; {refused} refused." if refused else ".")
 
@@ -150,7 +151,7 @@ def _audit_account(
         asked = [requested[name] for name in each["onnx_nodes"] if name in requested]
         seen.update(layer.name for layer in asked)
         wanted = asked[0].requested if asked else ""
-        fell_back = wanted in ("FP4", "FP8", "INT8") and each["runs"] != wanted
+        fell_back = wanted in OF_ENGINES and each["runs"] != wanted
         rows.append(
             AuditRow(
                 layer=", ".join(layer.name for layer in asked) or each["layer"],
@@ -174,7 +175,7 @@ def _audit_account(
                     activation=str(layer.activation),
                     runs="unknown",
                     reason="no kernel names this node",
-                    fell_back=layer.requested in ("FP4", "FP8", "INT8"),
+                    fell_back=layer.requested in OF_ENGINES,
                 )
             )
     if not rows:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fp4deploy.audit.operands import INTEGER_OPS, Multiplication, Operand
 from fp4deploy.export.lowering.fp8 import why_not_fp8
 from fp4deploy.formats import NVFP4_BLOCK
+from fp4deploy.precisions import OF_ENGINES
 
 NO_FP4 = "ONNX Runtime has no FP4 on the CPU; fp4deploy export --portable decomposes it"
 NO_BLOCKS = "its blocks cannot be followed through the graph"
@@ -30,7 +31,7 @@ class Verdict:
 
     def fell_back(self, requested: str) -> bool:
         """A quantised GEMM was asked for, and the target multiplies in something wider, or refuses the file."""
-        return requested in ("FP4", "FP8", "INT8") and self.runs != requested
+        return requested in OF_ENGINES and self.runs != requested
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from fp4deploy.instances import InstanceScores
 from fp4deploy.metrics import LabelScores, Scores, VolumeScores
 from fp4deploy.models.spec import UnnamedCodeError
 from fp4deploy.system.files import file_digest
+from fp4deploy.system.schema import finite_or_none
 
 OK = "ok"
 EMULATED = "emulated, not run"  # accuracy of an engine's arithmetic, computed elsewhere; no latency
@@ -100,12 +100,12 @@ def bench_artifact(
         precision=runtime.precision,
         size_bytes=size_of(path),
         sha256=file_digest(path),
-        miou=_finite(scores.miou) if scores else None,
-        ap=_finite(instances.ap) if instances else None,
-        ap50=_finite(instances.ap50) if instances else None,
-        top1=_finite(labels.top1) if labels else None,
+        miou=finite_or_none(scores.miou) if scores else None,
+        ap=finite_or_none(instances.ap) if instances else None,
+        ap50=finite_or_none(instances.ap50) if instances else None,
+        top1=finite_or_none(labels.top1) if labels else None,
         instances=instances.to_json() if instances else None,
-        pixel_accuracy=_finite(scores.pixel_accuracy) if scores else None,
+        pixel_accuracy=finite_or_none(scores.pixel_accuracy) if scores else None,
         dice=volumes.mean_dice if volumes else None,
         dice_per_class=dict(volumes.dice) if volumes else {},
         hd95_mm=volumes.mean_hd95 if volumes else None,
@@ -188,7 +188,3 @@ def not_run(path: Path, reason: str, *, model: str | None = None, provider: str 
         status=UNAVAILABLE if path.suffix in runtimes else NOT_RUN,
         reason=reason,
     )
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -11,6 +11,7 @@ from fp4deploy.formats.constants import (
     nvfp4_range,
 )
 from fp4deploy.formats.e2m1 import decode_e2m1, encode_e2m1, pack_codes, round_e2m1, unpack_codes
+from fp4deploy.formats.eight_bits import EIGHT_BITS
 from fp4deploy.formats.four_over_six import FourOverSix
 from fp4deploy.formats.fp8 import EightBitTensor, fake_quantize_fp8, fp8_scale, quantize_fp8, scale_of
 from fp4deploy.formats.hadamard import random_hadamard
@@ -46,6 +47,7 @@ __all__ = [
     "E2M1_VALUES",
     "E4M3_MAX",
     "E4M3_MAX_FOUR_OVER_SIX",
+    "EIGHT_BITS",
     "INT8_MAX",
     "MXFP4_BLOCK",
     "MX_BLOCK",

@@ -378,7 +378,7 @@ class _Reader:
         self._value(node.name, example)
         self.tensors[node.name] = node.name, True
 
-    def _symbol(self, axis: str, size: Any) -> None:
+    def _symbol(self, axis: str, size: int | torch.SymInt) -> None:
         """Learn what a symbol of torch.export is in terms of an axis: s, or k s + c, of which k s is usual."""
         if isinstance(size, int):
             self.example[axis] = size
@@ -397,7 +397,7 @@ class _Reader:
     def _value(self, name: str, tensor: torch.Tensor) -> None:
         self.values[name] = Value(name, self._shape(name, tensor), tensor.dtype)
 
-    def _shape(self, name: str, tensor: Any) -> tuple[Size, ...]:
+    def _shape(self, name: str, tensor: torch.Tensor) -> tuple[Size, ...]:
         try:
             return tuple(size_of(size, self.symbols) for size in tensor.shape)
         except SizeError as error:
@@ -449,7 +449,7 @@ class _Reader:
                 return False
         arguments, named = fx.map_arg((node.args, node.kwargs), lambda each: self.known[each.name])
         with torch.no_grad():
-            value = cast("Callable[..., Any]", node.target)(*arguments, **named)
+            value = cast("Callable[..., object]", node.target)(*arguments, **named)
         if isinstance(value, torch.Tensor) and "empty" in str(node.target):  # uninitialised: the same bytes each time
             value = torch.zeros_like(value)
         self.known[node.name] = value
@@ -467,7 +467,7 @@ class _Reader:
         owners = {name.removesuffix(".weight") for name in read if name.endswith(".weight")}
         return any(each in self.kept for each in (*owners, module_of(node)))
 
-    def _bound(self, node: fx.Node, schema: Any, name: str) -> Call:
+    def _bound(self, node: fx.Node, schema: torch.FunctionSchema, name: str) -> Call:
         tensors: dict[str, tuple[str, bool]] = {}
         shapes: dict[str, tuple[Size, ...]] = {}
         arguments: dict[str, Any] = {}
@@ -583,7 +583,7 @@ def _role(role: str) -> str:
     return "input" if role == "self" else role
 
 
-def _default(argument: Any) -> object:
+def _default(argument: torch.Argument) -> object:
     return argument.default_value if argument.has_default_value() else None
 
 

@@ -55,12 +55,12 @@ class Specializing(TorchFunctionMode):
         super().__init__()
         self.names = {id(module): name or type(model).__name__ for name, module in model.named_modules()}
         self.call, self.frames = "", list[tuple[str, int]]()
-        self.environment: Any = None
-        self.known = set[Any]()
+        self.environment: object = None
+        self.known = set[object]()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    ) -> object:
         """Call, and look at the conditions that torch has noted meanwhile."""
         try:
             result = func(*args, **(kwargs or {}))
@@ -108,7 +108,7 @@ def _equations(environment: object) -> list[Any]:
     return [expression for expression in noted if isinstance(expression, sympy.Eq)]
 
 
-def _is_of_one_size(condition: Any, environment: Any) -> bool:
+def _is_of_one_size(condition: Any, environment: object) -> bool:
     """Whether an equation that holds in the example does not where some of its sizes are twice as large."""
     import sympy
 
@@ -127,8 +127,8 @@ def fixed_axis(program: torch.export.ExportedProgram) -> str:
     """An axis of an input, as "x.2", that a program needs as it was in the example though open; "" if there is none."""
     import sympy
 
-    axes: dict[Any, tuple[str, int]] = {}  # symbol -> axis, its size in the example
-    environment: Any = None
+    axes: dict[object, tuple[str, int]] = {}  # symbol -> axis, its size in the example
+    environment: object = None
     for node in program.graph.nodes:
         value = node.meta.get("val") if node.op == "placeholder" else None
         for axis, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):

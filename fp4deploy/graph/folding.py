@@ -86,11 +86,10 @@ def _value(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
     return values[node]
 
 
-def _in_fp32(value: Any) -> object:
+def _in_fp32(value: object) -> object:
     if isinstance(value, (tuple, list)):
         return type(value)(_in_fp32(each) for each in value)
-    narrow = isinstance(value, torch.Tensor) and value.dtype in NARROW
-    return value.float() if narrow else value
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype in NARROW else value
 
 
 def _typed(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

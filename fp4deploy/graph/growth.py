@@ -37,12 +37,12 @@ class BoundedSizes(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.known: set[Any] = set()
+        self.known: set[object] = set()
         self.error: Exception | None = None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    ) -> object:
         """Call, and look at the sizes of what comes back."""
         result = func(*args, **(kwargs or {}))
         for each in result if isinstance(result, (tuple, list)) else (result,):

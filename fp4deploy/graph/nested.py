@@ -17,7 +17,7 @@ from torch import nn
 Module = TypeVar("Module", bound=nn.Module)
 
 
-def flat_inputs(inputs: Any) -> Any:
+def flat_inputs(inputs: object) -> Any:
     """Inputs whose dicts within a dict are tensors of their own, named NAME_KEY; others as they are.
 
     >>> flat_inputs({"x": 1, "more": {"y": 2}})
@@ -29,13 +29,13 @@ def flat_inputs(inputs: Any) -> Any:
     return found or inputs
 
 
-def taking_flat_inputs(model: Module, inputs: Any) -> Module:
+def taking_flat_inputs(model: Module, inputs: object) -> Module:
     """A module that takes `flat_inputs(inputs)` by name; it shares all else with `model`, or is it."""
     if not isinstance(inputs, Mapping) or not any(isinstance(given, Mapping) for given in inputs.values()):
         return model
     keys = {name: [*given] if isinstance(given, Mapping) else None for name, given in inputs.items()}
 
-    def forward(self: nn.Module, **flat: Any) -> Any:
+    def forward(self: nn.Module, **flat: object) -> object:
         inner = {f"{name}_{key}" for name, each in keys.items() for key in each or ()}
         nested = {name: {key: flat[f"{name}_{key}"] for key in each} for name, each in keys.items() if each is not None}
         return type(self).forward(self, **nested, **{name: x for name, x in flat.items() if name not in inner})

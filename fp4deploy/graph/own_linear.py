@@ -81,11 +81,11 @@ def call_linear(model: nn.Module) -> None:
             layer.forward = types.MethodType(_forwards[axis], layer)
 
 
-def _channels_first(self: Any, x: torch.Tensor) -> torch.Tensor:
+def _channels_first(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return nn.functional.linear(x, self.weight.T, self._parameters.get("bias"))
 
 
-def _channels_last(self: Any, x: torch.Tensor) -> torch.Tensor:
+def _channels_last(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return nn.functional.linear(x, self.weight, self._parameters.get("bias"))
 
 

@@ -94,7 +94,7 @@ class _Drawn(DispatchMode):
         super().__init__()
         self.calls: list[tuple[str, str]] = []
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         draws = torch.Tag.nondeterministic_seeded in func.tags or "rrelu" in func._schema.name
         parameters = func._schema.arguments
         given = {each.name: each.default_value for each in parameters} | (kwargs or {})

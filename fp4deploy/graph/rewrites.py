@@ -221,7 +221,7 @@ def _alike(node: fx.Node) -> str:
     """The same for calls that have the same decomposition."""
     numbers = {each: at for at, each in enumerate(node.all_input_nodes)}
 
-    def described(each: fx.Node) -> Any:
+    def described(each: fx.Node) -> tuple[int, str]:
         value = each.meta["val"]
         kind = [value.dtype, *map(str, (*value.shape, *value.stride()))] if isinstance(value, torch.Tensor) else value
         return numbers[each], str(kind)

@@ -100,7 +100,7 @@ def axes_of(sizes: Iterable[Size]) -> set[str]:
     return {token for token in tokens if isinstance(token, str) and token not in OPERATORS}
 
 
-def size_of(value: Any, symbols: Mapping[Any, Size]) -> Size:
+def size_of(value: Any, symbols: Mapping[object, Size]) -> Size:
     """A size of torch.export (int, SymInt or sympy expression) as a `Size`; symbols: sympy symbol -> its size.
 
     Raises:
@@ -115,7 +115,7 @@ def size_of(value: Any, symbols: Mapping[Any, Size]) -> Size:
     return found[0] if len(found) == 1 and isinstance(found[0], int) else tuple(found)
 
 
-def _tokens(expression: Any, symbols: Mapping[Any, Size]) -> list[int | str]:
+def _tokens(expression: Any, symbols: Mapping[object, Size]) -> list[int | str]:
     if expression.is_Integer:
         return [int(expression)]
     if expression in symbols:

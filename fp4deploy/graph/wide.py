@@ -120,7 +120,7 @@ def keep_wide(program: torch.export.ExportedProgram, rest: Rest) -> None:
     program.graph_module.recompile()
 
 
-def mask_of(called: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def mask_of(called: Any, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
     """What attention adds to its scores; None of any other operator."""
     if "scaled_dot_product" not in operator_name(called):
         return None
@@ -240,7 +240,7 @@ def _rounded(graph: fx.Graph, number: fx.Node, user: fx.Node, rest: Rest) -> fx.
     return _call(graph, user, aten.sub.Tensor, scaled, _call(graph, user, aten.sub.Tensor, scaled, number))
 
 
-def _call(graph: fx.Graph, user: fx.Node, called: Any, *args: Any, **named: Any) -> fx.Node:
+def _call(graph: fx.Graph, user: fx.Node, called: OpOverload, *args: Any, **named: Any) -> fx.Node:
     """A new call, on behalf of another."""
     node = graph.call_function(called, args, named)
     node.meta = {key: value for key, value in user.meta.items() if key in ("nn_module_stack", "stack_trace", "val")}
@@ -248,12 +248,12 @@ def _call(graph: fx.Graph, user: fx.Node, called: Any, *args: Any, **named: Any)
     return node
 
 
-def _value(node: fx.Node) -> Any:
+def _value(node: fx.Node) -> object:
     """What torch makes of the values of a call's operands; its old value tells of which program these are."""
     arguments, named = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
     fake = detect_fake_mode([node.meta["val"], arguments, named]) or nullcontext()
     with torch.no_grad(), enable_python_dispatcher(), fake:  # what computes shapes of open ones is in Python
-        return cast(Callable[..., Any], node.target)(*arguments, **named)
+        return cast(Callable[..., object], node.target)(*arguments, **named)
 
 
 def _reads(node: fx.Node, constants: Collection[fx.Node]) -> bool:
@@ -296,7 +296,7 @@ def _reads_floats(node: fx.Node) -> bool:
     return any(each.is_floating_point() for source in node.all_input_nodes for each in _values(source))
 
 
-def _set(node: fx.Node, at: int, name: str, old: Any, new: Any) -> None:
+def _set(node: fx.Node, at: int, name: str, old: object, new: float | torch.dtype) -> None:
     """Replace an argument that has this value."""
     if at < len(node.args) and node.args[at] == old and type(node.args[at]) is type(old):
         node.update_arg(at, new)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -28,6 +27,7 @@ from fp4deploy.data.coco.regions import pixel_count
 from fp4deploy.errors import InputError
 from fp4deploy.instances.matches import Matches, matches_of
 from fp4deploy.requirements import FASTER_COCO_EVAL
+from fp4deploy.system.schema import finite_or_none
 
 Kind = Literal["segm", "bbox"]
 Evaluator = Literal["pycocotools", "faster-coco-eval"]
@@ -71,8 +71,7 @@ class InstanceScores:
     def to_json(self) -> dict[str, Any]:
         """For `bench --json`; NaN becomes None."""
         names = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large", "recall")
-        values = {name: getattr(self, name) for name in names}
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        finite = {name: finite_or_none(getattr(self, name)) for name in names}
         return {**finite, "max_detections": self.max_detections, "detections": self.detections}
 
 
@@ -105,7 +104,7 @@ def average_precision(
     overlaps = np.asarray(evaluation.params.iouThrs)
     names = {category["id"]: category["name"] for category in ground_truth["categories"]}
     per_class = {
-        names[category]: _number(_mean(precision[:, :, place, 0]))
+        names[category]: finite_or_none(_mean(precision[:, :, place, 0]))
         for place, category in enumerate(evaluation.params.catIds)
     }
     by_size = [_mean(precision[..., size]) for size in range(len(SIZES))]
@@ -161,10 +160,6 @@ def _mean(values: NDArray[np.float64]) -> float:
     """Mean of what exists; pycocotools writes -1 for a class without objects."""
     found = values[values > -1]
     return float(found.mean()) if found.size else float("nan")
-
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _indexed(content: dict[str, Any]) -> COCO:

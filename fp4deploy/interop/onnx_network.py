@@ -19,11 +19,12 @@ import copy
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import onnx
 import torch
+from numpy.typing import NDArray
 from onnx import TensorProto, numpy_helper
 from torch import Tensor, nn
 
@@ -125,7 +126,7 @@ class OnnxNetwork(nn.Module):
         if not any(isinstance(layer, (nn.Conv2d, nn.ConvTranspose2d, nn.Linear)) for layer in self.modules()):
             raise InputError("The file holds no convolution and no GEMM with constant weights: nothing to quantise.")
 
-    def _keep(self, name: str, content: Any) -> None:
+    def _keep(self, name: str, content: NDArray[Any]) -> None:
         if content.dtype.kind in "iub" and content.size <= MAX_HOST and content.ndim <= 1:
             self.hosts[name] = host(content.tolist())
             return
@@ -195,7 +196,7 @@ class OnnxNetwork(nn.Module):
         shadow = copy.deepcopy(self).to("meta").eval()
         compute, largest = shadow._compute, 0
 
-        def checked(call: Call, path: str, image: Tensor) -> Any:
+        def checked(call: Call, path: str, image: Tensor) -> object:
             nonlocal largest
             found = compute(call, path, image)
             for each in found if isinstance(found, tuple) else (found,):
@@ -303,7 +304,7 @@ def _declared(value: onnx.ValueInfoProto) -> tuple[int | None, tuple[int | None,
     return sizes[0], tuple(sizes[1:])
 
 
-def _array(tensor: TensorProto) -> Any:
+def _array(tensor: TensorProto) -> NDArray[Any]:
     """The content of a constant.
 
     Raises:
@@ -321,7 +322,7 @@ def _array(tensor: TensorProto) -> Any:
     return found
 
 
-def _constant(call: Call) -> Any:
+def _constant(call: Call) -> NDArray[Any]:
     for name, kind in (("value", None), ("value_float", np.float32), ("value_floats", np.float32),
                        ("value_int", np.int64), ("value_ints", np.int64)):  # fmt: skip
         if name in call.attributes:
@@ -329,13 +330,13 @@ def _constant(call: Call) -> Any:
     raise call.refuse("a constant of text or a sparse one")
 
 
-def _folded(call: Call, contents: list[Any]) -> object:
+def _folded(call: Call, contents: list[NDArray[Any]]) -> Any:
     """A constant that is a constant in another layout or type."""
     x, *rest = contents
     tensor = torch.from_numpy(np.ascontiguousarray(x))
     inputs = (tensor.reshape(x.shape), *(host(each.tolist()) for each in rest))
     try:
-        return OPERATORS[call.op](Call(call.op, call.name, inputs, call.attributes)).contiguous().numpy()
+        return cast(Tensor, OPERATORS[call.op](Call(call.op, call.name, inputs, call.attributes))).contiguous().numpy()
     except FAILURES as error:
         raise call.refuse("it cannot take its constants") from error
 

@@ -64,6 +64,9 @@ class Call:
         return next((each.device for each in self.inputs if isinstance(each, Tensor)), torch.device("cpu"))
 
 
+Operator = Callable[[Call], object]
+
+
 def as_tensor(value: Any, device: torch.device) -> Tensor:
     """A tensor of a value; whole numbers as int64."""
     if isinstance(value, Tensor):
@@ -87,8 +90,8 @@ def host(values: object) -> Host:
     return found
 
 
-def _elementwise(torch_function: Callable[..., object], host_function: Callable[..., object]) -> Callable[[Call], Any]:
-    def run(call: Call) -> Any:
+def _elementwise(torch_function: Callable[..., object], host_function: Callable[..., object]) -> Operator:
+    def run(call: Call) -> object:
         if all(isinstance(each, np.ndarray) for each in call.inputs):
             return host(host_function(*call.inputs))
         return torch_function(*(call.tensor(at) for at in range(len(call.inputs))))
@@ -115,11 +118,11 @@ def _truncated(x: Any, y: Any) -> object:
     return torch.sym_max(x, 0) // y - torch.sym_max(-x, 0) // y
 
 
-def _unary(function: Callable[[Tensor], Tensor]) -> Callable[[Call], Any]:
+def _unary(function: Callable[[Tensor], Tensor]) -> Operator:
     return lambda call: function(call.tensor(0))
 
 
-def _fold(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Call], Any]:
+def _fold(function: Callable[[Tensor, Tensor], Tensor]) -> Operator:
     def run(call: Call) -> Tensor:
         found = call.tensor(0)
         for at in range(1, len(call.inputs)):
@@ -142,7 +145,7 @@ def _number(call: Call, at: int) -> Any:
     return value if isinstance(value, Tensor) else float(value.reshape(-1)[0])
 
 
-def _cast(call: Call) -> Any:
+def _cast(call: Call) -> object:
     kind, x = call.get("to", 1), call.inputs[0]
     if isinstance(x, np.ndarray):
         convert: Any = float if kind in FLOATS else _whole if kind in (6, 7) else bool if kind == 9 else None
@@ -166,7 +169,7 @@ def _shape(call: Call) -> Host:
     return host(sizes[call.get("start", 0) : call.get("end", None)])
 
 
-def _reshape(call: Call) -> Any:
+def _reshape(call: Call) -> object:
     x, sizes = call.inputs[0], call.ints(1, "shape") or []
     if not call.get("allowzero", 0):
         sizes = [x.shape[at] if _is(size, 0) else size for at, size in enumerate(sizes)]
@@ -189,13 +192,13 @@ def _flatten(call: Call) -> Tensor:
     return x.reshape(rows, -1)
 
 
-def _transpose(call: Call) -> Any:
+def _transpose(call: Call) -> object:
     x = call.inputs[0]
     order = call.get("perm", list(reversed(range(x.ndim))))
     return x.transpose(*order) if isinstance(x, np.ndarray) else x.permute(*order)
 
 
-def _squeeze(call: Call) -> Any:
+def _squeeze(call: Call) -> object:
     x, axes = call.inputs[0], call.ints(1, "axes")
     chosen = [at for at, size in enumerate(x.shape) if size == 1] if axes is None else [at % x.ndim for at in axes]
     kept = [size for at, size in enumerate(x.shape) if at not in chosen]
@@ -204,7 +207,7 @@ def _squeeze(call: Call) -> Any:
     return x.reshape(kept)
 
 
-def _unsqueeze(call: Call) -> Any:
+def _unsqueeze(call: Call) -> object:
     x, axes = call.inputs[0], call.ints(1, "axes") or []
     rank = x.ndim + len(axes)
     places = {at % rank for at in axes}
@@ -212,14 +215,14 @@ def _unsqueeze(call: Call) -> Any:
     return x.reshape([1 if at in places else next(sizes) for at in range(rank)])
 
 
-def _concat(call: Call) -> Any:
+def _concat(call: Call) -> object:
     axis = call.get("axis", 0)
     if all(isinstance(each, np.ndarray) for each in call.inputs):
         return host(np.concatenate([np.atleast_1d(each) for each in call.inputs], axis))
     return torch.cat([call.tensor(at) for at in range(len(call.inputs))], axis)
 
 
-def _slice(call: Call) -> Any:
+def _slice(call: Call) -> object:
     x = call.inputs[0]
     starts, ends = call.ints(1, "starts") or [], call.ints(2, "ends") or []
     axes = call.ints(3, "axes") or list(range(len(starts)))
@@ -232,7 +235,7 @@ def _slice(call: Call) -> Any:
     return x[tuple(index)]
 
 
-def _split(call: Call) -> Any:
+def _split(call: Call) -> object:
     x, axis = call.tensor(0), call.get("axis", 0)
     sizes = call.ints(1, "split")
     if sizes is None:
@@ -242,7 +245,7 @@ def _split(call: Call) -> Any:
     return tuple(torch.split(x, sizes, axis))
 
 
-def _gather(call: Call) -> Any:
+def _gather(call: Call) -> object:
     x, index, axis = call.inputs[0], call.inputs[1], call.get("axis", 0)
     if isinstance(x, np.ndarray):
         chosen = np.array(as_list(index, call), dtype=np.int64).reshape(index.shape)
@@ -265,7 +268,7 @@ def _expand(call: Call) -> Tensor:
     return x.expand([have if _is(size, 1) else size for have, size in zip(own, sizes, strict=True)])
 
 
-def _constant_of_shape(call: Call) -> Any:
+def _constant_of_shape(call: Call) -> object:
     sizes = call.ints(0) or []
     value = np.asarray(call.get("value", np.zeros(1, np.float32))).reshape(-1)[0]
     if np.issubdtype(type(value), np.integer):
@@ -377,7 +380,7 @@ def _resize(call: Call) -> Tensor:
     return F.interpolate(x, tuple(wanted), mode=torch_mode, align_corners=place == "align_corners")
 
 
-def _reduce(function: Callable[..., Tensor]) -> Callable[[Call], Any]:
+def _reduce(function: Callable[..., Tensor]) -> Operator:
     def run(call: Call) -> Tensor:
         x, axes = call.tensor(0), call.ints(1, "axes")
         if axes is None and call.get("noop_with_empty_axes", 0):
@@ -417,13 +420,13 @@ def _layer_norm(call: Call) -> Tensor:
     return F.layer_norm(x, list(shape), call.tensor(1), bias, call.get("epsilon", 1e-5))
 
 
-def _where(call: Call) -> Any:
+def _where(call: Call) -> object:
     if all(isinstance(each, np.ndarray) for each in call.inputs):
         return host(np.where(call.inputs[0].astype(bool), call.inputs[1], call.inputs[2]))
     return torch.where(call.tensor(0).bool(), call.tensor(1), call.tensor(2))
 
 
-def _identity(call: Call) -> Any:
+def _identity(call: Call) -> object:
     return call.inputs[0]
 
 
@@ -431,11 +434,11 @@ def _hard_sigmoid(call: Call) -> Tensor:
     return (call.get("alpha", 0.2) * call.tensor(0) + call.get("beta", 0.5)).clamp(0, 1)
 
 
-def _global(function: Callable[..., Tensor]) -> Callable[[Call], Any]:
+def _global(function: Callable[..., Tensor]) -> Operator:
     return lambda call: function(call.tensor(0), list(range(2, call.tensor(0).ndim)), True)
 
 
-OPERATORS: dict[str, Callable[[Call], Any]] = {
+OPERATORS: dict[str, Operator] = {
     "Abs": _unary(torch.abs),
     "Add": _elementwise(torch.add, lambda x, y: x + y),
     "AveragePool": _average_pool,

@@ -184,7 +184,7 @@ def known_outputs(card: ModelCard | None = None, head: Meaning | None = None, sa
     'argmax over axis 1'
     """
     if head is None and card is not None:
-        head = card.head or (Classes(1) if card.class_names else None)
+        head = card.head or (Classes(1, UNITS[1 + len(card.size)]) if card.class_names else None)
     return OutputMeanings(head, said)
 
 

@@ -167,6 +167,7 @@ def _convolution(
     groups: int,
     transposed: bool,
     relu: bool,
+    wide: bool = False,
 ) -> torch.Tensor:
     """`fp4deploy::convolution`: x [N, *S, C], the weight in torch's axes."""
     axes = list(zip(x.shape[1:-1], weight.shape[2:], stride, padding, dilation, strict=True))
@@ -185,8 +186,12 @@ def _convolution(
         [*default[:lacking], *given]
         for default, given in ((ONE, stride), (NONE, padding), (ONE, dilation), (ONE, extent))
     ]
-    y: torch.Tensor = torch.ops.fp4deploy.contract(image, filters, added, *places, 1.0, relu, transposed, False, False)
+    y: torch.Tensor = torch.ops.fp4deploy.contract(image, filters, added, *places, 1.0, relu, transposed, False, wide)
     return y.flatten(-2).view(x.shape[0], *extent, -1)
+
+
+def _wide_convolution(x, weight, *places):  # type: ignore[no-untyped-def]
+    return _convolution(x, weight, None, *places, False, True)
 
 
 def _aten_convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups):  # type: ignore[no-untyped-def]
@@ -222,5 +227,6 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     aten.baddbmm.default: _baddbmm,
     aten.convolution.default: _aten_convolution,
     torch.ops.fp4deploy.convolution.default: _convolution,
+    torch.ops.fp4deploy.wide_convolution.default: _wide_convolution,
     aten.scaled_dot_product_attention.default: _attention,
 }

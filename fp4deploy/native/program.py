@@ -94,7 +94,7 @@ class _Program:
 
         return self.run(run, [x])
 
-    def run(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def run(self, function: Callable[..., object], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Record what a function launches, and return its results."""
         keep_compiled_private()
         from torch._decomp import decomposition_table

@@ -25,10 +25,9 @@ from fp4deploy.native.plan import MAX_CLASSES, Gpu, Plan
 from fp4deploy.native.program import record_program
 from fp4deploy.native.recording import META, Recording
 from fp4deploy.packed import PackedFile
-from fp4deploy.packed.check import REST_TYPES
+from fp4deploy.packed.check import TYPES
 from fp4deploy.packed.graph import Concat, Conv2d, ConvTranspose2d, Form, GroupNormReLU, Node, weight_names
 from fp4deploy.packed.network import dilation_of, has_kernel, is_decoded
-from fp4deploy.packed.own_quantizer import refuse_own_quantizers
 from fp4deploy.packed.plain_layers import plain_geometry, plain_kernel
 from fp4deploy.packed.shapes import Shape, fitting, weight_shape
 from fp4deploy.plugins.gemm.arguments import launch_gemm
@@ -57,11 +56,10 @@ def record(file: PackedFile, gpu: Gpu, *shapes: Shape, weights: str | None = Non
             them decoded in any case.
 
     Raises:
-        InputError: the network does not take the shapes, or has an operator or a precision that nothing compiles.
+        InputError: the network does not take the shapes, or has an operator that nothing compiles.
         UnavailableError: Triton is missing, and kernels would be generated.
     """
     graph = file.graph
-    refuse_own_quantizers(graph, "a plan for the C library")
     if len(shapes) != len(graph.inputs):
         raise InputError(f"The network has {len(graph.inputs)} inputs, and {len(shapes)} shapes were given.")
     fitting(graph, {each.name: shape for each, shape in zip(graph.inputs, shapes, strict=True)})
@@ -249,7 +247,7 @@ class _Network:
     def like(self, name: str) -> torch.Tensor:
         """A tensor of the file without data, bytes where it has codes or scales."""
         info = self.file.graph.tensors[name]
-        dtype = {"F32": torch.float32, REST_TYPES[self.file.graph.rest]: self.dtype}.get(info.dtype, torch.uint8)
+        dtype = {"F32": torch.float32, TYPES[self.dtype]: self.dtype}.get(info.dtype, torch.uint8)
         return torch.empty(info.shape, dtype=dtype, device=META)
 
     def vector(self, name: str) -> torch.Tensor:

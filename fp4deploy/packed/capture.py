@@ -25,10 +25,11 @@ from torch.utils._pytree import tree_map
 
 from fp4deploy.errors import Fp4DeployError, InputError, UnavailableError
 from fp4deploy.packed.network import PackedNetwork, Result
-from fp4deploy.packed.program import Program, choice_key, compile_program, left_to_torch, remember, remembered
+from fp4deploy.packed.program import CHOICES, Program, choice_key, compile_program, left_to_torch
+from fp4deploy.plugins.runtime.choices import fastest, remembered
 from fp4deploy.system.progress import progress
 
-WARMUP, MEASURED = 3, 21  # runs before a capture; of which a choice takes the median
+WARMUP = 3  # runs before a capture
 Shapes = tuple[tuple[int, ...], ...]
 SHAPES = 4  # graphs kept; each holds the memory of its activations
 
@@ -117,7 +118,7 @@ class CapturedNetwork:
         if mode == "off" or (mode == "auto" and not self._may_join()):
             return self._record(network, inputs), None
         name = choice_key(network.file, inputs, self.enabled)
-        choice = "program" if mode == "on" else remembered(name)
+        choice = "program" if mode == "on" else remembered(name, CHOICES)
         if choice == "kernels":
             return self._record(network, inputs), None
         try:
@@ -129,10 +130,7 @@ class CapturedNetwork:
             return self._record(network, inputs), None
         if choice is None:
             steps = self._record(network, inputs)
-            with torch.cuda.device(network.device):
-                choice = "program" if _milliseconds(run) <= _milliseconds(steps) else "kernels"
-            remember(name, choice)
-            if choice == "kernels":
+            if fastest(name, {"program": run, "kernels": steps}, network.device) == "kernels":
                 return steps, None
         return run, program
 
@@ -167,19 +165,6 @@ class CapturedNetwork:
             _end_recording(self.network.device)
             return lambda: compute(*inputs)
         return Replay(graph, (compute, inputs), outputs)
-
-
-def _milliseconds(run: Callable[[], object]) -> float:
-    """Median of a run, by CUDA events."""
-    times = []
-    for _ in range(MEASURED):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return sorted(times)[MEASURED // 2]
 
 
 def _end_recording(device: torch.device) -> None:

@@ -18,16 +18,16 @@ A product may still leave the range of what it is computed in: the rest, such as
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
 from fp4deploy.errors import InputError
-from fp4deploy.formats import MXFP4_BLOCK, NVFP4_BLOCK
+from fp4deploy.formats import EIGHT_BITS, MXFP4_BLOCK, NVFP4_BLOCK
 from fp4deploy.formats.mxfp4 import E8M0_NAN
 from fp4deploy.graph.ir import COMPUTED
 from fp4deploy.models.heads import Head
 from fp4deploy.packed.graph import (
-    EIGHT_BITS,
     Activation,
     Affine,
     Arithmetic,
@@ -63,7 +63,14 @@ from fp4deploy.packed.shapes import Shapes, shapes_of, weight_shape
 from fp4deploy.rest import rest_of
 
 SMALLEST_AMAX = 2.0**-100
-REST_TYPES = {"fp16": "F16", "bf16": "BF16", "fp32": "F32"}  # of tensors in the precision of the rest
+TYPES: dict[torch.dtype, Any] = {  # as safetensors call them
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+}
 AGAIN = "Export the model again: fp4deploy export --format packed"
 Requirement = tuple[str, str, list[int]]  # tensor, type, shape
 
@@ -293,7 +300,7 @@ def _check_tensors(graph: Graph, node: Node, shapes: Shapes, layers: dict[str, t
 
 def required(graph: Graph, node: Node, shapes: Shapes) -> Iterator[Requirement]:
     """The tensors that a node reads, with type and shape; those of its forms are checked where they are written."""
-    rest = REST_TYPES[graph.rest]
+    rest = TYPES[rest_of(graph.rest).dtype]
     if isinstance(node, Layer):
         axis = -1 if isinstance(node, Linear) else 1
         channels = sum(shapes[name][axis] for name in node.inputs)
@@ -307,7 +314,7 @@ def required(graph: Graph, node: Node, shapes: Shapes) -> Iterator[Requirement]:
             yield names[0], "F32" if node.layer.startswith(COMPUTED) else rest, shape
             return
         if node.precision in EIGHT_BITS:
-            yield names[0], EIGHT_BITS[node.precision], shape
+            yield names[0], TYPES[EIGHT_BITS[node.precision].dtype], shape
             yield names[1], "F32", rows[:1]
             yield names[2], "F32", []
             return
@@ -342,7 +349,7 @@ def required(graph: Graph, node: Node, shapes: Shapes) -> Iterator[Requirement]:
 def _check_slopes(graph: Graph, node: PReLU, shapes: Shapes) -> None:
     """One number, or one for each channel."""
     info, source = graph.tensors[node.tensor], shapes[node.inputs[0]]
-    _require(info.dtype in (REST_TYPES[graph.rest], "F32"), f"the tensor '{node.tensor}' is {info.dtype}")
+    _require(info.dtype in (TYPES[rest_of(graph.rest).dtype], "F32"), f"the tensor '{node.tensor}' is {info.dtype}")
     _require(
         info.shape == [1] or info.shape == [source[1] if len(source) > 1 else 1], "its slopes are not its channels"
     )

@@ -8,7 +8,6 @@ from typing import Any
 from fp4deploy.models.volumes import VOLUME
 from fp4deploy.packed.file import PackedFile
 from fp4deploy.packed.graph import (
-    QUANTIZED,
     Form,
     Layer,
     Linear,
@@ -21,6 +20,7 @@ from fp4deploy.packed.graph import (
 from fp4deploy.packed.memory import activation_bytes, full_precision, plain_bytes
 from fp4deploy.packed.network import has_kernel, has_mixed_kernel
 from fp4deploy.packed.shapes import Shape, Shapes, shapes_of, weight_shape
+from fp4deploy.precisions import LABELS
 from fp4deploy.rest import rest_of
 
 COLUMNS = ("layer", "op", "precision", "shape", "writes", "bytes", "sha256")
@@ -64,8 +64,8 @@ def describe_packed(file: PackedFile) -> tuple[dict[str, object], tuple[str, ...
     wide = "FP16" if graph.rest == "fp16" else "FP32"
     note = f" {decoded} in FP4 are decoded and multiplied in {wide}: no packed kernel has their form."
     note = note if decoded else ""
-    counts = Counter(QUANTIZED[node.precision] for node in packed)
-    others = "".join(f", {counts[name]} in {name}" for name in QUANTIZED.values() if name != "FP4" and counts[name])
+    counts = Counter(LABELS[node.precision] for node in packed)
+    others = "".join(f", {counts[name]} in {name}" for name in LABELS.values() if name != "FP4" and counts[name])
     last = (
         f"{counts['FP4']} of {len(layers)} layers that multiply in FP4{others}; the weights have "
         f"{file.weight_bytes / plain:.3f} times the bytes of FP16 weights.{note}"
@@ -81,7 +81,7 @@ def _row(file: PackedFile, node: Node, shapes: Shapes) -> tuple[Any, ...]:
         axis = -1 if isinstance(node, Linear) else 1
         shape = weight_shape(file.graph, node, sum(shapes[name][axis] for name in node.inputs))
         if quantizes_itself(node):
-            name = QUANTIZED[node.precision]
+            name = LABELS[node.precision]
             precision = name if has_mixed_kernel(node) else f"{name} decoded"
         elif node.precision == "nvfp4":
             precision = "FP4" if has_kernel(node, shape[1:-1]) else "FP4 decoded"

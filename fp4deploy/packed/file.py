@@ -22,7 +22,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -31,7 +30,7 @@ from fp4deploy import __version__
 from fp4deploy.errors import InputError
 from fp4deploy.models.card import ModelCard
 from fp4deploy.models.checkpoint import digest, read_tensors, write_tensors
-from fp4deploy.packed.check import check_graph, check_values
+from fp4deploy.packed.check import TYPES, check_graph, check_values
 from fp4deploy.packed.graph import Graph, TensorInfo, format_of
 from fp4deploy.rest import rest_of
 from fp4deploy.system.files import digest_of
@@ -41,14 +40,6 @@ FORMATS = tuple(f"packed/{number}" for number in range(11, 2, -1))  # the oldest
 KEY = "fp4deploy.packed"
 SIGNED = ("format", "version", "card", "graph")
 AGAIN = "Write it again with: fp4deploy export --format packed"
-TYPES: dict[torch.dtype, Any] = {
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-}
 
 
 @dataclass(frozen=True)

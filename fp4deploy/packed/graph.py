@@ -57,6 +57,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from fp4deploy.formats import EIGHT_BITS
+from fp4deploy.graph.operators import UNARY
+from fp4deploy.precisions import LABELS
 from fp4deploy.rest import FP16, FP32, RestName
 
 MAX_NODES = 4096
@@ -198,12 +201,6 @@ class Norm(Step):
     groups: Count = 1
     shape: Annotated[list[Count], Field(max_length=4)] = []
     eps: Epsilon
-
-
-LATER_FUNCTIONS = (  # not in packed/3
-    "abs", "neg", "sign", "exp", "expm1", "log", "log1p", "sqrt", "rsqrt", "reciprocal", "square", "erf", "sin", "cos",
-    "floor", "ceil", "round",
-)  # fmt: skip
 
 
 class Activation(Step):
@@ -568,7 +565,7 @@ def numbers_of(node: Node) -> list[float]:
 def in_packed_3(node: Node) -> bool:
     """Whether the format `packed/3` has a node of this kind."""
     later = (PReLU, Compare, Where, Variance, CumulativeSum, Roll, Flip, Repeat, Take, Unfold, Fold, ArgMax)
-    if isinstance(node, later) or (isinstance(node, Activation) and node.function in LATER_FUNCTIONS):
+    if isinstance(node, later) or (isinstance(node, Activation) and node.function in UNARY):
         return False
     if isinstance(node, Conv2d | ConvTranspose2d):
         return axes_of(node) == 2
@@ -595,18 +592,14 @@ def weight_names(node: Layer) -> list[str]:
     return parts_of(weight)[:2] if node.precision == "w4a8" else parts_of(weight)
 
 
-EIGHT_BITS = {"fp8": "F8_E4M3", "int8": "I8"}  # precisions whose layers have no blocks -> type of their codes
-QUANTIZED = {"nvfp4": "FP4", "w4a8": "W4A8", "fp8": "FP8", "int8": "INT8"}  # precisions of layers, and as ledgers say
-
-
 def quantizes_itself(node: Layer) -> bool:
     """A layer that reads a plain activation and quantises it."""
-    return node.precision in QUANTIZED and node.precision != "nvfp4"
+    return node.precision in LABELS and node.precision != "nvfp4"
 
 
 def is_quantized(node: object) -> bool:
     """A layer whose weight is codes and scales."""
-    return isinstance(node, Layer) and node.precision in QUANTIZED
+    return isinstance(node, Layer) and node.precision in LABELS
 
 
 def parts_of(weight: str) -> list[str]:

@@ -53,7 +53,6 @@ from fp4deploy.graph.sizes import output_size, transposed_size
 from fp4deploy.models.input_encoding import encode_input
 from fp4deploy.packed.file import PackedFile
 from fp4deploy.packed.graph import (
-    QUANTIZED,
     Affine,
     Conv2d,
     ConvTranspose2d,
@@ -89,6 +88,7 @@ from fp4deploy.plugins.quantize.norm_pack import FeatureMap, OutputForm, coeffic
 from fp4deploy.plugins.quantize.pointwise_pack import Pointwise, pointwise_pack
 from fp4deploy.plugins.quantize.statistics import Moments, pop_moments
 from fp4deploy.plugins.runtime.availability import available
+from fp4deploy.precisions import LABELS
 from fp4deploy.rest import rest_of
 
 Result = torch.Tensor | tuple[torch.Tensor, ...] | dict[str, torch.Tensor]
@@ -146,8 +146,7 @@ class PackedNetwork:
         decodes = on_cpu and self.dtype == torch.float32
         self.pack: Pack = round_trip_nvfp4 if decodes else packed_form  # between two nodes
         # Nobody asked for a form of its kernels, nor for marks of its nodes: a compiled program may stand for them.
-        own = any(isinstance(node, Layer) and quantizes_itself(node) for node in self.graph.nodes)
-        self.by_default = on_gpu and weights is None and plain == "torch" and not marks and not own
+        self.by_default = on_gpu and weights is None and plain == "torch" and not marks
         self._decodes = weights != "packed" and self.has_kernels and decoded.available(self.device)
         self._compiles = on_cpu or triton_version() is not None
         self.has_mixed_kernels = on_gpu and triton_version() is not None and capability_of(self.device) >= 90
@@ -314,7 +313,7 @@ class PackedNetwork:
         plain = rest_of(self._dtype_of(node)).label
         if isinstance(node, Layer) and quantizes_itself(node):
             decoded_as = "TF32" if self.device.type == "cuda" else "FP32"
-            name = QUANTIZED[node.precision]
+            name = LABELS[node.precision]
             return name if node.layer in self._codes else f"{name} as {decoded_as}"
         if not isinstance(node, Layer) or node.precision != "nvfp4":
             return plain

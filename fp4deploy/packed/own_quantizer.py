@@ -10,28 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 
-from fp4deploy.errors import InputError
 from fp4deploy.formats import (
+    EIGHT_BITS,
     EightBitTensor,
     Mxfp4Tensor,
     Mxfp8Tensor,
     fake_quantize_mxfp8,
     fp8_scale,
-    quantize_fp8,
-    quantize_int8,
     quantize_mxfp8,
 )
 from fp4deploy.formats.fp8 import quantize_fp8_by
-from fp4deploy.packed.graph import EIGHT_BITS, QUANTIZED, Graph, Layer, Linear, quantizes_itself
+from fp4deploy.packed.graph import Layer, Linear
 from fp4deploy.packed.operators import convolve
 from fp4deploy.packed.shapes import weight_order
 from fp4deploy.plugins.gemm.training import whole_blocks
-
-QUANTIZERS = {"fp8": quantize_fp8, "int8": quantize_int8}
 
 
 @dataclass(frozen=True)
@@ -69,14 +64,6 @@ class KernelWeight:
         return whole_blocks(quantize_fp8_by(x, self.scale))
 
 
-def refuse_own_quantizers(graph: Graph, what: str) -> None:
-    """Raise an error where a network has such a layer; what: has none, "a compiled program"."""
-    for node in graph.nodes:
-        if isinstance(node, Layer) and quantizes_itself(node):
-            name = QUANTIZED[node.precision]
-            raise InputError(f"{node.layer} is {name}, and {what} has no such layers: PackedNetwork runs them.")
-
-
 def own_weight(node: Layer, parts: Sequence[torch.Tensor], shape: Sequence[int]) -> OwnWeight:
     """From the file's tensors of a layer; shape: of the weight there, [O, KH, KW, C] or [O, C]."""
     if node.precision in EIGHT_BITS:
@@ -105,7 +92,7 @@ def multiply(node: Layer, inputs: list[torch.Tensor], weight: OwnWeight, bias: t
     if weight.scales is None or weight.amax is None:
         axis = -1 if isinstance(node, Linear) else 1
         return convolve(node, [fake_quantize_mxfp8(x.float(), axis) for x in inputs], weight.values, bias)
-    quantize, relu = QUANTIZERS[cast(str, node.precision)], getattr(node, "relu", False)
+    quantize, relu = EIGHT_BITS[node.precision].quantize, getattr(node, "relu", False)
     given = [quantize(x, amax=weight.amax) for x in inputs]
     plain = node.model_copy(update={"relu": False}) if relu else node
     total = convolve(plain, [each.codes.float() for each in given], weight.values.float(), None)

@@ -29,16 +29,17 @@ import torch
 from torch import fx
 
 from fp4deploy.errors import Fp4DeployError, InputError, UnavailableError, named_cause
-from fp4deploy.formats import NVFP4_BLOCK
+from fp4deploy.formats.constants import MXFP8_BLOCK, NVFP4_BLOCK
 from fp4deploy.fusion import values, windows
 from fp4deploy.fusion.concatenate import register_lowering
 from fp4deploy.packed.file import PackedFile
-from fp4deploy.packed.graph import Conv2d, GroupNormReLU, Layer, Pool, Reshape
+from fp4deploy.packed.graph import Conv2d, GroupNormReLU, Layer, Linear, Pool, Reshape, quantizes_itself
 from fp4deploy.packed.producers import Move, Produce, Step
-from fp4deploy.packed.program_cache import keep_program, program_key, read_program, versions
+from fp4deploy.packed.program_cache import keep_program, program_key, read_program
 from fp4deploy.packed.shapes import shapes_of
 from fp4deploy.packed.writer import Key, Writer
-from fp4deploy.plugins.runtime.cache import cache_folder, keep_compiled_private, keep_entry, key, read_entry
+from fp4deploy.plugins.aot.compile import versions
+from fp4deploy.plugins.runtime.cache import keep_compiled_private, key
 from fp4deploy.tracing import make_no_folder
 
 EXPANSIONS: dict[Any, Callable[..., Any]] = {
@@ -99,6 +100,8 @@ def left_to_torch(steps: Sequence[Step]) -> bool:
 
 def _is_covered(step: Step) -> bool:
     """By kernels of this package, or a library's that nothing is fused with."""
+    if isinstance(step, Layer) and quantizes_itself(step):
+        return False
     if isinstance(step, Pool):
         return step.op == "max_pool"
     if isinstance(step, Conv2d):
@@ -145,7 +148,10 @@ def compile_program(file: PackedFile, inputs: Sequence[torch.Tensor], dtype: tor
 def _has_partial_blocks(file: PackedFile) -> bool:
     shapes = shapes_of(file.graph)
     packed = [form for form in file.graph.forms().values() if form.amax]
-    return any(shapes[form.name][1 if form.axis == "channels" else -1] % NVFP4_BLOCK for form in packed)
+    mixed = [node for node in file.graph.nodes if isinstance(node, Layer) and node.precision == "w4a8"]
+    read = {name: -1 if isinstance(node, Linear) else 1 for node in mixed for name in node.inputs}
+    partial = any(shapes[form.name][1 if form.axis == "channels" else -1] % NVFP4_BLOCK for form in packed)
+    return partial or any(shapes[name][axis] % MXFP8_BLOCK for name, axis in read.items())
 
 
 def choice_key(file: PackedFile, inputs: Sequence[torch.Tensor], graphs: bool) -> str:
@@ -153,18 +159,6 @@ def choice_key(file: PackedFile, inputs: Sequence[torch.Tensor], graphs: bool) -
     graph = file.graph.to_json(exclude={"tensors": {"__all__": {"sha256"}}})
     shapes = f"{[tuple(x.shape) for x in inputs]} {graphs}"
     return key(["packed program 1", graph, shapes, torch.cuda.get_device_name(inputs[0].device), versions()])
-
-
-def remembered(name: str) -> str | None:
-    """The choice of this key, one of CHOICES; None where there is none yet."""
-    content = read_entry(cache_folder() / "programs" / f"{name}.choice")
-    choice = content.decode(errors="replace") if content else ""
-    return choice if choice in CHOICES else None
-
-
-def remember(name: str, choice: str) -> None:
-    """Keep a choice; a cache that cannot be written is a warning."""
-    keep_entry(cache_folder() / "programs" / f"{name}.choice", choice.encode())
 
 
 def trace(

@@ -21,6 +21,7 @@ import fp4deploy
 from fp4deploy.errors import InputError
 from fp4deploy.packed.file import PackedFile
 from fp4deploy.packed.writer import Key
+from fp4deploy.plugins.aot.compile import versions
 from fp4deploy.plugins.runtime.cache import cache_folder, keep_entry, key, read_entry, remove_unused
 from fp4deploy.system.children import owned_folder
 from fp4deploy.system.schema import parse_json
@@ -34,13 +35,6 @@ def program_key(file: PackedFile, inputs: Sequence[torch.Tensor], dtype: torch.d
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     places = [(tuple(x.shape), x.stride(), str(x.dtype)) for x in inputs]
     return key(["program 1", file.graph.to_json(), str(places), str(dtype), str(device), name, versions(), _source()])
-
-
-def versions() -> str:
-    """Of this package and of what compiles and runs its networks."""
-    from fp4deploy.plugins.aot.compile import triton_version
-
-    return f"{fp4deploy.__version__} {torch.__version__} {triton_version()} {torch.backends.cudnn.version()}"
 
 
 def read_program(

@@ -13,6 +13,9 @@ which they are exact. Its weight is decoded once, times another. cuBLAS and cuDN
 leave of both global scales multiplies the sum: a number in [1, 2), unless scales are very small or large. So operands
 are those of the file, bit for bit, and a sum differs by its order and, for a convolution, by one rounding to FP16.
 
+A layer in W4A8, FP8 or INT8 reads a plain activation and quantises it (`fusion.eight_bits`). Both operands are exact in
+BF16; the sum is FP32 and multiplied with both scales before it is rounded.
+
 **Precision between layers.** In FP16 what lies between two layers is computed in FP32 and rounded where it is written.
 Run node by node, every node rounds; the compiled network is the closer one to the numbers of a CPU, which are FP32.
 What is computed with numbers that FP16 does not hold is written in FP32 (`wide`).
@@ -28,9 +31,10 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 
-from fp4deploy.formats import Nvfp4Tensor, global_scale
+from fp4deploy.formats import EIGHT_BITS, Nvfp4Tensor, global_scale
 from fp4deploy.formats.constants import NVFP4_BLOCK, nvfp4_range
 from fp4deploy.fusion.concatenate import concatenate
+from fp4deploy.fusion.eight_bits import codes, mxfp8_values
 from fp4deploy.fusion.group_norm import group_norm_map
 from fp4deploy.fusion.layer_norm import layer_norm_values
 from fp4deploy.fusion.resize import interpolate_linear, interpolate_nearest
@@ -60,21 +64,22 @@ from fp4deploy.packed.graph import (
     Slice,
     Take,
     constants_of,
+    quantizes_itself,
     weight_names,
 )
 from fp4deploy.packed.operators import Context, compute, positions_of, read_tensors
-from fp4deploy.packed.own_quantizer import refuse_own_quantizers
+from fp4deploy.packed.own_quantizer import own_weight
 from fp4deploy.packed.row_norms import row_norms
 from fp4deploy.packed.shapes import Shape, shapes_of, weight_order, weight_shape
 from fp4deploy.packed.wide import wide_activations
 from fp4deploy.plugins.gemm.convolution.depthwise import in_order
 from fp4deploy.plugins.gemm.convolution.operators import own_kernel
 from fp4deploy.plugins.quantize import norm_pack as _norm_pack  # noqa: F401 - registers norm_coefficients
+from fp4deploy.plugins.quantize.layout import CHANNELS_LAST
 from fp4deploy.rest import rest_of
 
 Key = str | tuple[str, str]  # a tensor of the file; what is made of one of a layer, or of an amax
 Tensors = dict[Key, torch.Tensor]
-FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}  # of feature maps, by their axes
 LAYOUT = (Flip, Permute, Repeat, Reshape, Roll, Select, Slice, Take)  # nodes that write no feature map
 # Elements from which kernels of this package take the statistics of a norm. Measured fact: one H200, torch 2.11,
 # 2026-11-29: of [1, 64, 64, 256] 12.6 us against 8.2 of the compiler's, of [1, 352, 480, 32] 19.1 against 20.3, of
@@ -85,10 +90,15 @@ ACTIVATION = -12  # exponent of the unit of activations: what is left for weight
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """A layer's weight as torch's operator takes it; unit: what one of its values stands for."""
+    """A layer's weight as torch's operator takes it; unit: what one of its values stands for.
+
+    read, scales: of a layer in FP8 or INT8: the scale of its input, and float32 [O], both scales of each output.
+    """
 
     values: torch.Tensor
-    unit: float
+    unit: float = 1.0
+    read: float = 1.0
+    scales: torch.Tensor | None = None
 
 
 class Writer:
@@ -99,7 +109,6 @@ class Writer:
     """
 
     def __init__(self, file: PackedFile, device: torch.device, dtype: torch.dtype) -> None:
-        refuse_own_quantizers(file.graph, "a compiled program")
         self.graph, self.forms, self.dtype = file.graph, file.graph.forms(), dtype
         self.wide = wide_activations(self.graph, file.tensors, rest_of(dtype))
         self.narrow = dtype != torch.float32
@@ -125,6 +134,7 @@ class Writer:
     def tensors(self) -> Tensors:
         """Everything that the operators read besides the inputs, by name."""
         named: Tensors = {("weight", name): weight.values for name, weight in self.weights.items()}
+        named |= {("scales", name): each.scales for name, each in self.weights.items() if each.scales is not None}
         for amax, scale in self.scales.items():
             named |= {("sixth", amax): scale.sixth, ("encode", amax): scale.encode}
         named.update(self.vectors.items())
@@ -211,6 +221,8 @@ class Writer:
         bias = tensors[node.bias] if node.bias else None
         if node.outputs[0].name in self.factors:
             scale, bias = 1.0, None
+        if quantizes_itself(node):
+            return self._quantizing(node, inputs, weight, bias, tensors.get(("scales", node.layer)))
         if isinstance(node, Linear):
             return self._linear(node, inputs[0], weight, bias, scale)
         x = inputs[0] if len(inputs) == 1 else concatenate([x.movedim(1, -1) for x in inputs]).movedim(-1, 1)
@@ -248,6 +260,36 @@ class Writer:
         y = y if bias is None else y + bias.view(-1, *(1,) * (y.ndim - 2))
         return in_channels_last((y.relu() if relu else y).to(self.dtype))
 
+    def _quantizing(
+        self,
+        node: Layer,
+        inputs: list[torch.Tensor],
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        scales: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """A layer that quantises what it reads, as `own_quantizer.multiply`; a linear one is a convolution of rows."""
+        linear, read = isinstance(node, Linear), self.weights[node.layer].read
+        axis = -1 if linear else 1
+        if scales is None:
+            parts = [mxfp8_values(x, axis) for x in inputs]
+        else:
+            parts = [codes(x, read, cast(str, node.precision)) for x in inputs]
+        pixels = [x.movedim(axis, -1) for x in parts]
+        x = pixels[0] if len(pixels) == 1 else concatenate(pixels)
+        if linear:
+            rows, places = x.reshape(1, -1, x.shape[-1]), ([1], [0], [1], [0], 1, False)
+            y = torch.ops.fp4deploy.wide_convolution(rows, weight[..., None], *places).view(*x.shape[:-1], len(weight))
+        else:
+            place = cast("Conv2d | ConvTranspose2d", node)
+            beyond = place.output_padding if isinstance(place, ConvTranspose2d) else [0] * len(place.stride)
+            geometry = (place.stride, place.padding, place.dilation, beyond, place.groups)
+            y = torch.ops.fp4deploy.wide_convolution(x, weight, *geometry, isinstance(place, ConvTranspose2d))
+        y = y if scales is None else y * scales
+        y = y if bias is None else y + bias
+        y = (y.relu() if getattr(node, "relu", False) else y).to(self.dtype)
+        return y if linear else y.movedim(-1, 1)
+
     def _linear(
         self, node: Linear | Conv2d, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: float
     ) -> torch.Tensor:
@@ -261,7 +303,7 @@ class Writer:
     def _compute(self, node: Node, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
         """`operators.compute`, in the form that compiles best."""
         x = inputs[0] if inputs else torch.empty(0)
-        if _normalizes_maps(node) and x.ndim in FORMATS and x.dtype != torch.float32:
+        if _normalizes_maps(node) and x.ndim in CHANNELS_LAST and x.dtype != torch.float32:
             return self._normalized(cast("Norm | GroupNormReLU", node), x, context)
         pools = isinstance(node, Pool) and node.op == "max_pool" and len(node.kernel) == 2 and not node.ceil_mode
         if pools and math.prod(cast(Pool, node).kernel) <= MAX_POOL_TAPS:
@@ -348,14 +390,25 @@ class Writer:
 
     def _weight(self, file: PackedFile, node: Layer, shapes: Mapping[str, Shape], device: torch.device) -> Weight:
         names = weight_names(node)
+        axis = -1 if isinstance(node, Linear) else 1
+        channels = sum(shapes[name][axis] for name in node.inputs)
+        if quantizes_itself(node):
+            parts = [file.tensors[name].to(device) for name in names]
+            own = own_weight(node, parts, weight_shape(file.graph, node, channels))
+            operand = own.values.to(torch.bfloat16)
+            if own.scales is None or own.amax is None:
+                return Weight(operand)
+            given = EIGHT_BITS[node.precision].quantize(own.amax, amax=own.amax).scale
+            outputs = shapes[node.outputs[0].name][axis]
+            return Weight(operand, read=float(given), scales=given * own.scales.repeat(outputs // len(own.scales)))
         if node.precision != "nvfp4":
             kept = file.tensors[names[0]].to(device, self.dtype)
             kept = kept.permute(weight_order(node, kept.ndim))
-            return Weight(in_order(kept) if isinstance(node, Conv2d) and _is_depthwise(node, kept) else kept, 1.0)
-        codes, scales, amax = (file.tensors[name].to(device) for name in names)
-        axis = -1 if isinstance(node, Linear) else 1
-        channels = sum(shapes[name][axis] for name in node.inputs)
-        packed = Nvfp4Tensor(codes, scales, amax, torch.Size(weight_shape(file.graph, node, channels)), node.e4m3_max)
+            return Weight(in_order(kept) if isinstance(node, Conv2d) and _is_depthwise(node, kept) else kept)
+        elements, scales, amax = (file.tensors[name].to(device) for name in names)
+        packed = Nvfp4Tensor(
+            elements, scales, amax, torch.Size(weight_shape(file.graph, node, channels)), node.e4m3_max
+        )
         if not self.narrow:
             decoded, unit = packed.dequantize(self.dtype), 1.0
         else:
@@ -372,7 +425,7 @@ class Writer:
 
 def is_channels_last(x: torch.Tensor) -> bool:
     """Whether a tensor is a feature map in channels_last, and not in NCHW as well."""
-    layout = FORMATS.get(x.ndim)
+    layout = CHANNELS_LAST.get(x.ndim)
     return layout is not None and x.is_contiguous(memory_format=layout) and not x.is_contiguous()
 
 
@@ -384,7 +437,7 @@ def in_channels_last(y: torch.Tensor) -> torch.Tensor:
     took 4.15 ms instead of 1.10 (1 x 512x1024, one H200, torch 2.11, 2026-11-28). A copy in the order of NHWC says
     which. It is no kernel of its own, being elementwise.
     """
-    if y.ndim not in FORMATS:
+    if y.ndim not in CHANNELS_LAST:
         return y
     pixels = torch.ops.aten.clone.default(y.movedim(1, -1), memory_format=torch.contiguous_format)
     return pixels.movedim(-1, 1)

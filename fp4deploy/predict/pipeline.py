@@ -2,14 +2,14 @@
 
     frames uint8 [N, H, W, 3] -> copied -> resized, normalised -> network -> enlarged, argmax -> copied: masks [N, H, W]
 
-`Predictor` resizes by Pillow and decides classes on the host, one image after another. Here both are operators of torch
-on the device of a checkpoint or a packed network: on a GPU each is compiled to kernels of its own, no logits are
-copied, and the frames of the next batch and the masks of the last one are copied on streams of their own meanwhile.
-ONNX Runtime and engines take arrays: of them both are computed on the CPU, and nothing is overlapped.
+`Predictor` resizes by Pillow and decides classes on the host, one image after another. Here both are computed on the
+device of a checkpoint or a packed network: on a GPU by one kernel each, no logits are copied, and frames of the next
+batch are copied and prepared, and masks of the last one copied, on streams of their own meanwhile. ONNX Runtime and
+engines take arrays: of them both are computed on the CPU, and nothing is overlapped.
 
 Resizing is Pillow's: antialiased bilinear weights along one axis and then along the other (`_taps_of`), rounded to 8
-bits after each, in whole numbers, so that a network reads the bytes that it was evaluated on. Masks are those of
-`predict` but where two classes are a tie.
+bits after each, in whole numbers, so that a network reads the bytes that it was evaluated on. Classes are those of
+`predict` of the same logits, bit for bit (`plugins.classes.class_map`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
@@ -33,6 +32,7 @@ from fp4deploy.bench.runtimes.protocol import Runtime
 from fp4deploy.data.augmentation.transforms import scale_and_offset
 from fp4deploy.data.sample import Pixels, class_type
 from fp4deploy.errors import InputError
+from fp4deploy.plugins.classes.class_map import class_map
 from fp4deploy.system.processors import cores
 
 SLEEP = 1_000_000  # cycles of a GPU: longer than it takes to launch a part
@@ -97,10 +97,11 @@ class Pipeline:
         on: OnDevice = runtime if hasattr(runtime, "on_device") else _ByHost(runtime)  # type: ignore[assignment]
         self._card, self.device, self._on_device = card, on.where, on.on_device
         self.beside = cpu_name() if isinstance(on, _ByHost) else runtime.device
-        self._prepared, self._classes = _prepared, _classes
+        self._prepared = _prepared
         if self.device.type == "cuda":
-            tuned = partial(torch.compile, options={"coordinate_descent_tuning": True})  # tiles by measurement
-            self._prepared, self._classes = tuned(_prepared), tuned(_classes)
+            self._prepared = torch.compile(
+                _prepared, options={"coordinate_descent_tuning": True}
+            )  # tiles by measurement
             self._in, self._out = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
 
     @torch.inference_mode()
@@ -116,13 +117,14 @@ class Pipeline:
 
     def _begin(self, frames: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
         if self.device.type != "cuda":
-            return self._computed(frames), None
+            return _classes(self._network(self._prepare(frames)), _size(frames)), None
         main = torch.cuda.current_stream(self.device)
         with torch.cuda.stream(self._in):
             given = (frames if frames.is_pinned() else frames.pin_memory()).to(self.device, non_blocking=True)
+            ready = self._prepare(given)
         main.wait_stream(self._in)
-        given.record_stream(main)
-        masks = self._computed(given)
+        ready.record_stream(main)
+        masks = _classes(self._network(ready), _size(frames))
         self._out.wait_stream(main)
         with torch.cuda.stream(self._out):
             host = torch.empty(masks.shape, dtype=masks.dtype, pin_memory=True)
@@ -131,10 +133,6 @@ class Pipeline:
             end = torch.cuda.Event()
             end.record(self._out)
         return host, end
-
-    def _computed(self, frames: Tensor) -> Tensor:
-        masks: Tensor = self._classes(self._network(self._prepare(frames)), _size(frames))
-        return masks
 
     def _network(self, images: Tensor) -> Tensor:
         logits = self._on_device(images)
@@ -165,7 +163,7 @@ class Pipeline:
             given = self._timed(row, "copy in", partial(host.to, self.device))
             ready = self._timed(row, "prepare", partial(self._prepare, given))
             logits = self._timed(row, "network", partial(self._network, ready))
-            masks = self._timed(row, "classes", partial(self._classes, logits, _size(frames)))
+            masks = self._timed(row, "classes", partial(_classes, logits, _size(frames)))
             self._timed(row, "copy out", masks.cpu)
             rows.append(row)
         parts = {part: float(torch.tensor([row[part] for row in rows[1:]]).median()) for part in PARTS}
@@ -285,8 +283,7 @@ def _prepared(frames: Tensor, taps: Sequence[tuple[int, Taps]], scale: Tensor, o
 
 def _classes(logits: Tensor, size: tuple[int, int]) -> Tensor:
     """The most likely class of each pixel of frames of `size`, of `class_type`."""
-    enlarged = F.interpolate(logits.float(), size, mode="bilinear", align_corners=False)
-    return enlarged.argmax(1).to(getattr(torch, class_type(logits.shape[1]).__name__))
+    return class_map(logits, size, getattr(torch, class_type(logits.shape[1]).__name__))
 
 
 def _size(frames: Tensor) -> tuple[int, int]:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -31,6 +30,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.instances.decode import Instances, decode
 from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.heads import ClassHead, InstanceHead
+from fp4deploy.plugins.classes.class_map import class_map_reference
 from fp4deploy.predict.prediction import Prediction
 from fp4deploy.tasks import task_of
 
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from fp4deploy.system.progress import Phase
 
 Picture = Path | str | Image.Image | Pixels
-BAND = 2**25  # elements of enlarged outputs that are held at once
 LARGEST_INSTANCES = 2**28  # elements of an instance model's outputs at the size of the image (1 GiB)
 
 
@@ -155,7 +154,8 @@ class Predictor:
         """
         logits = torch.from_numpy(np.ascontiguousarray(output))
         if self.card.head is None:
-            return self._semantic(class_map(logits, size), len(output))
+            dtype = getattr(torch, class_type(len(output)).__name__)
+            return self._semantic(class_map_reference(logits[None], size, dtype)[0].numpy(), len(output))
         if isinstance(self.card.head, DetectionHead):
             return self._boxes(decode_boxes(logits, self.card.head, (self.card.height, self.card.width), size), size)
         if isinstance(self.card.head, ClassHead):
@@ -213,27 +213,6 @@ class Predictor:
             mask[things] = 0
         mask = np.where(ids > 0, classes[ids], mask)
         return Prediction(mask, self.class_names, colours(self.class_names, self.background), shown)
-
-
-def class_map(logits: torch.Tensor, size: tuple[int, int]) -> ClassIds:
-    """Most likely class of each pixel, [H, W] of `class_type`, of logits [classes, h, w] enlarged bilinearly to H x W.
-
-    As `F.interpolate(logits, size, mode="bilinear", align_corners=False).argmax(0)`, a band of rows at a time.
-    """
-    classes, rows, columns = logits.shape
-    height, width = size
-    mask: ClassIds = np.empty(size, class_type(classes))
-    each = max(1, BAND // (classes * width))
-    for top in range(0, height, each):
-        place = torch.arange(top, min(top + each, height), dtype=torch.float32)
-        source = ((place + 0.5) * (rows / height) - 0.5).clamp(0, rows - 1)
-        above = source.floor().long()
-        share = (source - above)[:, None]
-        band = torch.lerp(logits[:, above], logits[:, (above + 1).clamp(max=rows - 1)], share)
-        if columns != width:
-            band = F.interpolate(band, width, mode="linear", align_corners=False)
-        mask[top : top + len(place)] = band.argmax(0).numpy()
-    return mask
 
 
 def as_pixels(image: Picture) -> Pixels:

@@ -20,12 +20,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp4deploy.formats import E2M1_MAX
+from fp4deploy.formats import E2M1_MAX, E2M1_VALUES
 from fp4deploy.formats.constants import E4M3_MAX_FOUR_OVER_SIX, nvfp4_range
 from fp4deploy.formats.e2m1 import round_e2m1
 from fp4deploy.ptq.matrix import blocks
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 RANGE = nvfp4_range(E4M3_MAX_FOUR_OVER_SIX)  # 6 * 256
 BELOW, ABOVE = 3, 7  # E4M3 values tried below and above a / 6
 AT_ONCE = 2**18  # weights times scales; small matrices, as in GPTQ, try all scales in a few launches
@@ -39,7 +38,7 @@ def e4m3_values(device: torch.device) -> Tensor:
 
 def signed_values(device: torch.device) -> tuple[Tensor, Tensor]:
     """The 15 values of E2M1, ascending, and the 14 borders half way between them."""
-    values = torch.tensor(sorted({sign * value for value in E2M1 for sign in (-1, 1)}), device=device)
+    values = torch.tensor(sorted({sign * value for value in E2M1_VALUES for sign in (-1, 1)}), device=device)
     return values, (values[1:] + values[:-1]) / 2
 
 

@@ -1,4 +1,4 @@
-"""The UNet's forward for training on a GPU: convolutions by cuDNN, everything between them by fused kernels.
+"""The UNet's forward for training on a GPU: convolutions, everything between them by fused kernels.
 
     unfused   conv, + bias, GroupNorm, ReLU, amax, quantise, ...     each a pass over the activation, GroupNorm in FP32
     fused     conv, [+ bias + GroupNorm + ReLU + amax + quantise]    two reads and one write
@@ -353,7 +353,7 @@ class _NormConvolution(torch.autograd.Function):
         ctx.save_for_backward(x, ab, mean_rstd, channel_mean, bias, weight, used, kernel)
         ctx.masks, ctx.quantizes, ctx.gemms, ctx.spent = quantize and clips, quantize, gemms, False
         ctx.mark_non_differentiable(largest)
-        return gemms.forward(y, kernel, kernel_bias), largest
+        return gemms.multiply(y, kernel, kernel_bias), largest
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -362,7 +362,7 @@ class _NormConvolution(torch.autograd.Function):
         ctx.spent = True
         x, *saved, kernel = ctx.saved_tensors
         gradient, gemms, bias = gradients[0], ctx.gemms, saved[3]
-        dx = transposed(gemms, x.shape[2:], gradient.shape[2:]).forward(gradient, kernel, None)
+        dx = transposed(gemms, x.shape[2:], gradient.shape[2:]).multiply(gradient, kernel, None)
         dx = dx.contiguous(memory_format=torch.channels_last)
         dgamma, dbeta, dbias = ops.group_norm_relu_backward_(x, dx, *saved, ctx.masks, ctx.quantizes).unbind()
         _, *own = gemms.backward(gradient, x, kernel, (False, *ctx.needs_input_grad[12:14]))

@@ -32,11 +32,11 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from fp4deploy.errors import InputError, suggest
-from fp4deploy.formats import MXFP4_BLOCK, NVFP4_BLOCK, FourOverSix
+from fp4deploy.formats import EIGHT_BITS, MXFP4_BLOCK, NVFP4_BLOCK, FourOverSix
 from fp4deploy.precisions import LAYER_FORMATS
 
 _CHOICES = {
-    "format": ("nvfp4", "mxfp4", "mxfp8", "fp8", "int8"),
+    "format": ("nvfp4", "mxfp4", "mxfp8", *EIGHT_BITS),
     "block": ("1d", "2d"),
     "scale": ("dynamic", "static"),
     "scale_rule": ("floor", "ceil"),
@@ -44,7 +44,6 @@ _CHOICES = {
 }
 AMAX_TIMINGS = ("current", "delayed")
 MX = ("mxfp4", "mxfp8")  # block scales that are powers of two
-EIGHT_BITS = ("fp8", "int8")
 FP8_RULES = ("none", "convolutions")
 
 

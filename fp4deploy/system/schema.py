@@ -100,7 +100,7 @@ def parse_json(text: str, source: object, advice: str = "", nan: Literal["refuse
         value = json.loads(
             text,
             parse_constant={"refuse": _refuse_constant, "keep": None, "none": lambda _: None}[nan],
-            parse_float={"refuse": _finite, "keep": None, "none": _finite_or_none}[nan],
+            parse_float={"refuse": _finite, "keep": None, "none": finite_or_none}[nan],
             parse_int=_integer,
             object_pairs_hook=_unique,
         )
@@ -279,8 +279,13 @@ def _finite(text: str) -> float:
     return value
 
 
-def _finite_or_none(text: str) -> float | None:
-    value = float(text)
+def finite_or_none(given: float | str) -> float | None:
+    """A number as JSON has it, which knows no NaN and no infinity.
+
+    >>> finite_or_none(0.5), finite_or_none("nan")
+    (0.5, None)
+    """
+    value = float(given)
     return value if math.isfinite(value) else None
 
 

@@ -17,7 +17,6 @@ import torch
 
 from fp4deploy.packed.file import PackedFile
 from fp4deploy.packed.graph import (
-    QUANTIZED,
     Conv2d,
     ConvTranspose2d,
     Form,
@@ -36,7 +35,7 @@ from fp4deploy.packed.shapes import Shapes, shapes_of, weight_shape
 from fp4deploy.packed.wide import wide_activations
 from fp4deploy.peaks import Gpu
 from fp4deploy.plugins.gemm.triton.tiles import NATIVE_FROM
-from fp4deploy.precisions import ELEMENT_BYTES, LAYER_FORMATS
+from fp4deploy.precisions import ELEMENT_BYTES, LABELS, LAYER_FORMATS
 from fp4deploy.rest import rest_of
 from fp4deploy.timing.launches import Shape, eighths, moving, works
 from fp4deploy.timing.library import BYTES, library_work
@@ -119,7 +118,7 @@ def _works(file: PackedFile, step: Step, shapes: Shapes, gpu: Gpu) -> tuple[str,
     axis = -1 if isinstance(step, Linear) else 1
     sources = [shapes[name] for name in step.inputs]
     weight = weight_shape(graph, step, sum(shape[axis] for shape in sources))
-    taps, name = weight[1:-1], QUANTIZED.get(step.precision, "")
+    taps, name = weight[1:-1], LABELS.get(step.precision, "")
     if quantizes_itself(step):
         return _own_quantizer(file, step, shapes, weight, gpu)
     if name and _has_kernel(graph, step, [shape[axis] for shape in sources], taps, gpu):
@@ -137,7 +136,7 @@ def _own_quantizer(
     file: PackedFile, step: Layer, shapes: Shapes, weight: Sequence[int], gpu: Gpu
 ) -> tuple[str, list[Work], str]:
     """A layer that quantises what it reads: by the kernel, or decoded; and torch's passes beside the product."""
-    name, rest = QUANTIZED[step.precision], rest_of(file.graph)
+    name, rest = LABELS[step.precision], rest_of(file.graph)
     result = shapes[step.outputs[0].name]
     parts = [file.tensors[each].to("meta") for each in weight_names(step)]
     x = torch.empty(shapes[step.inputs[0]], dtype=rest.dtype, device="meta")

@@ -66,7 +66,7 @@ Graph read_graph(const std::string& text) {
         info.dtype = part(each, "dtype", Value::String).text;
         info.shape = numbers(list(each, "shape", 0, SIZE_MAX), 0, int64_t(1) << 31);
         info.sha256 = part(each, "sha256", Value::String).text;
-        require(is_one_of(info.dtype, {"U8", "F8_E4M3", "F16", "BF16", "F32"}) && is_digest(info.sha256), "its graph cannot be read: a tensor has an unknown type, or no sha256");
+        require(is_one_of(info.dtype, {"U8", "I8", "F8_E4M3", "F16", "BF16", "F32"}) && is_digest(info.sha256), "its graph cannot be read: a tensor has an unknown type, or no sha256");
         graph.tensors[name_of(name, 1)] = info;
     }
     return graph;

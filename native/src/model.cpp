@@ -9,7 +9,7 @@
 namespace fp4d {
 namespace {
 
-constexpr char KEY[] = "fp4deploy.packed", FORMATS[7][9] = {"packed/9", "packed/8", "packed/7", "packed/6", "packed/5", "packed/4", "packed/3"}, AGAIN[] = ". Write it again with: fp4deploy export --format packed";
+constexpr char KEY[] = "fp4deploy.packed", FORMATS[9][10] = {"packed/11", "packed/10", "packed/9", "packed/8", "packed/7", "packed/6", "packed/5", "packed/4", "packed/3"}, AGAIN[] = ". Write it again with: fp4deploy export --format packed";
 
 const std::string& entry(const Value& metadata, const char* key) {
     const Value* found = metadata.find(key);

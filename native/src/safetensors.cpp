@@ -10,10 +10,10 @@ namespace {
 constexpr uint64_t MAX_HEADER = 100'000'000;
 
 int64_t size_of(const std::string& dtype) {
-    if (dtype == "U8" || dtype == "F8_E4M3") return 1;
+    if (dtype == "U8" || dtype == "I8" || dtype == "F8_E4M3") return 1;
     if (dtype == "F16" || dtype == "BF16") return 2;
     if (dtype == "F32") return 4;
-    refuse("the file holds a tensor of the type '" + shown(dtype) + "', and a packed network has U8, F8_E4M3, F16, BF16 and F32");
+    refuse("the file holds a tensor of the type '" + shown(dtype) + "', and a packed network has U8, I8, F8_E4M3, F16, BF16 and F32");
 }
 
 uint64_t count(const Value* value) {

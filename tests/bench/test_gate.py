@@ -194,6 +194,43 @@ def test_a_failure_states_drop_and_interval() -> None:
         require_passed([failed])
 
 
+def of_masks(kind: type[PixelCounts], truth: np.ndarray, predicted: np.ndarray) -> PixelCounts:
+    """Counts of masks [N, pixels] by plain loops; 255 is void."""
+    cells = [
+        [[((t == c) & (p == c)).sum(), (t == c).sum(), ((p == c) & (t != 255)).sum()] for c in range(len(OCCURRING))]
+        for t, p in zip(truth, predicted, strict=True)
+    ]
+    return kind([f"{n}.png" for n in range(len(truth))], OCCURRING, np.array(cells, np.int64))
+
+
+OCCURRING = ("background", "usual", "missed", "nowhere", "invented")
+
+
+@pytest.mark.parametrize("kind", [PixelCounts, VoxelCounts, LabelCounts])
+def test_what_counts_say_is_true_of_their_masks(kind: type[PixelCounts]) -> None:
+    random = np.random.default_rng(0)
+    shape, void = ((40, 1), 2) if kind is LabelCounts else ((9, 60), 255)
+    truth = random.choice([0, 1, 2, void], shape)
+    predicted = np.where(random.random(shape) < 0.6, truth % 2, random.choice([0, 1, 4], shape))
+    found = of_masks(kind, truth, predicted)
+    assert found.never_predicted() == ["missed"]
+    answers = {OCCURRING[c]: value(of_masks(kind, truth, np.full(shape, c))) for c in range(kind is VoxelCounts, 3)}
+    name, score = found.constant()
+    assert score == pytest.approx(max(answers.values()), rel=1e-12)
+    assert answers[name] == pytest.approx(score, rel=1e-12)
+    known = truth != 255
+    both, either = zip(
+        *(
+            (((truth == c) & (predicted == c)).sum(), (((truth == c) | (predicted == c)) & known).sum())
+            for c in range(5)
+        ),
+        strict=True,
+    )
+    assert either[3] == 0
+    expected = np.divide(both, either, out=np.full(5, np.nan), where=np.array(either) > 0)
+    np.testing.assert_allclose(found.iou(np.ones(len(truth))), expected, rtol=1e-12)
+
+
 def test_what_each_image_costs_leaves_out_a_class_that_never_occurs() -> None:
     first, second = (counts(5, right, seed=seed) for right, seed in ((0.9, 0), (0.8, 1)))
     pairs = []

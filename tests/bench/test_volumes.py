@@ -17,6 +17,7 @@ from fp4deploy.bench.gate.decision import gate_drop
 from fp4deploy.bench.runtimes.open import open_runtime
 from fp4deploy.data import open_dataset
 from fp4deploy.errors import InputError
+from fp4deploy.experiments.search.run import Budget, search
 from fp4deploy.export import export_checkpoint
 from fp4deploy.export.to_packed import pack
 from fp4deploy.metrics import SegmentationScore, hausdorff95
@@ -86,6 +87,9 @@ def test_every_artefact_has_the_scores_of_its_checkpoint(trained: Run, tmp_path:
     assert exported.fp4_layers == 2
     packed = pack(checkpoint, tmp_path / "net.fp4", data=data, images=1)
     assert packed.verification is not None
+    assert exported.verification is not None
+    for verified in (exported.verification, packed.verification):
+        assert " voxels" in verified.sentence()
     entries = [bench_artifact(path, data, iterations=1) for path in (checkpoint, exported.path, packed.file.path)]
     first = entries[0]
     assert first.dice is not None
@@ -195,6 +199,22 @@ def test_settings_that_do_not_fit_the_data(tmp_path: Path, trained: Run) -> None
     images = load_config(None, [f"data.root={json.dumps(str(tmp_path / 'images'))}", "data.depth=16"])
     with pytest.raises(InputError, match="are of volumes"):
         sized(images, open_splits(images)[0])
+
+
+def test_a_search_places_convolutions_over_three_axes(trained: Run, tmp_path: Path) -> None:
+    """Bytes of weights by hand: FP16 has 2, four bits with a scale of 16 values 9 / 16, eight bits about 1."""
+    checkpoint = trained.path / "fp16" / "best.safetensors"
+    weights = {"0": 16 * 2 * 27, "2": 16 * 16 * 27, "4": 16 * 16 * 27, "6": 3 * 16}
+    whole = 2 * sum(weights.values()) + 2 * (16 + 16 + 16 + 3)
+    found = search(checkpoint, data_of(trained), Budget("bytes", 0.35 * whole), tmp_path / "search", images=1)
+    four = {*found.chosen.placed["FP4"], *found.chosen.placed["W4A8"]}
+    assert four >= {"2", "4"}  # with either in eight bits the other layers have too few bytes
+    assert found.fp16.bytes == whole
+    assert whole - (2 - 9 / 16) * sum(weights[name] for name in four) == pytest.approx(
+        found.chosen.bytes, abs=weights["0"]
+    )
+    assert found.chosen.bytes <= 0.35 * whole
+    assert found.chosen.score == pytest.approx(found.fp16.score, abs=0.2)
 
 
 def test_a_network_is_applied_to_a_volume_larger_and_smaller_than_its_input(trained: Run) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,8 +29,10 @@ def test_an_exact_denoiser_samples_what_it_denoises() -> None:
     assert features(found).isfinite().all()
 
 
-def test_packed_denoiser_is_near_torch_and_beside_it_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a network in high precision, packing changes nothing but last bits; timing calls every form once."""
+def test_packed_denoiser_is_near_torch_and_beside_it_in_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a network in high precision, packing changes nothing but last bits; a row has every form."""
     monkeypatch.syspath_prepend(FOLDER)
     from benchmarks import denoiser, denoiser_latency
 
@@ -43,20 +44,18 @@ def test_packed_denoiser_is_near_torch_and_beside_it_in_the_table(monkeypatch: p
         wanted = denoiser.denoised(network, x, sigma)
     torch.testing.assert_close(denoiser.denoised(made, x, sigma), wanted, rtol=0, atol=1e-2)
 
-    def timed(run: Callable[[], object]) -> dict[str, float]:
-        run()
-        return {"graph_ms": 1.0}
-
-    monkeypatch.setattr(denoiser_latency, "measured", timed)
     monkeypatch.setattr(denoiser_latency, "forward", lambda base, form, given: lambda: base(given))
     monkeypatch.setattr(denoiser_latency, "compile_program", lambda file, given: made)
-    found: dict[str, Any] = {"runs": {}}
-    written: list[int] = []
-    both, keep = {"nvfp4": made, "fp16": made}, lambda: written.append(len(found["runs"]))
-    denoiser_latency.latency(network, both, denoiser.inputs_of(x, sigma), keep, found)
-    assert written == list(range(1, len(found["runs"]) + 1))
-    assert {each for each, run in found["runs"].items() if run == {"graph_ms": 1.0}} >= {
-        "fp16, compiled",
-        "packed nvfp4",
-    }
-    assert (found["ratio_nvfp4"], found["ratio_fp16"]) == (1.0, 1.0)
+    given = denoiser.inputs_of(x, sigma)
+    cases = [("net", 2, group) for group in denoiser_latency.GROUPS]
+    for number, group in enumerate(list(denoiser_latency.GROUPS)[:-1]):
+        runs, found = denoiser_latency.compiled(
+            group, lambda name: denoiser_latency.run_of(name, network, lambda: made, given), tmp_path
+        )
+        for name, run in runs.items():
+            torch.testing.assert_close(run(), network(given), rtol=0, atol=1e-2, check_dtype=False)
+            found[name]["graph_ms"] = 3.0 if name == "fp16, compiled" else 6.0
+        (tmp_path / f"{number}.json").write_text(json.dumps(found))
+    (row,) = denoiser_latency.rows_of(cases, tmp_path, late=[3])
+    assert (row["ratio_nvfp4"], row["ratio_fp16"], row["best"]) == (2.0, 2.0, "fp16, compiled")
+    assert row["runs"]["fp16, max-autotune"] == {"error": "not compiled in time"}

@@ -121,6 +121,24 @@ def test_the_value_255_is_void_whatever_names_it(make_masks, named):
             open_dataset(root, "train", ["class_0"])
 
 
+WRITINGS = {
+    "blanks around": lambda lines: "\n".join(f" {line}\t" for line in lines),
+    "carriage returns": lambda lines: "\r\n".join(lines),
+    "empty lines at the end": lambda lines: "\n".join([*lines, "", "  ", ""]),
+    "a byte order mark": lambda lines: "\ufeff" + "\n".join(lines),
+}
+
+
+@pytest.mark.parametrize("writing", WRITINGS)
+@pytest.mark.parametrize("listing", ["classes.txt", "labelmap.txt"])
+def test_how_a_listing_is_written_changes_nothing(make_masks, writing, listing):
+    names = ["sky", "dirt road", "car", "tree"]
+    lines = names if listing == "classes.txt" else [f"{name}:{n},{n},{n}::" for n, name in enumerate(names)]
+    root = make_masks(classes=None)
+    (root / listing).write_text(WRITINGS[writing](lines), encoding="utf-8", newline="")
+    assert open_dataset(root, "train").class_names == tuple(names)
+
+
 def test_all_void_masks_have_no_class(make_masks):
     root = make_masks(classes=None)
     for split in ("train", "val"):

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 from fp4deploy.data import open_boxes
 from fp4deploy.detection import DetectionEvaluation, decode_boxes
 from fp4deploy.detection.decode import in_image, iou
+from fp4deploy.errors import GateError
 from fp4deploy.export.onnx.boxes import with_boxes
+from fp4deploy.export.verify.outputs import require_same_boxes
 from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.train.losses.boxes import BoxLoss, assign
 from tests.detection.perfect import perfect_output
@@ -120,14 +125,19 @@ def test_perfect_outputs_give_the_annotated_boxes(head: DetectionHead, shapes: P
     assert evaluation.compute().ap50 > 0.8
 
 
-@of_each_method
-def test_the_operators_of_onnx_decode_the_same_boxes(head: DetectionHead) -> None:
+def decoding(head: DetectionHead) -> tuple[onnx.ModelProto, torch.Tensor]:
+    """A file that decodes its input, and such an input."""
     shape = [1, head.channels, *head.output_size(*SIZE)]
     raw = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in ("given", "raw")]
     graph = helper.make_graph([helper.make_node("Identity", ["given"], ["raw"])], "raw", raw[:1], raw[1:])
-    model = with_boxes(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), head, SIZE)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
     torch.manual_seed(3)
-    outputs = torch.randn(*shape) - 1
+    return with_boxes(model, head, SIZE), torch.randn(*shape) - 1
+
+
+@of_each_method
+def test_the_operators_of_onnx_decode_the_same_boxes(head: DetectionHead) -> None:
+    model, outputs = decoding(head)
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     _, _, boxes, classes, scores = session.run(None, {"given": outputs.numpy()})
     given = in_image((boxes, classes, scores), head, SIZE, SIZE)
@@ -136,6 +146,25 @@ def test_the_operators_of_onnx_decode_the_same_boxes(head: DetectionHead) -> Non
     np.testing.assert_allclose(given.scores, expected.scores, atol=1e-6)
     np.testing.assert_allclose(given.boxes, expected.boxes, atol=1e-3)
     assert (given.classes == expected.classes).all()
+
+
+@of_each_method
+@pytest.mark.parametrize(("output", "amount"), [(2, 1.0), (3, 1), (4, 1e-3)], ids=["boxes", "classes", "scores"])
+def test_a_file_that_decodes_few_boxes_otherwise_is_refused(head: DetectionHead, output: int, amount: float) -> None:
+    model, outputs = decoding(head)
+    card: Any = SimpleNamespace(head=head, height=SIZE[0], width=SIZE[1])
+    require_same_boxes(model, card, [outputs])
+    changed = model.graph.output[output].name
+    (node,) = [node for node in model.graph.node if changed in node.output]
+    node.output[list(node.output).index(changed)] = "right"
+    session = onnxruntime.InferenceSession(decoding(head)[0].SerializeToString(), providers=["CPUExecutionProvider"])
+    added = np.zeros_like(session.run(None, {"given": outputs.numpy()})[output])
+    assert len(added) > 20
+    added[: 1 + len(added) // 50] = amount  # of 2 to 5 %
+    model.graph.initializer.append(numpy_helper.from_array(added, "added"))
+    model.graph.node.append(helper.make_node("Add", ["right", "added"], [changed]))
+    with pytest.raises(GateError, match="boxes that the ONNX file decodes differ"):
+        require_same_boxes(model, card, [outputs])
 
 
 @of_each_method

@@ -165,6 +165,16 @@ def test_measured_times_of_layers(tmp_path: Path) -> None:
         measured_layers(path)
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_one_network_that_was_not_measured_here_is_enough(tmp_path: Path, place: int) -> None:
+    for changed, said in (({"label": "estimated"}, "estimated times"), ({"device": "B200"}, "several devices")):
+        networks = [timed("GPU", 1, [("0", name, 2.0)]) for name in ("FP16", "FP4", "FP4")]
+        networks[place] |= changed
+        (tmp_path / "times.json").write_text(json.dumps({"layers": networks}))
+        with pytest.raises(InputError, match=said):
+            measured_layers(tmp_path / "times.json")
+
+
 def test_the_front_has_no_point_that_another_beats() -> None:
     points = [Point({}, 0.0, cost, 0.0, miou) for cost, miou in ((1, 0.3), (2, 0.2), (2, 0.5), (3, 0.5), (4, 0.6))]
     front = pareto_front(points, lambda each: each.bytes)

@@ -278,6 +278,42 @@ class ENet(nn.Module):
         return self.head(self.up(y) + self.unpool(self.skip(y), indices, output_size=size))
 
 
+class EightBits(nn.Module):
+    """Every kind of layer that multiplies, in groups as well, of channels that are no whole blocks."""
+
+    def __init__(self, groups: tuple[int, int] = (4, 2)) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 24, 3, padding=1)
+        self.wide = nn.Conv2d(24, 24, 3, padding=1)
+        self.body = nn.Conv2d(24, 20, 3, padding=2, stride=2, dilation=2, groups=groups[0])
+        self.up = nn.ConvTranspose2d(20, 12, 3, stride=2, padding=1, output_padding=1, groups=groups[1])
+        self.point = nn.Linear(12, 18)
+        self.head = nn.Conv2d(18, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(self.body(self.wide(self.stem(x).relu()).relu()).relu())
+        return self.head(self.point(y.movedim(1, -1)).relu().movedim(-1, 1))
+
+
+class Mixed(nn.Module):
+    """Every kind of layer that has W4A8, of channels that are no whole blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 24, 3, padding=1)
+        self.body = nn.Conv2d(24, 40, 3, padding=1, stride=2)
+        self.skip = nn.Conv2d(64, 64, 3, padding=1, groups=2)
+        self.up = nn.ConvTranspose2d(40, 40, 2, stride=2)
+        self.point = nn.Linear(64, 48)
+        self.head = nn.Conv2d(48, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.stem(x).relu()
+        y = torch.cat([first, self.up(self.body(first).relu())], 1)
+        y = self.skip(y).relu()
+        return self.head(self.point(y.movedim(1, -1)).movedim(-1, 1))
+
+
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "ResNet encoder": (ResNetUNet, (32, 48)),
     "FPN": (FPN, (32, 40)),
@@ -288,6 +324,26 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "MobileNet": (MobileNet, (32, 32)),
     "ENet": (ENet, (32, 48)),
 }
+
+
+# Networks whose layers quantise what they read -> the module, and how it is prepared.
+OWN_QUANTIZERS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "W4A8": (Mixed, {"recipe": "w4a8_qat"}),
+    **{
+        form.upper(): (EightBits, {"include": ["wide", "body", "up", "point"], form: ["body", "up", "point"]})
+        for form in ("fp8", "int8")
+    },
+}
+
+
+def with_own_quantizers(name: str) -> nn.Module:
+    """One of `OWN_QUANTIZERS`, calibrated on images of 16 x 16."""
+    torch.manual_seed(0)
+    factory, options = OWN_QUANTIZERS[name]
+    model = prepare(factory(), **options)
+    calibrate(model, [torch.randn(2, 3, 16, 16) for _ in range(2)])
+    round_to_deployed(model.eval())
+    return model
 
 
 def deployed(model: nn.Module, example: torch.Tensor, recipe: str | None = "nvfp4_qat") -> nn.Module:

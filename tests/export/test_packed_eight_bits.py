@@ -11,18 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fp4deploy.architecture import Architecture
 from fp4deploy.errors import Fp4DeployError, InputError
 from fp4deploy.export.to_packed import pack
 from fp4deploy.formats import EightBitTensor, quantize_fp8, quantize_int8
-from fp4deploy.native import Gpu, record
 from fp4deploy.packed import PackedFile, PackedNetwork, own_quantizer, read_packed, write_packed
 from fp4deploy.packed.check import check_values
 from fp4deploy.packed.describe import describe_packed
-from fp4deploy.packed.writer import Writer
 from fp4deploy.plugins.gemm.training import Window
 from fp4deploy.qat import calibrate, prepare
 from fp4deploy.qat.load import deployed
+from tests.export.packable_networks import EightBits
 
 QUANTIZE = {"fp8": quantize_fp8, "int8": quantize_int8}
 
@@ -34,23 +32,6 @@ PRODUCTS = {
 }
 
 
-class Layers(nn.Module):
-    """Every kind of layer that multiplies, in groups as well, of channels that are no whole blocks."""
-
-    def __init__(self, groups: tuple[int, int] = (4, 2)) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 24, 3, padding=1)
-        self.wide = nn.Conv2d(24, 24, 3, padding=1)
-        self.body = nn.Conv2d(24, 20, 3, padding=2, stride=2, dilation=2, groups=groups[0])
-        self.up = nn.ConvTranspose2d(20, 12, 3, stride=2, padding=1, output_padding=1, groups=groups[1])
-        self.point = nn.Linear(12, 18)
-        self.head = nn.Conv2d(18, 4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.up(self.body(self.wide(self.stem(x).relu()).relu()).relu())
-        return self.head(self.point(y.movedim(1, -1)).relu().movedim(-1, 1))
-
-
 @pytest.fixture(scope="module", params=["fp8", "int8"])
 def form(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -59,7 +40,9 @@ def form(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def model(form: str) -> nn.Module:
     torch.manual_seed(0)
-    found = prepare(Layers(), "nvfp4_qat", include=["wide", "body", "up", "point"], **{form: ["body", "up", "point"]})
+    found = prepare(
+        EightBits(), "nvfp4_qat", include=["wide", "body", "up", "point"], **{form: ["body", "up", "point"]}
+    )
     calibrate(found, [torch.randn(2, 3, 16, 16) for _ in range(2)])
     return found.eval()
 
@@ -132,7 +115,7 @@ def test_a_kernel_gets_the_places_of_each_layer_in_fp8(
     """With kernels as on Blackwell, here torch in their place; layers of several groups have none."""
     torch.manual_seed(1)
     names, x = ["body", "up", "point"], torch.randn(2, 3, 16, 16)
-    model = prepare(Layers(groups), "nvfp4_qat", include=names, fp8=names)
+    model = prepare(EightBits(groups), "nvfp4_qat", include=names, fp8=names)
     calibrate(model, [x])
     pack(model.eval(), tmp_path / "eight.fp4", example_inputs=x, verify=False)
     decoded, network = (PackedNetwork(read_packed(tmp_path / "eight.fp4")) for _ in range(2))
@@ -180,13 +163,6 @@ def test_wrong_shapes_are_refused(file: PackedFile, tmp_path: Path, part: str) -
     write_packed(replace(file, path=tmp_path / "wrong.fp4", tensors=wrong, graph=graph))
     with pytest.raises(InputError, match=r"body"):
         read_packed(tmp_path / "wrong.fp4")
-
-
-def test_what_does_not_run_node_by_node_refuses_them(form: str, file: PackedFile) -> None:
-    with pytest.raises(InputError, match=f"is {form.upper()}, and a plan for the C library has no such layers"):
-        record(file, Gpu(Architecture(9, 0), "NVIDIA H200", 132), (1, 3, 16, 16))
-    with pytest.raises(InputError, match="a compiled program has no such layers"):
-        Writer(file, torch.device("cpu"), torch.float32)
 
 
 def test_a_negative_zero_is_no_block_scale_either(file: PackedFile) -> None:

@@ -25,25 +25,7 @@ from fp4deploy.packed.describe import describe_packed
 from fp4deploy.plugins.gemm.training import Window
 from fp4deploy.qat import layer_plan, prepare
 from fp4deploy.qat.load import deployed
-
-
-class Mixed(nn.Module):
-    """Every kind of layer that has W4A8, of channels that are no whole blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 24, 3, padding=1)
-        self.body = nn.Conv2d(24, 40, 3, padding=1, stride=2)
-        self.skip = nn.Conv2d(64, 64, 3, padding=1, groups=2)
-        self.up = nn.ConvTranspose2d(40, 40, 2, stride=2)
-        self.point = nn.Linear(64, 48)
-        self.head = nn.Conv2d(48, 4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first = self.stem(x).relu()
-        y = torch.cat([first, self.up(self.body(first).relu())], 1)
-        y = self.skip(y).relu()
-        return self.head(self.point(y.movedim(1, -1)).movedim(-1, 1))
+from tests.export.packable_networks import Mixed
 
 
 @pytest.fixture(scope="module")

@@ -283,7 +283,9 @@ def test_a_two_dimensional_network_sees_slices(bed: Path, raw: Path) -> None:
 def test_a_case_without_all_channels(raw: Path, tmp_path: Path) -> None:
     from fp4deploy.interop.nnunet.cases import find_cases
 
-    with pytest.raises(InputError, match=r"case_000 has 1 files, and this model reads 2 channels: .*_0001\.nii\.gz"):
+    with pytest.raises(
+        InputError, match=r"holds case_000_0000\.nii\.gz, and .* 2 channels of a case: .*_0001\.nii\.gz"
+    ):
         find_cases(raw, ".nii.gz", 2)
     (tmp_path / "a_0000.nii.gz").write_bytes(b"no image")
     from fp4deploy.interop.nnunet.cases import patches_of

@@ -20,9 +20,12 @@ def test_a_case_has_one_file_for_each_channel(tmp_path: Path) -> None:
     assert {case: [path.name for path in files] for case, files in found.items()} == {
         "a_b": ["a_b_0000.nii.gz", "a_b_0001.nii.gz"], "b": ["b_0000.nii.gz", "b_0001.nii.gz"],
     }  # fmt: skip
-    for channels in (1, 3):
-        with pytest.raises(InputError, match=f"a_b has 2 files, and this model reads {channels} channels"):
+    for channels, told in ((1, "1 channel of a case: a_b_0000.nii.gz."), (3, "3 channels of a case: .*a_b_0002")):
+        with pytest.raises(InputError, match=f"holds a_b_0000.nii.gz, a_b_0001.nii.gz, and this model reads {told}"):
             find_cases(folder, ".nii.gz", channels)
+    (folder / "a_b_0000.nii.gz").unlink()
+    with pytest.raises(InputError, match=r"holds a_b_0001.nii.gz, and this model reads 1 channel "):
+        find_cases(folder, ".nii.gz", 1)  # as many files as channels, and not the first channel
     with pytest.raises(InputError, match="holds no image NAME_0000.tif"):
         find_cases(folder, ".tif", 1)
 

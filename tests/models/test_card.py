@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from fp4deploy.errors import InputError
 from fp4deploy.models import InstanceHead, ModelCard, build_unet, load_weights, save_checkpoint
+from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.checkpoint import network_of, read_signed
+from fp4deploy.models.heads import ClassHead
 
 CARD = ModelCard("fp16", 0.125, ("background", "a", "b"), 32, 32, (0.5, 0.5, 0.5), (0.2, 0.2, 0.2), True)
 INSTANCE = dataclasses.replace(CARD, task="instance", head=InstanceHead("centres", 3, stuff=(1,)))
@@ -74,6 +77,29 @@ def test_fields_beyond_their_limits(changed: dict[str, Any], message: str) -> No
     with pytest.raises(InputError) as error:
         ModelCard.from_json(json.dumps(fields), "best.safetensors: model card")
     assert str(error.value).startswith(f"best.safetensors: model card: {message}")
+
+
+HEADS: dict[str, tuple[Any, str, tuple[int, ...]]] = {  # head, its task, and how many classes its card may name
+    "none": (None, "semantic", (2, 3, 4)),
+    "centres": (InstanceHead("centres", 3), "instance", (3,)),
+    "set of classes": (InstanceHead("set", 3, masks=8), "instance", (3,)),
+    "set of one class": (InstanceHead("set", 0, masks=8), "instance", (2, 3, 4)),
+    "boxes": (DetectionHead("fcos", 2, (8, 16)), "detection", (3,)),
+    "label": (ClassHead("label", 3), "classification", (3,)),
+}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_task_head_and_classes_go_together(kind: str) -> None:
+    made, own, counts = HEADS[kind]
+    for task, names in product({task for _, task, _ in HEADS.values()}, (2, 3, 4)):
+        classes = ("background", "a", "b", "c")[:names]
+        card = dataclasses.replace(CARD, task=task, head=made, class_names=classes)
+        if task == own and names in counts:
+            assert ModelCard.from_json(card.to_json()) == card
+        else:
+            with pytest.raises(InputError, match=r"task = |head.classes = "):
+                ModelCard.from_json(card.to_json())
 
 
 @pytest.mark.parametrize("field", ["precision", "scale", "class_names", "height", "mean", "background"])

@@ -23,6 +23,7 @@ from fp4deploy.packed import PackedFile, PackedNetwork, packed_file, write_packe
 from fp4deploy.plugins.aot.compile import compile_launch, signature
 from fp4deploy.plugins.aot.spec import Launch
 from fp4deploy.rest import rest_of
+from tests.export.packable_networks import OWN_QUANTIZERS
 from tests.native import builds, emulated
 from tests.native.replay import play
 from tests.packed.test_writer import network, written
@@ -102,6 +103,17 @@ def test_other_networks(name: str) -> None:
     found = play(record(wide, SM120, tuple(x[:1].shape)), wide, [x[:1]], emulated.launch)
     for y, expected in zip(found, written(file, x[:1], torch.float32), strict=True):
         assert (y - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.emulate
+@pytest.mark.parametrize("name", OWN_QUANTIZERS)
+def test_layers_that_quantise_what_they_read(name: str) -> None:
+    """Against the network node by node: a plan that multiplied codes, or what is not quantised, is far from it."""
+    file, x = network(name)
+    wide = dataclasses.replace(file, graph=file.graph.model_copy(update={"rest": "fp32"}))
+    found = play(record(wide, SM120, (1, 3, 8, 8)), wide, [x[:1, :, :8, :8]], emulated.launch)[0]
+    expected = PackedNetwork(file)(x[:1, :, :8, :8])
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
 
 
 class One(nn.Module):

@@ -31,6 +31,7 @@ from fp4deploy.packed import file as packed_format
 from fp4deploy.packed.graph import MAX_PORTS, Graph, Layer
 from fp4deploy.plugins.gemm.convolution.decoded_weight import decode_weight
 from fp4deploy.system.files import digest_of
+from tests.export.packable_networks import OWN_QUANTIZERS
 from tests.fuzz import loaders
 from tests.fuzz.mutate import of_safetensors, of_tree
 from tests.native.builds import ROOT, run
@@ -38,6 +39,7 @@ from tests.native.conftest import GPU, SHAPES, written
 from tests.native.plain_bundle import code, write_plain_bundle
 from tests.packed.small_networks import packed
 from tests.packed.test_mutations import changed
+from tests.packed.test_writer import network
 
 INPUTS, OUTPUTS = ("input.float32", "input.float16"), ("output.float32", "output.float16", "output.classes")
 CASES = 12  # of each kind of mutation; thousands were compared once, without a difference
@@ -117,7 +119,7 @@ def narrow(tmp_path: Path) -> PackedFile:
 
 
 def test_formats(sanitized: Path, narrow: PackedFile, tmp_path: Path) -> None:
-    """Every format that Python reads but those of layers that are not recorded; whatever the nodes are."""
+    """Every format that Python reads, whatever the nodes are."""
 
     def rewritten_as(name: str) -> Path:
         def change(metadata: dict[str, str]) -> None:
@@ -128,13 +130,26 @@ def test_formats(sanitized: Path, narrow: PackedFile, tmp_path: Path) -> None:
         path.write_bytes(rewritten(narrow.path.read_bytes(), change, loaders.PACKED_KEY, loaders.PACKED_SIGNED))
         return path
 
-    read = [rewritten_as(name) for name in packed_format.FORMATS if name not in ("packed/10", "packed/11")]
-    refused = [rewritten_as(f"packed/{number}") for number in (99, 11, 10, 1)] + [tmp_path / "missing.fp4", tmp_path]
+    read = [rewritten_as(name) for name in packed_format.FORMATS]
+    refused = [rewritten_as(f"packed/{number}") for number in (99, 1)] + [tmp_path / "missing.fp4", tmp_path]
     found = statuses(sanitized, ["check"], [*read, *refused])
     assert [status for status, _ in found] == [0] * len(read) + [1] * len(refused)
-    assert "reads packed/3 to packed/9" in found[len(read)][1]
-    assert "packed/11" in found[len(read) + 1][1]
+    assert "reads packed/3 to packed/11" in found[len(read)][1]
     assert "cannot be" in found[-2][1]
+
+
+@pytest.mark.parametrize("name", OWN_QUANTIZERS)
+def test_files_of_layers_that_quantise_what_they_read(sanitized: Path, tmp_path: Path, name: str) -> None:
+    """Codes of eight bits among the tensors; damaged ones are refused."""
+    path = tmp_path / "own.fp4"
+    packed_format.write_packed(dataclasses.replace(network(name)[0], path=path))
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    damaged = tmp_path / "damaged.fp4"
+    damaged.write_bytes(content)
+    (read, _), (refused, cause) = statuses(sanitized, ["check"], [path, damaged])
+    assert (read, refused) == (0, 1)
+    assert "damaged" in cause
 
 
 def test_caches_of_a_decoder(sanitized: Path, narrow: PackedFile, tmp_path: Path) -> None:

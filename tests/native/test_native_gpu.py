@@ -13,11 +13,13 @@ from benchmarks.native_calls import Library
 from fp4deploy.architecture import Architecture
 from fp4deploy.native import Gpu, record, write_bundle
 from fp4deploy.packed import PackedNetwork, write_packed
+from tests.export.packable_networks import OWN_QUANTIZERS
 from tests.native import builds
 from tests.native.builds import compiler
 from tests.native.replay import replay
 from tests.native.test_any_network import packed as any_network
 from tests.packed.small_networks import packed
+from tests.packed.test_writer import network
 
 pytestmark = [
     pytest.mark.gpu,
@@ -76,3 +78,21 @@ def test_generated_kernels_give_the_bytes_of_the_plan_played_in_python(library: 
     library.network(file.path, tmp_path / "small.kernels").run(*plan.inputs).enqueue(*given, y)
     assert torch.equal(y.view(torch.uint8), expected.view(torch.uint8))
     torch.testing.assert_close(y.cpu(), PackedNetwork(file)(*inputs), rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", OWN_QUANTIZERS)
+@torch.inference_mode()
+def test_layers_that_quantise_what_they_read(library: Library, name: str, tmp_path: Path) -> None:
+    file, x = network(name)
+    file = dataclasses.replace(file, path=tmp_path / "own.fp4")
+    write_packed(file)
+    properties = torch.cuda.get_device_properties(0)
+    gpu = Gpu(Architecture.of_device(0), properties.name, properties.multi_processor_count)
+    plan = record(file, gpu, tuple(x.shape))
+    write_bundle(tmp_path / "own.kernels", file, [plan])
+    expected = replay(plan, file, [x.cuda()])[0]
+    y = torch.full_like(expected, float("nan"))
+    library.network(file.path, tmp_path / "own.kernels").run(*plan.inputs).enqueue(x.cuda(), y)
+    assert torch.equal(y.view(torch.uint8), expected.view(torch.uint8))
+    for wanted, near in ((PackedNetwork(file)(x), 0.1), (PackedNetwork(file, "cuda")(x.cuda()).cpu(), 0.02)):
+        assert (y.cpu() - wanted).norm() <= near * wanted.float().norm()

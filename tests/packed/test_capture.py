@@ -18,6 +18,7 @@ from fp4deploy.bench import layers
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.packed import capture
 from fp4deploy.packed.capture import SHAPES, CapturedNetwork
+from fp4deploy.plugins.runtime import choices as kept_choices
 
 
 class Graph:
@@ -162,15 +163,16 @@ def choices(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     kept: dict[str, str] = {}
     monkeypatch.setattr(capture, "compile_program", lambda *_: Compiled())
     monkeypatch.setattr(capture, "choice_key", lambda file, inputs, graphs: str(inputs[0].shape))
-    monkeypatch.setattr(capture, "remembered", kept.get)
-    monkeypatch.setattr(capture, "remember", kept.__setitem__)
+    monkeypatch.setattr(capture, "remembered", lambda name, _: kept.get(name))
+    monkeypatch.setattr(kept_choices, "remember", kept.__setitem__)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
     return kept
 
 
 def times(monkeypatch: pytest.MonkeyPatch, program: float, steps: float) -> None:
     """What the compiled program and the network's own steps take, in this order."""
     given = iter((program, steps))
-    monkeypatch.setattr(capture, "_milliseconds", lambda run: next(given))
+    monkeypatch.setattr(kept_choices, "milliseconds", lambda run: next(given))
 
 
 @pytest.mark.parametrize(("program", "steps", "adds"), [(1.0, 2.0, 2), (2.0, 1.0, 1)])

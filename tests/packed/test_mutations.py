@@ -21,7 +21,7 @@ from fp4deploy.export.to_packed import pack_model
 from fp4deploy.export.verify.tensors import leaves
 from fp4deploy.packed import PackedFile, PackedNetwork, packed_file
 from fp4deploy.packed.check import check_graph, check_values
-from fp4deploy.packed.graph import Graph
+from fp4deploy.packed.graph import Graph, constants_of, tensors_of
 from fp4deploy.packed.shapes import shapes_of
 from tests.export.packable_networks import NETWORKS, deployed
 from tests.samples import sample
@@ -45,10 +45,20 @@ class Windows(nn.Module):
         return self.head(x + x.argmax(1, keepdim=True) / 16)
 
 
+class Slopes(nn.Sequential):
+    """Layers with one slope, and with one a channel."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(3, 16, 3), nn.PReLU(), nn.Conv2d(16, 16, 1), nn.PReLU(16), nn.Conv2d(16, 4, 1))
+
+
+OWN = {"windows": Windows, "slopes": Slopes}
+
+
 @cache
 def network(name: str) -> PackedFile:
     torch.manual_seed(0)
-    factory = Windows if name == "windows" else NETWORKS[name][0]
+    factory = OWN[name] if name in OWN else NETWORKS[name][0]
     x = torch.randn(1, 3, 16, 32)
     model = deployed(factory(), x)
     sizes = name != "MobileNet"  # whose nodes hold none
@@ -112,6 +122,29 @@ def test_changed_graphs(name: str) -> None:
     draw = random.Random(0)
     found = [outcome(file, changed(graph, draw), file.tensors) for _ in range(60)]
     assert {"refused", "accepted"} <= set(found)
+
+
+@pytest.mark.parametrize("name", ["slopes", "MobileNet"])
+def test_tensors_of_another_shape_or_type(name: str) -> None:
+    """Constants, which are any operator's operands, are left to torch."""
+    graph = network(name).graph
+    constants = constants_of(graph)
+    read = {each for node in graph.nodes for each in tensors_of(node) if each not in constants}
+    assert read
+    for tensor in sorted(read):
+        info = graph.tensors[tensor]
+        shapes = [
+            [*info.shape, 2],
+            info.shape[1:],
+            [size + 1 for size in info.shape],
+            [size + 16 for size in info.shape],
+        ]
+        others = [{"shape": shape} for shape in shapes if shape != info.shape] + [{"dtype": "I8"}, {"dtype": "BF16"}]
+        for other in others:
+            changed = {**graph.tensors, tensor: info.model_copy(update=other)}
+            with pytest.raises(InputError):
+                check_graph(graph.model_copy(update={"tensors": changed}))
+                pytest.fail(f"{tensor} {info.dtype} {info.shape} may be {other}")
 
 
 def test_changed_numbers() -> None:

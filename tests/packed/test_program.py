@@ -12,13 +12,15 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from fp4deploy.errors import InputError, UnavailableError
+from fp4deploy.export.to_packed import pack_model
 from fp4deploy.models import build_unet
-from fp4deploy.packed import PackedNetwork, program, program_cache
+from fp4deploy.packed import PackedFile, PackedNetwork, packed_file, program, program_cache
 from fp4deploy.packed.producers import plan
-from fp4deploy.packed.program import CHOICES, choice_key, compile_mode, compile_program, left_to_torch, trace
+from fp4deploy.packed.program import choice_key, compile_mode, compile_program, left_to_torch, trace
 from fp4deploy.packed.program_cache import keep_program, program_key, read_program
 from fp4deploy.packed.writer import Writer
-from tests.export.packable_networks import NETWORKS
+from fp4deploy.qat import calibrate, prepare
+from tests.export.packable_networks import NETWORKS, OWN_QUANTIZERS
 from tests.packed.test_writer import CPU, network, packed
 from tests.samples import sample
 
@@ -36,6 +38,7 @@ def test_what_the_variable_may_say(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", sample(NETWORKS, every=3))
 def test_networks_of_kernels_are_not_compiled(name: str) -> None:
+    assert left_to_torch(plan(network("INT8")[0].graph)[1])  # no kernel multiplies its codes
     covered = name.startswith("InstanceNorm UNet")  # the others resize, average, attend, or concatenate parts of blocks
     assert left_to_torch(plan(network(name)[0].graph)[1]) != covered
 
@@ -43,19 +46,6 @@ def test_networks_of_kernels_are_not_compiled(name: str) -> None:
 def test_our_unet_is_not_compiled() -> None:
     x = torch.zeros(1, 3, 32, 32)
     assert not left_to_torch(plan(packed(build_unet(4, 0.25), x).graph)[1])
-
-
-def test_choices_are_remembered_and_damaged_ones_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FP4DEPLOY_CACHE", str(tmp_path / "cache"))
-    assert program.remembered("a" * 40) is None
-    for choice in CHOICES:
-        program.remember("a" * 40, choice)
-        assert program.remembered("a" * 40) == choice
-    (entry,) = (tmp_path / "cache" / "programs").iterdir()
-    entry.write_bytes(entry.read_bytes()[:-1])
-    assert program.remembered("a" * 40) is None
-    program.remember("a" * 40, "something else")
-    assert program.remembered("a" * 40) is None
 
 
 def test_a_choice_is_of_a_network_a_size_and_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,13 +135,22 @@ def test_a_program_is_kept_with_the_tensors_that_were_computed(monkeypatch: pyte
     assert read_program(name, writer.tensors(), CPU) is None
 
 
+def whole_blocks(name: str) -> tuple[PackedFile, torch.Tensor]:
+    """Layers that quantise what they read, of channels that are whole blocks."""
+    x = torch.randn(2, 3, 8, 8)
+    model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.Conv2d(64, 4, 1))
+    model = prepare(model, "w4a8_qat" if name == "W4A8" else f"{name.lower()}_qat", include="2")
+    calibrate(model, [x])
+    return packed_file(Path("own.fp4"), None, *pack_model(model.eval(), x, dynamic_size=False)), x
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["FPN", "SegFormer block"])
+@pytest.mark.parametrize("name", ["FPN", "SegFormer block", "W4A8", "INT8"])
 def test_compiled_on_a_cpu(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """And once more, from what was kept: nothing is traced."""
     monkeypatch.setenv("FP4DEPLOY_CACHE", str(tmp_path))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    file, x = network(name)
+    file, x = whole_blocks(name) if name in OWN_QUANTIZERS else network(name)
     compiled = compile_program(file, [x])
     assert compiled.weights_bytes > 0
     outputs = compiled(x)

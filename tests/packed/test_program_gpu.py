@@ -14,7 +14,8 @@ from fp4deploy.packed import PackedNetwork, capture, program
 from fp4deploy.packed.capture import CapturedNetwork, Replay
 from fp4deploy.packed.program import choice_key, compile_program
 from fp4deploy.packed.writer import Writer
-from tests.export.packable_networks import NETWORKS, deployed
+from fp4deploy.plugins.runtime import choices
+from tests.export.packable_networks import NETWORKS, OWN_QUANTIZERS, deployed
 from tests.packed.test_writer import dense, network, operators
 
 pytestmark = [
@@ -33,7 +34,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 OTHERS = {"operators": operators, "dense": dense}
 
 
-@pytest.mark.parametrize("name", [*NETWORKS, *OTHERS])
+@pytest.mark.parametrize("name", [*NETWORKS, *OWN_QUANTIZERS, *OTHERS])
 def test_what_is_compiled_is_what_is_written(name: str) -> None:
     file, images = OTHERS[name]() if name in OTHERS else network(name)
     x = images.half().to(GPU)
@@ -54,10 +55,10 @@ def test_the_choice_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     captured = CapturedNetwork(PackedNetwork(file, GPU), compiled="auto")
     y = tree_leaves(captured(x))
     name = choice_key(file, [x], True)
-    choice = program.remembered(name)
+    choice = choices.remembered(name, program.CHOICES)
     assert choice in program.CHOICES
     assert bool(captured.programs) == (choice == "program")
-    monkeypatch.setattr(capture, "remember", None)  # would be called again
+    monkeypatch.setattr(capture, "fastest", None)  # would be called again
     again = CapturedNetwork(PackedNetwork(file, GPU), compiled="auto")
     assert all(torch.equal(*pair) for pair in zip(tree_leaves(again(x)), y, strict=True))
     assert captured.replays

@@ -18,11 +18,12 @@ import fp4deploy as fd
 from fp4deploy.export.to_packed import pack_model
 from fp4deploy.formats import Nvfp4Tensor, global_scale
 from fp4deploy.packed import PackedFile, PackedNetwork, packed_file, row_norms
-from fp4deploy.packed.graph import Graph, Layer, Pad, Resize, Take
+from fp4deploy.packed.graph import Graph, Layer, Pad, Resize, Take, quantizes_itself
 from fp4deploy.packed.program import trace
+from fp4deploy.packed.shapes import shapes_of
 from fp4deploy.packed.writer import Writer, _patches, is_channels_last, only_moves
 from fp4deploy.qat import round_to_deployed
-from tests.export.packable_networks import NETWORKS, deployed
+from tests.export.packable_networks import NETWORKS, OWN_QUANTIZERS, deployed, with_own_quantizers
 from tests.samples import sample
 
 CPU = torch.device("cpu")
@@ -35,6 +36,9 @@ def packed(model: nn.Module, x: torch.Tensor) -> PackedFile:
 @lru_cache
 def network(name: str) -> tuple[PackedFile, torch.Tensor]:
     torch.manual_seed(0)
+    if name in OWN_QUANTIZERS:
+        graph, tensors = pack_model(with_own_quantizers(name), torch.randn(2, 3, 16, 16))
+        return packed_file(Path("own.fp4"), None, graph, tensors), torch.randn(2, 3, 16, 16)
     factory, size = NETWORKS[name]
     x = torch.randn(2, 3, *size)
     return packed(factory(), x), x
@@ -46,7 +50,7 @@ def written(file: PackedFile, x: torch.Tensor, dtype: torch.dtype = torch.float3
         return writer.outputs(writer.tensors(), [x])
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", [*NETWORKS, *OWN_QUANTIZERS])
 def test_networks_compute_what_they_compute_node_by_node(name: str) -> None:
     file, x = network(name)
     for y, expected in zip(written(file, x), tree_leaves(PackedNetwork(file)(x)), strict=True):
@@ -85,7 +89,9 @@ def test_a_sum_of_what_is_in_float32_is_no_part_of_a_norm(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     ("name", "mode", "dtype"),
-    sample(NETWORKS, [torch.no_grad, torch.inference_mode], [torch.float32, torch.float16], every=3),
+    sample(
+        [*NETWORKS, *OWN_QUANTIZERS], [torch.no_grad, torch.inference_mode], [torch.float32, torch.float16], every=3
+    ),
 )
 def test_what_is_traced_computes_the_same_bits_from_fewer_tensors(name: str, mode: Any, dtype: torch.dtype) -> None:
     file, x = network(name)
@@ -125,12 +131,27 @@ def test_operands_in_float16_are_those_of_the_file(name: str) -> None:
         assert writer.units[node.outputs[0].name] == pytest.approx(weight.unit * source)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", [*NETWORKS, *OWN_QUANTIZERS])
 def test_float16_is_near(name: str) -> None:
     """FP4 amplifies the last bits of FP16: only a wrong factor is farther off than this."""
     file, x = network(name)
     for y, expected in zip(written(file, x, torch.float16), tree_leaves(PackedNetwork(file)(x)), strict=True):
         assert (y.float() - expected).norm() <= 0.25 * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", OWN_QUANTIZERS)
+def test_a_layer_that_quantises_what_it_reads(name: str, dtype: torch.dtype) -> None:
+    """Of 16 bits: every layer by itself, by the same numbers, whose sum is rounded once."""
+    file, _ = network(name)
+    writer, steps = Writer(file, CPU, dtype), PackedNetwork(file, dtype=dtype)
+    shapes = shapes_of(file.graph)
+    for node in (node for node in file.graph.nodes if isinstance(node, Layer) and quantizes_itself(node)):
+        given = [torch.randn(shapes[name]).mul(3).to(dtype) for name in node.inputs]
+        (expected,) = steps.run_node(node, list(given))
+        found = writer._layer(node, given, writer.tensors())
+        assert found.dtype == dtype
+        torch.testing.assert_close(found, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
 
 
 class Operators(nn.Module):

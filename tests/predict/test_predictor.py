@@ -31,7 +31,7 @@ from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.heads import OFFSET_UNIT
 from fp4deploy.predict import predictor as module
 from fp4deploy.predict.prediction import Prediction
-from fp4deploy.predict.predictor import Predictor, class_map, load
+from fp4deploy.predict.predictor import Predictor, load
 from fp4deploy.predict.sources import find_sources
 from fp4deploy.predict.video import RATE, opened, predict_frames, predict_video, stated_rate
 from fp4deploy.predict.write import describe, likeliest_classes, mean_shares, objects_of_classes, predict_files
@@ -55,18 +55,6 @@ def test_every_artefact_predicts_what_its_runtime_answers(untrained: Run, name: 
     assert found.mask.dtype == np.uint8
     assert (found.mask == expected).mean() > 0.999  # the order of two sums differs
     assert found.class_names == model.class_names
-
-
-@pytest.mark.parametrize("size", [(1, 1), (7, 5), (32, 48), (100, 33)])
-@pytest.mark.parametrize("band", [1, 300, 2**25])
-def test_classes_are_enlarged_as_torch_does(size: tuple[int, int], band: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BAND", band)
-    logits = torch.randn(5, 9, 13, generator=torch.Generator().manual_seed(0))
-    enlarged = F.interpolate(logits[None], size, mode="bilinear", align_corners=False)[0]
-    best = enlarged.topk(2, 0).values
-    clear = (best[0] - best[1] > 1e-5).numpy()
-    assert (class_map(logits, size) == enlarged.argmax(0).numpy())[clear].all()
-    assert clear.mean() > 0.99
 
 
 def test_tiles_keep_what_resizing_loses() -> None:

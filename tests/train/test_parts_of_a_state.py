@@ -16,6 +16,7 @@ from fp4deploy.qat import quantized_layers
 from fp4deploy.qat.oscillation import OscillationResets
 from fp4deploy.qat.outlier_selection import OutlierSelection
 from fp4deploy.train.optimizer import WeightAverage
+from fp4deploy.train.state import Progress, load_state, save_state
 
 STEPS = 40
 
@@ -69,3 +70,35 @@ def test_a_part_has_what_was_saved_whatever_it_held(kind: str) -> None:
         found = copied(held)
         assert found.keys() == state.keys()
         assert all(torch.equal(found[name], value) for name, value in state.items())
+
+
+def in_training(seed: int, layout: torch.memory_format, optimizer: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A network after two steps."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 4, (1, 3))).to(memory_format=layout)
+    options: dict[str, Any] = {"SGD": {"momentum": 0.9}, "AdamW": {"fused": True}}.get(optimizer, {})
+    optimizer_of_it: torch.optim.Optimizer = getattr(torch.optim, optimizer)(model.parameters(), lr=0.1, **options)
+    for _ in range(2):
+        optimizer_of_it.zero_grad()
+        model(torch.randn(2, 3, 8, 8)).square().mean().backward()
+        optimizer_of_it.step()
+    return model, optimizer_of_it
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "Adagrad"])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_tensors_have_the_numbers_types_and_strides_that_they_had(
+    layout: torch.memory_format, optimizer: str, tmp_path: Path
+) -> None:
+    def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[object, torch.Tensor]:
+        moments = {(n, name): x for n, each in optimizer.state_dict()["state"].items() for name, x in each.items()}
+        return {**model.state_dict(), **moments}
+
+    saved, other = in_training(0, layout, optimizer), in_training(1, layout, optimizer)
+    save_state(tmp_path / "state.safetensors", *saved, None, Progress())
+    load_state(tmp_path / "state.safetensors", *other, None)
+    before, after = tensors(*saved), tensors(*other)
+    assert before.keys() == after.keys()
+    for name, x in before.items():
+        assert torch.equal(x, after[name])
+        assert (x.dtype, x.stride()) == (after[name].dtype, after[name].stride())

@@ -262,14 +262,15 @@ def _print_forms(
 ) -> None:
     """What was asked for, what an engine gives, and what it would give in every other form."""
     from fp4deploy.export.engine.backends import BACKENDS
-    from fp4deploy.export.ledger.ledger import BITS, QUANTISED
+    from fp4deploy.export.ledger.ledger import BITS
+    from fp4deploy.precisions import OF_ENGINES
 
     console = results()
 
     def say(text: str) -> None:
         console.print(text, markup=False, soft_wrap=True)
 
-    asked = Counter(plan.precision for plan in subject.plans if plan.precision in QUANTISED)
+    asked = Counter(plan.precision for plan in subject.plans if plan.precision in OF_ENGINES)
     quantised = ", ".join(f"{number} quantised to {name}" for name, number in asked.items()) or "none quantised"
     say(f"\n{model}: {counted(len(subject.plans), 'layer')}, {quantised}.")
     pairs = zip(subject.plans, engine, strict=True)

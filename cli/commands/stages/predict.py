@@ -143,7 +143,10 @@ def _volumes(
     path, predictor = _predictor(model, False, None, 0.0, batch)
     card = predictor.card
     if card.volume is None:
-        raise InputError(f"{shown(path)} reads images, and these are volumes. Name a model of volumes: --model FILE")
+        raise InputError(
+            f"{shown(path)} reads images, and these are volumes. Name a model of volumes: --model FILE, or a folder of "
+            "nnU-Net: --nnunet FOLDER"
+        )
     sources = find_volumes(given, card.volume.channels)
     note(f"{shown(path)} on {predictor.runtime.name}, {predictor.runtime.precision}.")
     with progress("volumes") as bar:

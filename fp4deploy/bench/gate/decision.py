@@ -25,6 +25,7 @@ from fp4deploy.bench.gate.baseline import Baseline
 from fp4deploy.bench.gate.bootstrap import FEW_IMAGES, LEVEL, Interval, paired_drop
 from fp4deploy.bench.records import ArtifactEntry
 from fp4deploy.errors import GateError, InputError, counted
+from fp4deploy.system.schema import finite_or_none
 
 MAX_LISTED = 5
 ROUNDING = 1e-9  # points; 100 * (0.75 - 0.745) is more than 0.5
@@ -78,7 +79,7 @@ class Decision:
 
         def interval(drop: Interval) -> dict[str, float | None]:
             found = {"drop": drop.drop, "low": drop.low, "high": drop.high}
-            return {key: number if math.isfinite(number) else None for key, number in found.items()}
+            return {key: finite_or_none(number) for key, number in found.items()}
 
         return {
             "artefact": self.artefact,

@@ -25,11 +25,12 @@ from fp4deploy.graph.capture import file_names
 from fp4deploy.models.card import ModelCard
 from fp4deploy.packed import PackedFile, PackedNetwork, activation_bytes, full_precision, plain_bytes, read_packed
 from fp4deploy.packed.capture import CapturedNetwork, graphs_enabled
-from fp4deploy.packed.graph import QUANTIZED, Input, Layer, is_quantized, quantizes_itself
+from fp4deploy.packed.graph import Input, Layer, is_quantized, quantizes_itself
 from fp4deploy.packed.network import Result, has_mixed_kernel
 from fp4deploy.packed.program import compile_mode
 from fp4deploy.plugins import why_unavailable
 from fp4deploy.plugins.runtime.fallback import in_torch
+from fp4deploy.precisions import LABELS
 from fp4deploy.rest import rest_of
 
 
@@ -148,7 +149,7 @@ def first_output(outputs: Result) -> torch.Tensor:
 
 def _precision(file: PackedFile, cuda: bool) -> str:
     layers = [node for node in file.graph.nodes if isinstance(node, Layer)]
-    quantized = of_layers(QUANTIZED.get(node.precision, "") for node in layers)
+    quantized = of_layers(LABELS.get(node.precision, "") for node in layers)
     if not quantized:
         return of_rest(rest_of(file.graph), cuda)
     decoded = any(quantizes_itself(node) and not has_mixed_kernel(node) for node in layers)

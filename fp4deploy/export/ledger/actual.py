@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable, Mapping
 
 from fp4deploy.export.ledger.build_log import EngineLayer
-from fp4deploy.export.ledger.ledger import QUANTISED, UNKNOWN, LedgerRow, PlannedLayer
+from fp4deploy.export.ledger.ledger import UNKNOWN, LedgerRow, PlannedLayer
+from fp4deploy.precisions import OF_ENGINES
 
 
 def match_kernels(planned: Iterable[PlannedLayer], engine: Iterable[EngineLayer]) -> tuple[LedgerRow, ...]:
@@ -25,7 +26,7 @@ def _match_layer(layer: PlannedLayer, by_node: Mapping[str, list[EngineLayer]]) 
     weights = _weight_storage(layer, kernels, computing if layer.compute_nodes else kernels)
     if layer.form == "plugin" and any(kernel.is_plugin for kernel in computing):
         actual, weights = layer.compute, layer.weights
-    fell_back = layer.requested in QUANTISED and (actual, weights) != (layer.compute, layer.weights)
+    fell_back = layer.requested in OF_ENGINES and (actual, weights) != (layer.compute, layer.weights)
     reason = _fallback_reason(layer, actual, weights) if fell_back else layer.reason
     return LedgerRow(
         layer=layer.name,

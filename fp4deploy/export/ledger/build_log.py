@@ -13,6 +13,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from fp4deploy.precisions import OF_ENGINES
+
 PRECISIONS = {
     "FP4E2M1": "FP4",
     "FP4": "FP4",
@@ -23,7 +25,6 @@ PRECISIONS = {
     "BFloat16": "BF16",
     "Int8": "INT8",
 }
-CODES = ("FP4", "FP8", "INT8")  # formats of stored values; generated code computes in others
 MULTIPLYING = ("gemm", "correlation", "deconv", "conv", "convolution", "matrix_multiply", "fc")
 _LINE = re.compile(r"^\s*Name: (.*?), LayerType: (\w+), (.*)$", re.MULTILINE)
 _TENSOR = re.compile(r"\{ Name: (.*?), Dimensions: \[([-\d, ]*)\].*?Datatype: (\w+)")
@@ -71,7 +72,7 @@ class EngineLayer:
                 max(tensors, key=lambda tensor: len(tensor.shape), default=None)  # the rest is scratch
                 for tensors in (self.outputs, self.inputs)
             )
-            shown = read if written is not None and written.precision in CODES and read is not None else written
+            shown = read if written is not None and written.precision in OF_ENGINES and read is not None else written
             return shown.precision if shown is not None else ""
         operands = [tensor.precision for tensor in (*self.inputs[:1], *self._weight())]
         return " x ".join(dict.fromkeys(operands))

@@ -44,12 +44,12 @@ from fp4deploy.errors import GateError, InputError, counted
 from fp4deploy.export.ledger.build_log import EngineLayer
 from fp4deploy.export.ledger.shares import in_words, shares_of
 from fp4deploy.models.card import ModelCard
+from fp4deploy.precisions import OF_ENGINES
 from fp4deploy.system.schema import Bool, Count, Float, parse_json, read_text, validated
 
 FORMAT = 1
 STATEMENT = "built and inspected, not run"
 UNKNOWN = "unknown"
-QUANTISED = ("FP4", "FP8", "INT8")
 BITS = {"FP4": 4, "FP8": 8, "INT8": 8, "FP16": 16, "BF16": 16, "FP32": 32, "Int32": 32, "Int64": 64}
 Extent = tuple[Count, Count]
 _JSON_KEYS = {"requested": "wanted", "actual": "realised"}  # attribute -> key in ledger files, which are a contract
@@ -166,7 +166,7 @@ class Ledger:
     def precision(self) -> str:
         """Precision of the model in the plan: "nvfp4" where any weights are FP4, else "fp8", "int8" or "fp16"."""
         kept = {row.weights for row in self.layers}
-        return "nvfp4" if "FP4" in kept else next((each.lower() for each in ("FP8", "INT8") if each in kept), "fp16")
+        return "nvfp4" if "FP4" in kept else next((each.lower() for each in OF_ENGINES if each in kept), "fp16")
 
     def model_card(self) -> ModelCard | None:
         """Model card of the source, or None for a foreign ONNX file."""
@@ -178,7 +178,7 @@ class Ledger:
 
     def not_as_requested(self) -> tuple[LedgerRow, ...]:
         """Layers that requested FP4, FP8 or INT8 and are multiplied in another precision."""
-        return tuple(row for row in self.layers if row.requested in QUANTISED and row.actual != row.requested)
+        return tuple(row for row in self.layers if row.requested in OF_ENGINES and row.actual != row.requested)
 
     def require_no_fallback(self) -> None:
         """Of an engine whose plan is what is wanted.

@@ -15,12 +15,11 @@ from torch import nn
 
 from fp4deploy.export.lowering.decode import NO_GEMM, SINGLE_BLOCK
 from fp4deploy.export.lowering.fp8 import why_not_fp8
-from fp4deploy.formats import NVFP4_BLOCK
+from fp4deploy.formats import EIGHT_BITS, NVFP4_BLOCK
 from fp4deploy.plugins.gemm.dispatch import TAPS
 from fp4deploy.qat.layers import TRANSPOSED, QuantizedLayer, zeros_around
 from fp4deploy.qat.placement import is_pointwise, is_upsampling
 from fp4deploy.qat.plan import LayerPlan
-from fp4deploy.qat.recipes import EIGHT_BITS
 from fp4deploy.rest import FP16, Rest
 
 NO_MX = "TensorRT builds no block scales that are powers of two; packed networks hold them"

@@ -19,25 +19,18 @@ from torch import nn
 
 from fp4deploy.errors import InputError
 from fp4deploy.formats import (
-    INT8_MAX,
+    EIGHT_BITS,
     NVFP4_BLOCK,
     deployed_amax,
-    quantize_fp8,
-    quantize_int8,
     quantize_mxfp4,
     quantize_nvfp4,
     scale_of,
 )
-from fp4deploy.formats.constants import E4M3_MAX
 from fp4deploy.qat.experts import QuantExperts, contracted
 from fp4deploy.qat.layers import TRANSPOSED, QuantizedLayer
 from fp4deploy.qat.plan import crossed_groups
 from fp4deploy.qat.recipes import MXFP8, QuantSpec
 
-_EIGHT_BITS = {  # quantiser, largest code, dtype of the codes
-    "fp8": (quantize_fp8, E4M3_MAX, ml_dtypes.float8_e4m3fn),
-    "int8": (quantize_int8, INT8_MAX, np.int8),
-}
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -216,19 +209,19 @@ def _finite_weight(name: str, layer: QuantizedLayer) -> torch.Tensor:
 def _eight_bit_constants(name: str, layer: QuantizedLayer, form: str) -> EightBitConstants:
     amax, weight = _amax_and_weight(name, layer)
     axis = layer.gemms().weight_axes[0]
-    quantize, largest, dtype = _EIGHT_BITS[form]
-    found = quantize(weight, axis)
+    eight = EIGHT_BITS[form]
+    found = eight.quantize(weight, axis)
     codes, scales = found.codes.view(torch.uint8), found.scale.flatten().to(torch.float16)
     if isinstance(layer, nn.Linear):
         codes, axis = codes.T, 1
-    scale = scale_of(torch.tensor(amax), largest)
+    scale = scale_of(torch.tensor(amax), eight.largest)
     if not scale.isfinite():
         raise InputError(
             f"{name}: its input reaches {amax:.6g}, and scales of {form.upper()} are FP16. Leave it out: "
             f"exclude=['{name}']"
         )
     return EightBitConstants(
-        codes=codes.contiguous().cpu().numpy().view(dtype),
+        codes=codes.contiguous().cpu().numpy().view(str(eight.dtype).removeprefix("torch.")),
         scales=scales.cpu().numpy(),
         axis=axis,
         input_scale=np.float16(scale.item()),

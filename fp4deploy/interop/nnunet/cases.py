@@ -13,7 +13,7 @@ import torch
 
 from fp4deploy.data.sample import evenly
 from fp4deploy.data.volumes.nifti import Grid, VolumeError, is_volume, read_volume
-from fp4deploy.errors import InputError, named_cause
+from fp4deploy.errors import InputError, counted, named_cause
 from fp4deploy.models.nnunet.folder import ResultsFolder
 
 TRAINING = "imagesTr"
@@ -44,12 +44,14 @@ def find_cases(folder: Path, ending: str, channels: int) -> dict[str, Case]:
         raise InputError(
             f"{folder} holds no image NAME_0000{ending}, which this model reads (file_ending of dataset.json)."
         )
-    few = next((case for case, files in cases.items() if len(files) != channels), None)
-    if few is not None:
-        raise InputError(
-            f"{folder}: {few} has {len(cases[few])} files, and this model reads {channels} channels: "
-            f"{few}_0000{ending} to {few}_{channels - 1:04}{ending}."
-        )
+    for case, files in cases.items():
+        wanted = [f"{case}_{channel:04}{ending}" for channel in range(channels)]
+        held = [path.name for path in files]
+        if held != wanted:
+            raise InputError(
+                f"{folder} holds {', '.join(held)}, and this model reads {counted(channels, 'channel')} of a case: "
+                f"{', '.join(wanted)}."
+            )
     return cases
 
 

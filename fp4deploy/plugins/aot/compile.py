@@ -90,6 +90,15 @@ def triton_version() -> str | None:
     return str(triton.__version__)
 
 
+def versions() -> str:
+    """Of this package and of what compiles and runs networks with it."""
+    import torch
+
+    import fp4deploy
+
+    return f"{fp4deploy.__version__} {torch.__version__} {triton_version()} {torch.backends.cudnn.version()}"
+
+
 def too_old(arch: str, native: bool) -> str:
     """Why the Triton that imports here does not compile a kernel for an architecture; empty where it does.
 

@@ -21,7 +21,7 @@ from typing import Any
 from fp4deploy.plugins.aot.compile import compile_launch
 from fp4deploy.plugins.aot.spec import Launch, Value
 from fp4deploy.plugins.aot.store import supported
-from fp4deploy.plugins.gemm.arguments import ALIGNED
+from fp4deploy.plugins.gemm.arguments import ALIGNED, SIZES
 from fp4deploy.plugins.gemm.triton.tiles import (
     MIDDLE,
     NARROW,
@@ -39,7 +39,6 @@ from fp4deploy.plugins.tensorrt.definitions import QUANTIZE, Attributes, Plugin
 SCRATCH = 2  # trailing parameters of every Triton kernel
 MAX_SHARED = 48 * 1024
 POINTERS = {"FP16": "*fp16", "FP32": "*fp32", "INT8": "*u8"}
-SIZES = ("H", "W", "CB", "CB2", "OH", "OW", "M", "outputs", "stride", "padding", "dilation")
 PACKING = Tile(64, 64, 0, 4, 1)  # pixels x channels that one program of the quantiser packs
 
 

@@ -59,8 +59,10 @@ def compile_expanded(module: fx.GraphModule, inputs: Sequence[Any], keep_codes: 
     from fp4deploy.fusion.expand import Expand
     from fp4deploy.qat.fusion import operators
     from fp4deploy.qat.fusion.codes import KeepCodes
+    from fp4deploy.qat.fusion.convolutions import FastestConvolutions
 
     patches: dict[str, Any] = {"post_grad_custom_pre_pass": Expand(operators.EXPANSIONS, operators)}
+    patches["post_grad_custom_post_pass"] = FastestConvolutions()
     if keep_codes:
         patches["joint_custom_pre_pass"] = KeepCodes(keep_codes)
     compiled = compile_fx(module, inputs, config_patches=patches)

@@ -31,12 +31,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 
 from fp4deploy.graph.sizes import output_size
+from fp4deploy.plugins.gemm.convolution import fastest
+from fp4deploy.plugins.gemm.reference import CONVOLUTIONS, TRANSPOSED
 from fp4deploy.plugins.quantize.dispatch import mask_gradient
 
 Pair = tuple[int, int]
@@ -134,8 +137,8 @@ class ConvGemms:
         """Y [N, O, H', W']."""
         if self.transposed:
             places = (self.stride, self.padding, self.output_padding, self.groups, self.dilation)
-            return _TRANSPOSED[len(self.kernel)](x, weight, bias, *places)
-        return _CONVOLUTIONS[len(self.kernel)](x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+            return TRANSPOSED[len(self.kernel)](x, weight, bias, *places)
+        return CONVOLUTIONS[len(self.kernel)](x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
 
     def dgrad(self, gradient: torch.Tensor, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """dX like `x` [N, C, H, W], from G [N, O, H', W'] and W."""
@@ -145,10 +148,48 @@ class ConvGemms:
         """dW like `weight`, from G and X as they are."""
         return self.backward(gradient, x.to(gradient.dtype), weight.to(gradient.dtype), (False, True, False))[1]
 
+    def multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """`forward` by the fastest kernel (`plugins.gemm.convolution.fastest`), without a gradient."""
+        place, by_torch = self._place, partial(self.forward, x, weight, bias)
+        if place is None or (self.transposed and (bias is not None or any(self.output_padding))):
+            return by_torch()
+        if self.transposed:
+            return fastest.convolve_transposed(x, weight, place, by_torch)
+        return fastest.convolve(x, weight, bias, place, by_torch)
+
+    @property
+    def _place(self) -> fastest.Place | None:
+        """None of other than two axes."""
+        if len(self.kernel) != 2:
+            return None
+        stride, padding, dilation = ((a, b) for a, b in self.steps[1:])
+        return fastest.Place(stride, padding, dilation, self.groups)
+
     def backward(
         self, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, output_mask: tuple[bool, bool, bool]
     ) -> Any:
-        """(dX, dW, db) as torch computes them, those of the mask; None for the others."""
+        """(dX, dW, db), those of the mask, each by the fastest kernel; None for the others."""
+        place = self._place
+        if place is None or not fastest.measures(gradient.device):
+            return self._backward(gradient, x, weight, output_mask)
+        dx_by_torch, dw_by_torch = (
+            lambda mask=mask: self._backward(gradient, x, weight, mask)[mask.index(True)]
+            for mask in ((True, False, False), (False, True, False))
+        )
+        dx = dw = None
+        if output_mask[0] and self.transposed:
+            dx = fastest.convolve(gradient, weight, None, place, dx_by_torch)
+        elif output_mask[0]:
+            dx = fastest.convolve_transposed(gradient, weight, place, dx_by_torch)
+        if output_mask[1]:
+            operands = (x, gradient) if self.transposed else (gradient, x)
+            dw = fastest.wgrad(*operands, weight, place, dw_by_torch)
+        return dx, dw, self.bias_gradient(gradient) if output_mask[2] else None
+
+    def _backward(
+        self, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, output_mask: tuple[bool, bool, bool]
+    ) -> Any:
+        """As torch computes them."""
         return torch.ops.aten.convolution_backward(
             gradient,
             x,
@@ -257,10 +298,6 @@ class ConvGemms:
     def bias_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """db [O]."""
         return gradient.sum((0, *range(2, gradient.ndim)))
-
-
-_CONVOLUTIONS: dict[int, Any] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-_TRANSPOSED: dict[int, Any] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
 def tap_window(tap: int, stride: int, dilation: int, extent: int) -> slice:

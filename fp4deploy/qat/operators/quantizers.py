@@ -23,8 +23,6 @@ from fp4deploy.plugins.quantize.dispatch import (
 from fp4deploy.plugins.quantize.ms_eden import fake_quantize_ms_eden
 from fp4deploy.qat.recipes import QuantSpec
 
-_IN_EIGHT_BITS = {"fp8": formats.fake_quantize_fp8, "int8": formats.fake_quantize_int8}
-
 
 def quantize_operand(
     x: torch.Tensor,
@@ -54,7 +52,7 @@ def quantize_operand(
         assert rotation is not None
         return _rotate_and_quantize(x, spec, axes, groups, rotation), None
     if spec.in_eight_bits:
-        return _IN_EIGHT_BITS[spec.format](x, axes[0] if spec.row_scaled else None, amax)
+        return formats.EIGHT_BITS[spec.format].fake_quantize(x, axes[0] if spec.row_scaled else None, amax)
     values, in_range, _ = _quantize_groups(x, spec, axes, amax, groups, measure=False)
     return values, in_range
 
@@ -82,7 +80,7 @@ def quantize_and_measure(
     The second pass that it costs otherwise is left where the kernel that does both does not fit.
     """
     if spec.in_eight_bits:
-        values, in_range = _IN_EIGHT_BITS[spec.format](x, None, amax)
+        values, in_range = formats.EIGHT_BITS[spec.format].fake_quantize(x, None, amax)
         assert in_range is not None
         return values, in_range, finite_amax(x)
     values, in_range, largest = _quantize_groups(x, spec, axes, amax, groups, measure=True)

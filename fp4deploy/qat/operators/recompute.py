@@ -111,9 +111,7 @@ def unpack(saved: Any) -> Any:
 
 
 def convolve(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gemms: ConvGemms) -> torch.Tensor:
-    """Y [N, O, H', W'] of a convolution; its gradients have the bits of torch's."""
-    if not is_recomputing():
-        return gemms.forward(x, weight, bias)
+    """Y [N, O, H', W'] of a convolution, it and its gradients by the fastest kernels."""
     y: torch.Tensor = _Convolution.apply(x, weight, bias, gemms)
     return y
 
@@ -125,7 +123,7 @@ class _Convolution(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.gemms = gemms
-        return gemms.forward(x, weight, bias)
+        return gemms.multiply(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -134,7 +132,7 @@ class _Convolution(torch.autograd.Function):
         _, dw, db = gemms.backward(gradient, x, weight, (False, *ctx.needs_input_grad[1:3]))
         back = transposed(gemms, x.shape[2:], gradient.shape[2:])
         del x
-        dx = back.forward(gradient, weight, None) if ctx.needs_input_grad[0] else None
+        dx = back.multiply(gradient, weight, None) if ctx.needs_input_grad[0] else None
         return dx, dw, db, None
 
 

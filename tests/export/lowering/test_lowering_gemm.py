@@ -244,6 +244,25 @@ def test_a_layer_without_a_bias(form: str) -> None:
     np.testing.assert_allclose(evaluate(lowered, image), expected, rtol=0, atol=3e-6 * np.abs(expected).max())
 
 
+@pytest.mark.filterwarnings("ignore:.*encountered in divide:RuntimeWarning")
+@pytest.mark.parametrize("dilations", [[1, 1], [2, 1], [1, 2]], ids=str)
+@pytest.mark.parametrize("strides", [[1, 1], [2, 1], [1, 3]], ids=str)
+@pytest.mark.parametrize("form", ["1x1", "3x3"])
+def test_rows_columns_and_sides_have_their_own_geometry(form: str, strides: list[int], dilations: list[int]) -> None:
+    canonical = one_layer(form)
+    (node,) = [node for node in canonical.graph.node if node.op_type == "Conv"]
+    given = {"strides": strides, "dilations": dilations, "pads": [2, 3, 1, 4]}
+    del node.attribute[:]
+    node.attribute.extend(helper.make_attribute(name, value) for name, value in given.items())
+    del canonical.graph.value_info[:]
+    canonical.graph.output[0].type.tensor_type.ClearField("shape")
+    lowered = with_function(lower(canonical, "gemm").model, canonical)
+    assert operators(lowered).count("MatMul") == 1
+    image = np.random.default_rng(7).standard_normal((1, 32, *IMAGE)).astype(np.float32)
+    expected = evaluate(canonical, image)
+    np.testing.assert_allclose(evaluate(lowered, image), expected, rtol=0, atol=3e-6 * np.abs(expected).max())
+
+
 @pytest.mark.parametrize(("name", "value"), [("group", 2), ("dilations", [2, 2]), ("pads", [1, 1, 1, 1])])
 def test_only_a_plain_2x2_transposed_convolution_is_upsampling(name: str, value: object) -> None:
     canonical = one_layer("up")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import onnx
@@ -228,16 +230,17 @@ class Edge(nn.Module):
 
 
 @cache
-def edge(everywhere: bool = False) -> tuple[Edge, torch.Tensor, float, float]:
+def edge(kind: type[Edge] = Edge, everywhere: bool = False) -> tuple[Edge, torch.Tensor, float, float]:
     """The network, its image, and neighbouring factors between which the element's code changes.
 
-    everywhere: in every pixel, of an image of one colour.
+    everywhere: in every pixel, of a small image of one colour.
     """
     torch.manual_seed(0)
-    model, images = Edge().eval(), IMAGES[:1]
+    model, images = kind().eval(), IMAGES[:1]
     if everywhere:
-        model.place[0, 5], images = 1.0, IMAGES[:1, :, :1, :1].expand_as(IMAGES[:1]).contiguous()
-    fd.calibrate(fd.prepare(model, include="body"), images)
+        model.place, images = torch.zeros(1, 16, 2, 3), IMAGES[:1, :, :1, :1].repeat(1, 1, 2, 3)
+        model.place[0, 5] = 1.0
+    fd.calibrate(fd.prepare(model, include=["body", "tail"] if kind is TwoEdges else "body"), images)
     model = deployed(model, FP32)
 
     def output(factor: float) -> torch.Tensor:
@@ -261,7 +264,7 @@ def test_an_element_at_a_rounding_boundary_of_a_packed_network(beyond: float, ev
 
     Where every pixel does, no last bits are taken for the cause.
     """
-    model, images, low, high = edge(everywhere)
+    model, images, low, high = edge(everywhere=everywhere)
     model.factor = low
     file = packed_file(Path("edge.fp4"), None, *pack_model(model, images, rest=FP32))
     model.factor = high + beyond
@@ -270,6 +273,55 @@ def test_an_element_at_a_rounding_boundary_of_a_packed_network(beyond: float, ev
     found = verify_packed(model, file, [images])
     assert found.passed is passes
     assert [node for node, _ in found.wrong_nodes] == ([] if passes else ["body"])
+
+
+class TwoEdges(Edge):
+    """`Edge`, and a layer in FP4 behind it; the element in front of that and of the output is multiplied by `then`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.then = [1.0, 1.0]
+        self.body, self.tail = nn.Conv2d(16, 16, 1), nn.Conv2d(16, 16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before, behind = (1 + (factor - 1) * self.place for factor in self.then)
+        return self.tail(super().forward(x) * before) * behind
+
+
+@pytest.mark.parametrize(("place", "passes"), [(None, True), (0, False), (1, False)])
+def test_noise_does_not_pass_from_a_layer_to_the_next(place: int | None, passes: bool) -> None:
+    """Of an element at a boundary its layer alone may differ: not what the next layer, or the output, has there."""
+    model, images, low, high = edge(TwoEdges)
+    model = copy.deepcopy(model)
+    model.factor = low
+    file = packed_file(Path("edges.fp4"), None, *pack_model(model, images, rest=FP32))
+    model.factor = high
+    if place is not None:
+        model.then[place] = (1.25, 10.0)[place]
+    found = verify_packed(model, file, [images])
+    assert found.passed is passes
+    assert [node for node, _ in found.wrong_nodes] == ([] if place != 0 else ["tail"])
+
+
+def test_a_tie_of_whole_numbers_is_rounded_as_the_format_says() -> None:
+    """Runtimes compute whole numbers, and the format's formulas, alike: 5 between 4 and 6 is 4."""
+    stem, body = nn.Conv2d(3, 16, 1), nn.Conv2d(16, 32, 1)
+    images = torch.ones(1, 3, 12, 8)
+    images[..., 2:5] = 0
+    with torch.no_grad():
+        stem.weight.zero_()[5, 0] = 1
+        cast(torch.Tensor, stem.bias).fill_(6.0)[5] = 5.0
+    model = nn.Sequential(OrderedDict(stem=stem, body=body)).eval()
+    fd.calibrate(fd.prepare(model, include="body"), images)
+    cast(torch.Tensor, body.input_amax).fill_(1344.0)
+    model = deployed(model, FP32)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.get_parameter("stem.bias")[5] += 5e-6
+    file = packed_file(Path("ties.fp4"), None, *pack_model(other, images, rest=FP32))
+    found = verify_packed(model, file, [images])
+    assert [node for node, _ in found.wrong_nodes] == ["stem"]
+    assert not found.passed
 
 
 class Deep(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutation.lists import eighth, fifth, first, fourth, ninth, second, seventh, sixth, third
+from tests.mutation.lists import eighth, eleventh, fifth, first, fourth, ninth, second, seventh, sixth, tenth, third
 from tests.mutation.seeded import Seeded
 
 SETS: dict[str, dict[str, Seeded]] = {
@@ -15,4 +15,6 @@ SETS: dict[str, dict[str, Seeded]] = {
     "SEVENTH": seventh.FAULTS,
     "EIGHTH": eighth.FAULTS,
     "NINTH": ninth.FAULTS,
+    "TENTH": tenth.FAULTS,
+    "ELEVENTH": eleventh.FAULTS,
 }

@@ -17,8 +17,9 @@ from unittest import mock
 import torch
 
 from fp4deploy.formats import quantize_nvfp4
+from fp4deploy.plugins.classes.class_map import class_map_kernel
 from fp4deploy.plugins.gemm import gemv
-from fp4deploy.plugins.gemm.convolution import depthwise, direct, plain, small_k, warpgroup
+from fp4deploy.plugins.gemm.convolution import depthwise, direct, narrow_wgrad, plain, small_k, warpgroup
 from fp4deploy.plugins.gemm.convolution.decoded_weight import decode_weight
 from fp4deploy.plugins.losses import segmentation
 from fp4deploy.plugins.quantize import (
@@ -256,6 +257,12 @@ def _copies(dtype: torch.dtype) -> None:
     plain.class_map(y)
 
 
+def _class_map(classes: int, dtype: torch.dtype, layout: torch.memory_format, side: int) -> Callable[[], object]:
+    logits = torch.zeros(1, classes, 4, 5, dtype=dtype).to(memory_format=layout)
+    mask = torch.uint8 if classes < 256 else torch.uint16
+    return lambda: class_map_kernel(logits, (4, 5) if side == 4 else (side, side), mask)
+
+
 def _direct(channels: tuple[int, ...], outputs: int, packed: bool = False) -> Callable[[], object]:
     def exercise() -> None:
         sources = tuple(quantize_nvfp4(torch.zeros(1, 4, 4, each)) for each in channels)
@@ -284,6 +291,14 @@ def _small_k(
 ) -> Callable[[], object]:
     x, weight = torch.zeros(image, dtype=dtype), torch.zeros(*filters, image[-1], dtype=half)
     return lambda: small_k.conv2d(x, weight, None, (stride, stride), (padding, padding), moments=moments)
+
+
+def _narrow_wgrad(
+    image: Shape, outputs: int, taps: tuple[int, int], stride: int = 1, dtype: torch.dtype = HALF
+) -> Callable[[], object]:
+    size = [(each - tap) // stride + 1 for each, tap in zip(image[1:3], taps, strict=True)]
+    x, g = torch.zeros(image, dtype=dtype), torch.zeros(image[0], *size, outputs, dtype=dtype)
+    return lambda: narrow_wgrad.wgrad(g, x, taps, (stride, stride))
 
 
 def _warpgroup(
@@ -349,6 +364,11 @@ EXERCISES: list[Callable[[], object]] = [
     _segmentation(12, FLOAT, torch.contiguous_format),
     _segmentation(81, BFLOAT, torch.channels_last),
     _segmentation(300, HALF, torch.contiguous_format),
+    _class_map(20, HALF, torch.channels_last, 7),
+    _class_map(20, HALF, torch.channels_last, 4),
+    _class_map(19, BFLOAT, torch.channels_last, 3),
+    _class_map(12, FLOAT, torch.contiguous_format, 9),
+    _class_map(300, HALF, torch.channels_last, 8),
     _packed_norms,
     _row_norms,
     _elementwise_layers,
@@ -369,6 +389,9 @@ EXERCISES: list[Callable[[], object]] = [
     _small_k((1, 4, 4, 16), (21, 3, 3), 1, 1, moments=True),
     _small_k((1, 4, 4, 64), (12, 1, 1)),
     _small_k((1, 4, 4, 16), (70, 1, 1), moments=True),
+    _narrow_wgrad((1, 4, 4, 3), 16, (3, 3)),
+    _narrow_wgrad((1, 9, 9, 3), 64, (7, 7), 2),
+    _narrow_wgrad((1, 4, 4, 64), 12, (1, 1), dtype=BFLOAT),
     _warpgroup(True, 24),
     _warpgroup(False, 24),
     _warpgroup(True, 20, 2, size=1, packed=True),

@@ -64,6 +64,22 @@ FAULTS = {
         "a logit is of another class": planted.replaced(r"(ld\.global\.u16\s+\S+\s+\[%rd\d+)\]", r"\1+2]", 0),
         "gradients are shifted": planted.replaced(r"(st\.global\.u16\s+\[%rd\d+)\]", r"\1+2]", None),
     },
+    "classes of frames": {
+        "rows are read before they have come": planted.replaced(r"cp\.async\.wait_all;", "", 0),
+        "a barrier is missing": planted.without_barrier(0),
+        "the last bytes of the logits are left out": planted.replaced(
+            r"(cp\.async\.cg\.shared\.global \[%r\d+\], \[%rd\d+\], 16, )%r\d+;", r"\g<1>8;", 0
+        ),
+        "the last of equals": planted.replaced(
+            r"setp\.gtu\.f32(\s+%p\d+, )(%f\d+), (%f\d+);", r"setp.geu.f32\1\2, \3;", None
+        ),
+        "a number above a NaN": planted.replaced(r"setp\.num\.f32(\s+%p\d+, %f\d+, %f\d+;)", r"setp.leu.f32\1", None),
+        "classes of another pixel": planted.replaced(r"(ld\.shared\.v4\.u16\s+[^\[]*\[%r\d+)\]", r"\1+40]", 0),
+        "products and sums are one": planted.replaced(
+            r"add\.rn\.f32(\s+%f\d+, %f\d+, )(%f\d+);", r"fma.rn.f32\1\2, \2;", 4
+        ),
+        "stores are shifted": planted.replaced(r"(st\.global\.u8\s+\[%rd\d+)\]", r"\1+1]", None),
+    },
     "concatenate and separate, with a bias": {
         "a barrier is missing before the sums": planted.without_barrier(-1),
         "a bias is read from another place": planted.replaced(

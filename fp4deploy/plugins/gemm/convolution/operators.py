@@ -1,9 +1,12 @@
-"""Convolutions in FP16 as one torch operator, for graphs that a compiler generates code for.
+"""Convolutions in 16 bits as one torch operator, for graphs that a compiler generates code for.
 
-    y = torch.ops.fp4deploy.convolution(x, weight, bias, stride, padding, dilation, output_padding, groups, False, relu)
+    y = torch.ops.fp4deploy.convolution(x, weight, bias, stride, padding, dilation, beyond, groups, transposed, relu)
 
 Feature maps are [N, *S, C] contiguous, as kernels read them: a compiler may copy a view in channels_last of what it
 has written in another shape. On a GPU `small_k` and `depthwise` compute what they support, cuDNN the rest.
+
+`wide_convolution` gives the sum in FP32, of operands in BF16: by cuDNN in TF32, in which they are exact, or by cuBLAS
+where every filter is one pixel.
 """
 
 from __future__ import annotations
@@ -76,6 +79,40 @@ def convolution(
     flags = {"benchmark": measured, "deterministic": False, "cudnn_enabled": True, "allow_tf32": False}
     y = torch._convolution(x, weight, added, stride, padding, dilation, transposed, output_padding, groups, **flags)
     return (y.relu_() if relu else y).movedim(1, -1).contiguous()
+
+
+def _fake_wide(x, weight, stride, padding, dilation, output_padding, groups, transposed):  # type: ignore[no-untyped-def]
+    places = (stride, padding, dilation, output_padding, groups, transposed, False)
+    return _fake_convolution(x, weight, None, *places).to(torch.float32)
+
+
+@operator(
+    "wide_convolution(Tensor x, Tensor weight, int[] stride, int[] padding, int[] dilation, int[] output_padding, "
+    "int groups, bool transposed) -> Tensor",
+    _fake_wide,
+    "CompositeExplicitAutograd",
+    torch.Tag.flexible_layout,
+)
+def wide_convolution(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    output_padding: list[int],
+    groups: int,
+    transposed: bool,
+) -> torch.Tensor:
+    """`convolution` of bfloat16, float32 [N, *S', O]: sums are FP32 and not rounded."""
+    points = {*weight.shape[2:], *stride, groups} == {1} and not any((*padding, *output_padding, transposed))
+    if points and x.is_cuda:
+        rows, filters = x.flatten(0, -2), weight.flatten(1)
+        y = torch.mm(rows, filters.t(), out_dtype=torch.float32)
+        return y.view(*x.shape[:-1], len(weight))
+    x, weight = x.float().contiguous().movedim(-1, 1), weight.float()
+    flags = {"benchmark": False, "deterministic": False, "cudnn_enabled": True, "allow_tf32": True}
+    y = torch._convolution(x, weight, None, stride, padding, dilation, transposed, output_padding, groups, **flags)
+    return y.movedim(1, -1).contiguous()
 
 
 def _is_large(x: torch.Tensor, weight: torch.Tensor, strides: int) -> bool:

@@ -110,11 +110,15 @@ def supports(
     padding: Pair = (0, 0),
     dilation: Pair = (1, 1),
     groups: int = 1,
+    deepest: int = DEEPEST,
 ) -> bool:
-    """Whether the kernel computes a convolution."""
+    """Whether the kernel computes a convolution.
+
+    deepest: elements of K, channels padded; above `DEEPEST` it is faster than cuDNN for some shapes alone.
+    """
     if groups != 1 or dilation != (1, 1) or stride not in ((1, 1), (2, 2)) or not 0 < outputs <= MAX_OUTPUTS:
         return False
-    if min(*taps, channels) < 1 or math.prod(taps) * padded_channels(channels) > DEEPEST:
+    if min(*taps, channels) < 1 or math.prod(taps) * padded_channels(channels) > deepest:
         return False
     chosen = variant(channels, outputs, taps, stride[0], padding)
     return chosen.shared_bytes + chosen.static_bytes <= SHARED
@@ -131,6 +135,8 @@ def variant(channels: int, outputs: int, taps: Pair, stride: int = 1, padding: P
     if store < 4 and columns <= 32:
         store = 0
     three = Variant(channels, taps, stride, columns, rows, store, point, 3)
+    if three.shared_bytes + three.static_bytes > SHARED:
+        three = replace(three, rows=1)
     # As many blocks as have registers and, on an H100, shared memory.
     return three if columns == 16 and three.shared_bytes <= SHARED * 2 // 3 else replace(three, resident=2)
 

@@ -100,11 +100,6 @@ constexpr int STAGED = STORE ? 8 : 16 * WIDE + 8;        // halves of a strip's 
 static_assert(!POINT || (C % 16 == 0 && KH == 1 && KW == 1 && STRIDE == 1), "POINT");
 static_assert(STORE <= LANE && (STORE || SLICES == 1), "STORE");
 
-// Sixteen bytes to shared memory, or zeros.
-__device__ __forceinline__ void copy_16_bytes(uint32_t to, const void* from, bool has) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(has ? 16 : 0) : "memory");
-}
-
 struct Shape {
     int H, W, OH, OW, O, padding_h, padding_w, across, per_item;
 };
@@ -166,7 +161,7 @@ __device__ __forceinline__ uint32_t pair(HALF low, HALF high) {
 // The tile is in shared memory after it and a barrier.
 __device__ __forceinline__ void store_tile(const Raw& raw, HALF* tile) {
     if constexpr (UNIT == 8) {
-        asm volatile("cp.async.wait_all;" ::: "memory");
+        wait_for_copies();
     } else {
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) {

@@ -1,4 +1,5 @@
-// mma.m16n8k16 of FP16 or BF16 with FP32 sums, and ldmatrix (direct_conv.cu, small_k_conv.cu).
+// mma.m16n8k16 of FP16 or BF16 with FP32 sums, ldmatrix and copies to shared memory (direct_conv.cu, small_k_conv.cu,
+// narrow_wgrad.cu).
 //
 // With lane = 4 g + q: registers a0, a1 have elements 2 q, 2 q + 1 of rows g and g + 8 of A, a2, a3 elements 2 q + 8,
 // 2 q + 9; b0, b1 the same elements of column g of B; d0, d1 columns 2 q, 2 q + 1 of row g, d2, d3 of row g + 8. Which
@@ -17,6 +18,21 @@ __device__ __forceinline__ void load_matrices(uint32_t address, uint32_t (&a)[4]
                  : "r"(address)
                  : "memory");
 }
+
+// Each of the four matrices transposed: registers have two elements of a column.
+__device__ __forceinline__ void load_transposed(uint32_t address, uint32_t (&a)[4]) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// Sixteen bytes to shared memory, or zeros; they are there after `wait_for_copies`.
+__device__ __forceinline__ void copy_16_bytes(uint32_t to, const void* from, bool has) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(has ? 16 : 0) : "memory");
+}
+
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // T: __half or __nv_bfloat16, of both operands.
 template <typename T = __half>

@@ -8,6 +8,7 @@
 | `direct` | convolutions of few channels, decoded once into shared memory |
 | `warpgroup` | convolutions by wgmma, for SM90 |
 | `small_k` | FP16 convolutions of small K on tensor cores |
+| `narrow_wgrad` | weight gradients of convolutions of few channels |
 | `depthwise` | convolutions with a filter for each channel |
 | `training` | the GEMMs of a training step, and what packs their operands |
 | `plugins` | the entry points of the TensorRT plugins |
@@ -15,6 +16,7 @@
 | `plain` | FP16 convolutions and copies |
 | `channels_last` | feature maps in channels_last: GroupNorm, pooling, concatenation, gradients, packing |
 | `losses` | sums over the pixels of a segmentation, and their gradient |
+| `classes` | the classes of frames, from logits of another size |
 
 `case` says what a case is.
 """
@@ -26,6 +28,7 @@ from collections.abc import Sequence
 from fp4deploy.errors import InputError, suggest
 from fp4deploy_emulator.cases import (
     channels_last,
+    classes,
     contractions,
     cuda,
     decoded,
@@ -33,6 +36,7 @@ from fp4deploy_emulator.cases import (
     direct,
     gemms,
     losses,
+    narrow_wgrad,
     plain,
     plugins,
     small_k,
@@ -46,8 +50,10 @@ CUDA = (
     *cuda.CASES,
     *channels_last.CASES,
     *losses.CASES,
+    *classes.CASES,
     *plain.CASES,
     *small_k.CASES,
+    *narrow_wgrad.CASES,
     *depthwise.CASES,
     *direct.CASES,
     *warpgroup.CASES,

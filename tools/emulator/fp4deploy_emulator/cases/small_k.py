@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fp4deploy.plugins.gemm.convolution import small_k
+from fp4deploy.plugins.gemm.convolution import fastest, small_k
 from fp4deploy_emulator.cases.case import Case, Outcome, Setting, multiples
 from fp4deploy_emulator.cases.cuda import emulated
 from fp4deploy_emulator.cases.direct import compare_moments
@@ -45,7 +45,7 @@ class Convolution:
         bias = multiples(setting, self.filters[0], seed=7) if self.bias else None
         how = (x, weight, bias, (self.stride, self.stride), self.padding, self.relu)
         taps, strides = self.filters[1:], (self.stride, self.stride)
-        assert small_k.supports(channels, self.filters[0], taps, strides, self.padding)
+        assert small_k.supports(channels, self.filters[0], taps, strides, self.padding, deepest=fastest.DEEPEST)
         assert small_k.is_aligned(x, weight, strides, self.padding)
         with emulated(setting, outcome):
             y, moments = small_k.conv2d(*how, moments=self.moments)
@@ -94,6 +94,7 @@ CASES = tuple(
             Convolution((1, 9, 40, 3), (20, 3, 3), 2, (1, 1), relu=True, planes=True, dtype=BF16),
         ),
         ("64 to 12 channels, 1x1, BF16", Convolution((1, 21, 31, 64), (12, 1, 1), relu=True, dtype=BF16)),
+        ("32 to 16 channels, 3x3, BF16", Convolution((1, 9, 33, 32), (16, 3, 3), 1, (1, 1), bias=False, dtype=BF16)),
         ("Inf and NaN", not_finite),
     )
 )

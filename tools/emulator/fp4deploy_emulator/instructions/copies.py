@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4deploy_emulator.faults import UnknownInstruction
+from fp4deploy_emulator.faults import Hazard, UnknownInstruction
 from fp4deploy_emulator.instructions.control import constant
 from fp4deploy_emulator.machine import WARP, Active, Machine, Step, implements
 from fp4deploy_emulator.operands import address, reader
@@ -76,8 +76,12 @@ def copy(entry: Entry, instruction: Instruction) -> Step:
         where = source(m, active)[index]
         for amount in np.unique(taken[taken > 0]):
             chosen = np.flatnonzero(taken == amount)
-            loaded = m.memory.read(where[chosen], size) if amount == size else m.memory.read(where[chosen], int(amount))
-            values[chosen, : int(amount)] = loaded
+            places, width = where[chosen], int(amount)
+            if width < size and (places % np.uint64(size)).any():  # however few are read
+                raise Hazard("misaligned", f"cp.async of {size} bytes from {int(places[0]):#x} and others")
+            unit = width & -width  # the largest part that lies at a multiple of itself
+            for part in range(0, width, unit):
+                values[chosen, part : part + unit] = m.memory.read(places + np.uint64(part), unit)
         m.shared.expect(at, m.row[index], index % WARP)
         copies = _copies(m)
         copies.batches.append(Batch(index, at, values, copies.group[index]))

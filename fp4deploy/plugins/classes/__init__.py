@@ -1,0 +1,1 @@
+"""Classes of pixels from logits."""
