@@ -503,3 +503,32 @@ def test_objects_carry_class_and_score() -> None:
     changed = (drawn != draw_instances(image, ids)).any(axis=2)
     assert changed[16:48].any()  # "car 0.93" over the middle of the first
     assert not changed[:8].any()  # the second is too unsure to be named
+
+
+@pytest.mark.parametrize("kind", ["boxes", "instances"])
+def test_records_of_objects_say_what_was_found(kind: str) -> None:
+    random, names = np.random.default_rng(0), ("background", "a", "b", "c")
+    scores, classes = np.linspace(0.9, 0.1, 5, dtype=np.float32), np.array([2, 1, 2, 3, 2])
+    mask = np.zeros((30, 50), np.uint8)
+    if kind == "boxes":
+        corners = np.sort(random.uniform(0, 30, (5, 2, 2)), 1).reshape(5, 4).astype(np.float32)
+        found = Prediction(mask, names, (None,) * 4, detections=Detections(corners, classes, scores))
+        boxes, areas = corners, (corners[:, 2] - corners[:, 0]) * (corners[:, 3] - corners[:, 1])
+        counted = [(each["name"], each["objects"]) for each in found.classes()]
+        assert (counted[0], set(counted[1:])) == (("b", 3), {("a", 1), ("c", 1)})
+    else:
+        ids = np.kron(random.permutation(np.repeat(np.arange(6), 3))[:15].reshape(3, 5), np.ones((10, 10))).astype(
+            np.int32
+        )
+        found = Prediction(mask, names, (None,) * 4, Instances(ids, classes, scores, mask))
+        places = [np.argwhere(ids == number)[:, ::-1] for number in range(1, 6)]
+        boxes = np.array([[*each.min(0), *(each.max(0) + 1)] for each in places])
+        areas = np.array([len(each) for each in places])
+        for number, each in enumerate(found.objects(), start=1):
+            assert (coco_mask.decode(each["segmentation"]) == (ids == number)).all()
+    records = found.objects()
+    assert [each["category_id"] for each in records] == classes.tolist()
+    assert [each["score"] for each in records] == pytest.approx(scores.tolist())
+    assert [each["area"] for each in records] == pytest.approx(areas.tolist(), rel=1e-6)
+    sides = np.concatenate((boxes[:, :2], boxes[:, 2:] - boxes[:, :2]), 1)
+    np.testing.assert_allclose([each["bbox"] for each in records], sides, rtol=1e-6)

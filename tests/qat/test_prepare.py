@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,10 @@ from fp4deploy.qat import (
     quantized_layers,
     restore,
 )
+from fp4deploy.qat.fp4_gemms.requirements import require_packed
 from fp4deploy.qat.layers import QUANTIZED
+from fp4deploy.qat.prepare import set_products
+from fp4deploy.qat.recipes import find_recipe
 from tests.qat.layer_cases import LAYERS, generator, make, quantized
 
 OFF = Recipe("off")
@@ -424,3 +428,18 @@ def test_what_was_trained_with_quantised_gradients_is_deployed_with_static_scale
     for name, layer in layers.items():
         assert torch.equal(layer.quantized_weight(), before[name])
         assert layer_constants(name, layer) is not None
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_that_cannot_multiply_in_fp4_are_refused_and_nothing_changes(name: str) -> None:
+    model = prepare(nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 32)), name, include=["0", "1"])
+    try:
+        require_packed(find_recipe(name))
+    except InputError as error:
+        with pytest.raises(InputError, match=re.escape(str(error))):
+            set_products(model, "fp4")
+        expected = "emulated"
+    else:
+        set_products(model, "fp4")
+        expected = "fp4"
+    assert {layer.products for layer in quantized_layers(model).values()} == {expected}

@@ -16,6 +16,7 @@ from fp4deploy.audit.operands import multiplications
 from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.canonical import parse_onnx
 from fp4deploy.export.onnx.layers import layers_of
+from tests.export.lowering.engine_graphs import CanonicalGraph
 
 FLOAT = onnx.TensorProto.FLOAT
 
@@ -96,3 +97,17 @@ def test_functions_that_expand_without_measure_are_refused(tmp_path: Path) -> No
             parse_onnx(path)
     path.write_bytes(nested(5, 4).SerializeToString())
     assert len(parse_onnx(path).functions) == 5
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+def test_a_layer_has_the_bytes_of_all_its_constants_and_the_precision_of_both_operands(quantized: bool) -> None:
+    graph = CanonicalGraph(seed=3)
+    image = graph.image(6, 4, channels=32)
+    model = graph.model(graph.conv("conv", image, 24))
+    (node,) = [each for each in model.graph.node if each.op_type == "Conv"]
+    if not quantized:
+        node.input[0] = image[0]
+    (layer,) = layers_of(model)
+    assert layer.precision == ("FP4" if quantized else "FP4 weights")
+    codes, scales, global_scale, bias = 24 * 9 * 32 // 2, 24 * 9 * 32 // 16, 4, 24 * 2
+    assert (layer.weights, layer.bytes) == ("FP4", codes + scales + global_scale + bias)
