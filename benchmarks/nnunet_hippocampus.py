@@ -125,7 +125,7 @@ class Benchmark:
             "nnUNet_preprocessed": str(self.folder / "preprocessed"),
             "nnUNet_results": str(self.folder / "results"),
             "nnUNet_extTrainer": os.pathsep.join((str(SHORT), str(TRAINERS))),
-            "nnUNet_compile": "f",  # compiling takes longer than these trainings
+            "nnUNet_compile": "t" if self.options.compile else "f",
             "OMP_NUM_THREADS": "1",
             **({"CUDA_VISIBLE_DEVICES": device} if device not in ("", "cpu") else {}),
             **more,
@@ -348,6 +348,9 @@ def main() -> None:
     parser.add_argument("--volumes", type=int, help="of the test split")
     parser.add_argument("--images", type=int, help="of `quantize`")
     parser.add_argument("--no-mirror", action="store_true", help="predict without mirroring")
+    parser.add_argument(
+        "--compile", action="store_true", help="as nnU-Net does on a GPU; takes longer than this training"
+    )
     parser.add_argument("--packed", action="store_true", help="predict with packed networks, too")
     parser.add_argument("--preprocessed", type=Path, help="nnUNet_preprocessed/Dataset004_Hippocampus, made before")
     parser.add_argument("--folder", type=Path, help="to keep what is made")
