@@ -342,7 +342,8 @@ def nnunet_volume_dice(form: str) -> str:
 def native_networks() -> str:
     """The C library on networks of all kinds: bytes that differ from the plan in Python, and milliseconds."""
     rows = []
-    for row in result("native_networks_h200")["rows"]:
+    results = (result(f"native_networks_{each}") for each in ("h200", "eight_bits_h200"))
+    for row in (row for each in results for row in each["rows"]):
         shape, differing = "x".join(map(str, row["shape"])), sum(row["different"].values())
         times = [f"{row[key]:.3f}" for key in ("library_ms", "python_ms")]
         cells = [str(differing), f"{row['relative']:.2g}", f"{100 * row['same_classes']:.1f} %", *times]
