@@ -223,3 +223,17 @@ def test_an_error_behind_the_last_quantised_layer_is_found() -> None:
     broken = edited(canonical, {"head.weight": scale_by(-1.0)})
     with pytest.raises(GateError, match="after the last quantised layer"):
         verdict(model, to_portable(broken))
+
+
+def test_every_batch_counts_in_whatever_order() -> None:
+    model, canonical = unet()
+    graph = to_portable(canonical)
+    tensor = initializer(graph, "encoder.0.conv1.weight")
+    tensor.CopyFrom(numpy_helper.from_array(1.01 * numpy_helper.to_array(tensor), tensor.name))
+    batches = [images(1, seed=1), 0.01 * images(1, seed=2)]
+    first, second = (compare_layerwise(model, graph, each) for each in (batches, batches[::-1]))
+    alone = [compare_layerwise(model, graph, [each]) for each in batches]
+    assert first.worst > 0
+    for layer, share in first.layers.items():
+        assert share == second.layers[layer] == sum(each.layers[layer] for each in alone) / 2
+        assert first.blocks[layer] == second.blocks[layer] == sum(each.blocks[layer] for each in alone)
