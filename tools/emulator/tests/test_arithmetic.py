@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from fp4deploy_emulator.instructions.arithmetic import _DIRECTED
+from fp4deploy_emulator.instructions.arithmetic import _DIRECTED, dot_of
 from fp4deploy_emulator.instructions.conversion import _function
 
 
@@ -35,3 +35,17 @@ def test_the_nan_of_a_conversion_has_the_bits_of_hardware() -> None:
     wide = _function("f32", "f16", set())(halves)
     assert wide.view(np.uint32).tolist() == [0x7FFFFFFF] * 3 + [0x3F800000]
     assert _function("f16", "f32", {"rn"})(wide).view(np.uint16).tolist() == [0x7FFF] * 3 + [0x3C00]
+
+
+@pytest.mark.parametrize("first", ["u32", "s32"])
+@pytest.mark.parametrize("second", ["u32", "s32"])
+@pytest.mark.parametrize("name", ["dp2a.lo", "dp2a.hi", "dp4a"])
+def test_products_of_packed_integers(name: str, first: str, second: str) -> None:
+    """Of halves or bytes in memory order, modulo 2^32."""
+    a, b, c = np.random.default_rng(0).integers(0, 1 << 32, (3, 200), np.uint32)
+    wide = np.uint16 if first == "u32" else np.int16
+    narrow = [np.uint8 if kind == "u32" else np.int8 for kind in (first, second)]
+    x = a.view(narrow[0] if name == "dp4a" else wide).reshape(200, -1).astype(np.int64)
+    y = b.view(narrow[1]).reshape(200, 4)[:, 2 * (name == "dp2a.hi") :][:, : x.shape[1]].astype(np.int64)
+    expected = ((x * y).sum(1) + c) % (1 << 32)
+    assert dot_of((*name.split("."), first, second))(a, b, c).tolist() == expected.tolist()

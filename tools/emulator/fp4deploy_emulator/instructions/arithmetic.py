@@ -3,6 +3,7 @@
 | instructions | PTX ISA |
 |---|---|
 | add, sub, mul, mad, div, rem, abs, neg, min, max, bfe, bfi, popc, clz, bfind, brev | Integer Arithmetic Instructions |
+| dp2a, dp4a | the same |
 | add, sub, mul, fma, div, rcp, sqrt, rsqrt, abs, neg, copysign, min, max, ex2, lg2 | Floating-Point Instructions |
 | setp, set, selp | Comparison and Selection Instructions |
 | and, or, xor, not, shl, shr, lop3, shf | Logic and Shift Instructions |
@@ -16,7 +17,7 @@ which is one of the values that the PTX ISA allows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -481,6 +482,28 @@ def bits(entry: Entry, instruction: Instruction) -> Step:
         return (size - 1 - top).astype(np.uint32) if name == "clz" else top.astype(np.int32).view(np.uint32)
 
     return elementwise(entry, instruction, function, [kind])
+
+
+@implements("dp2a", "dp4a")
+def dot(entry: Entry, instruction: Instruction) -> Step:
+    """c and the products of two halves or four bytes of a with bytes of b; of two, the low or the high ones of b."""
+    return elementwise(entry, instruction, dot_of(instruction.parts), ["b32"] * 3)
+
+
+def dot_of(parts: Sequence[str]) -> Callable[[Array, Array, Array], Array]:
+    """What an instruction of these parts computes, ("dp2a", "lo", "u32", "s32")."""
+    (first, second), count = parts[-2:], 2 if parts[0] == "dp2a" else 4
+    start = 2 if parts[1] == "hi" else 0
+
+    def element(x: Array, at: int, bits: int, kind: str) -> Array:
+        moved = x.astype(np.int64) >> bits * at & (1 << bits) - 1
+        return np.asarray(moved - (moved >> bits - 1 << bits) if kind == "s32" else moved)
+
+    def function(a: Array, b: Array, c: Array) -> Array:
+        products = [element(a, at, 32 // count, first) * element(b, start + at, 8, second) for at in range(count)]
+        return np.asarray((c.astype(np.int64) + sum(products)).astype(np.uint32))
+
+    return function
 
 
 @implements("prmt")
