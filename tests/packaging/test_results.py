@@ -21,6 +21,14 @@ def test_a_result_says_where_it_comes_from(path: Path) -> None:
     assert results.measured(results.origin_of(document).command), "add the script to MEASURED in tools/results.py"
 
 
+def test_the_history_has_the_commit_that_a_result_names() -> None:
+    if results.commits_since("HEAD", ()) is None or (results.ROOT / ".git" / "shallow").exists():
+        pytest.skip("the history is not here")
+    origins = {path.stem: results.origin_of(json.loads(path.read_text(encoding="utf-8"))) for path in FILES}
+    lost = [name for name, origin in origins.items() if results.commits_since(origin.commit, ("README.md",)) is None]
+    assert lost == []
+
+
 def test_what_was_measured_comes_before_what_it_was_recorded_in() -> None:
     machine: dict[str, Any] = {"commit": "a" * 40, "date": "2026-11-28T01:02:03+00:00"}
     found = results.origin_of(
