@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 
@@ -237,3 +238,14 @@ def test_every_batch_counts_in_whatever_order() -> None:
     for layer, share in first.layers.items():
         assert share == second.layers[layer] == sum(each.layers[layer] for each in alone) / 2
         assert first.blocks[layer] == second.blocks[layer] == sum(each.blocks[layer] for each in alone)
+
+
+def test_what_is_not_finite_is_more_than_a_block() -> None:
+    """A block may differ by its scale, and never by NaN."""
+    model, canonical = unet()
+    found = compare_layerwise(
+        model, to_portable(edited(canonical, {"encoder.0.norm1.bias": scale_by(math.nan)})), [images(1)]
+    )
+    lost = [name for name, share in found.layers.items() if share == 1]
+    assert lost == ["encoder.0.conv2"]
+    assert found.blocks[lost[0]] > 1000
