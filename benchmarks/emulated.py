@@ -119,7 +119,7 @@ def one(item: tuple[str, Setting]) -> dict[str, Any]:
 def row_of(item: tuple[str, Setting], found: dict[str, Any]) -> dict[str, Any]:
     """The case, the architecture, the seed, and what was found."""
     name, setting = item
-    return {"kernel": name, "for": setting.arch, "seed": setting.seed} | found
+    return {"kernel": name, "for": setting.arch, "seed": setting.seed} | found | {"commit": origin()["commit"]}
 
 
 def save(arguments: argparse.Namespace, rows: list[dict[str, Any]], start: float, older: dict[str, Any]) -> None:

@@ -83,7 +83,7 @@ FIGURES: dict[str, Callable[..., Any]] = {
         picture.digits_trained, picture.largest_loss, picture.qat_over_calibrated, studies.published_folds,
         timing.held_out_layers, timing.layer_shapes, timing.ours_over, timing.product_rate,
         training.captured_recipe, training.first_steps, training.fp4_over_best, training.fused_losses,
-        training.recipe_over_best,
+        training.recipe_over_best, training.steps_by_cudnn,
         training.loading_rates, training.over_bound, training.recipe_ratios, training.step_images_per_s,
         training.step_ratio,
     )

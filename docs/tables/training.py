@@ -244,6 +244,19 @@ def loading_rates() -> str:
     return f"{rates} images/s with {workers}"
 
 
+def steps_by_cudnn() -> str:
+    """Steps of our UNet by cuDNN's convolutions: the fused FP16 one of scale 0.25, and BF16 over FP16 of NVFP4."""
+    ms = {
+        (row["scale"], row["case"], row["autocast"]): row["graph_ms"]
+        for row in result("precision_step_before_h200")["rows"]
+    }
+    small = " and ".join(f"{ms[0.25, 'fp16 fused', each]:.2f}" for each in ("fp16", "bf16"))
+    ratios = " and ".join(
+        f"{ms[each, 'nvfp4 fused', 'bf16'] / ms[each, 'nvfp4 fused', 'fp16']:.3f}" for each in (1.0, 0.25)
+    )
+    return f"{small} ms for the fused FP16 step of scale 0.25 (FP16, BF16), and {ratios} times for the NVFP4 steps"
+
+
 def precision_times() -> str:
     """BF16 over FP16, of training steps and of packed networks in their faster form; what costs the most first."""
     rows = []

@@ -1,6 +1,6 @@
 """Activations in MXFP8, FP8 and INT8, decoded, in elementary operators that a compiler fuses.
 
-    q = mxfp8_values(x, axis=1)                  `formats.fake_quantize_mxfp8`
+    q = mxfp8_values(x, axis=1)                  `formats.fake_quantize_mxfp8` of x.float()
     q = codes(x, scale, "int8")                  the codes of `formats.quantize_int8`, as numbers
 
 These numbers have at most eight significant bits and an exponent that bfloat16 has. So they are exact in it, and tensor

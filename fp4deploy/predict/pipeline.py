@@ -3,9 +3,9 @@
     frames uint8 [N, H, W, 3] -> copied -> resized, normalised -> network -> enlarged, argmax -> copied: masks [N, H, W]
 
 `Predictor` resizes by Pillow and decides classes on the host, one image after another. Here both are computed on the
-device of a checkpoint or a packed network: on a GPU by one kernel each, no logits are copied, and frames of the next
-batch are copied and prepared, and masks of the last one copied, on streams of their own meanwhile. ONNX Runtime and
-engines take arrays: of them both are computed on the CPU, and nothing is overlapped.
+device of a checkpoint or a packed network: on a GPU resizing is compiled and classes are one kernel, no logits are
+copied, and frames of the next batch are copied and prepared, and masks of the last one copied, on streams of their own.
+ONNX Runtime and engines take arrays: of them both are computed on the CPU, and nothing is overlapped.
 
 Resizing is Pillow's: antialiased bilinear weights along one axis and then along the other (`_taps_of`), rounded to 8
 bits after each, in whole numbers, so that a network reads the bytes that it was evaluated on. Classes are those of

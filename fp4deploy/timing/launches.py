@@ -161,7 +161,7 @@ def implicit(shape: Shape, gpu: Gpu) -> Work:
     return _gemm("implicit", shape, tile, constants["TAPS"], 1, per_step * tile.bm, per_step * tile.bn, gpu)
 
 
-def eighths(form: str, shape: Shape, moved: float, gpu: Gpu) -> Work:
+def eight_bits(form: str, shape: Shape, moved: float, gpu: Gpu) -> Work:
     """The block-scaled GEMM of E4M3 activations, `form` "FP8" or "W4A8".
 
     shape: with one row for each output pixel and all taps for each, of a transposed convolution as well. moved: bytes.

@@ -37,7 +37,7 @@ from fp4deploy.peaks import Gpu
 from fp4deploy.plugins.gemm.triton.tiles import NATIVE_FROM
 from fp4deploy.precisions import ELEMENT_BYTES, LABELS, LAYER_FORMATS
 from fp4deploy.rest import rest_of
-from fp4deploy.timing.launches import Shape, eighths, moving, works
+from fp4deploy.timing.launches import Shape, eight_bits, moving, works
 from fp4deploy.timing.library import BYTES, library_work
 from fp4deploy.timing.model import NOTHING, Time, Work, fitted, time_of
 from fp4deploy.timing.passes import passes
@@ -150,7 +150,7 @@ def _own_quantizer(
         first, channels = (elements // weight[0], x.shape[-1]) if linear else (result[0], x.shape[1])
         steps = () if linear else ((1, 1), (0, 0))
         shape = Shape(first, sizes, (channels,), weight[0], tuple(weight[1:-1]), *steps)
-        return name, [*works, eighths(name, shape, moved, gpu)], ""
+        return name, [*works, eight_bits(name, shape, moved, gpu)], ""
     own = own_weight(step, parts, weight)
     bias = torch.empty(weight[0], device="meta") if step.bias else None
     beside = [moving(each, 0.0, gpu) for each in passes(lambda: multiply(step, [x], own, bias))]

@@ -14,7 +14,7 @@ from fp4deploy.packed import PackedFile, read_packed
 from fp4deploy.peaks import find_gpu
 from fp4deploy.qat import calibrate, prepare
 from fp4deploy.timing import launches
-from fp4deploy.timing.launches import Shape, eighths, works
+from fp4deploy.timing.launches import Shape, eight_bits, works
 from fp4deploy.timing.model import time_of
 from fp4deploy.timing.network import StepTime, estimate_network
 
@@ -93,15 +93,15 @@ def test_the_steps_of_a_kernel_of_eight_bits() -> None:
     """64 elements a step, 128 x 128 outputs a program, one byte an element of FP8."""
     gpu = find_gpu("sm120")
     shape = Shape(2, (34, 34), (96,), 130, (3, 3), (1, 1), (0, 0))
-    found = eighths("FP8", shape, 1e6, gpu)
+    found = eight_bits("FP8", shape, 1e6, gpu)
     programs, steps = -(-2 * 32 * 32 // 128) * 2, 9 * 2
     assert found.cached == programs * steps * 64 * (128 + 128)
     assert found.moved == 1e6
-    mixed = eighths("W4A8", shape, 1e6, gpu)
+    mixed = eight_bits("W4A8", shape, 1e6, gpu)
     assert mixed.cached == pytest.approx(programs * steps * 64 * 128 * (8.25 + 4.25) / 8)
     large = Shape(16, (258, 258), (256,), 256, (3, 3), (1, 1), (0, 0))
     macs = large.rows * 256 * 256 * 9
-    assert 1 < time_of(eighths("FP8", large, 0.0, gpu), gpu).ms / 1e3 / (2 * macs / gpu.rate("MXFP8")) < 2.5
+    assert 1 < time_of(eight_bits("FP8", large, 0.0, gpu), gpu).ms / 1e3 / (2 * macs / gpu.rate("MXFP8")) < 2.5
     assert gpu.rate("BF16") == gpu.rate("FP16") == 2 * gpu.rate("TF32")
     with pytest.raises(InputError, match="no machine code of the FP8 kernel"):
         launches.code_of("sm90", "FP8", launches.training.WIDE, 1)

@@ -55,12 +55,15 @@ def class_map(logits: torch.Tensor, size: Size, dtype: torch.dtype) -> torch.Ten
     return class_map_reference(logits, size, dtype)
 
 
+@torch.no_grad()
 def class_map_reference(logits: torch.Tensor, size: Size, dtype: torch.dtype) -> torch.Tensor:
     """`class_map` in torch, a band of rows at a time."""
     count, classes, *given = logits.shape
     masks = torch.empty((count, *size), dtype=dtype, device=logits.device)
     if given == list(size):
         return masks.copy_(logits.argmax(1))
+    if not masks.numel():
+        return masks
     left, right, across = _places(given[1], size[1], logits.device)
     above, below, down = _places(given[0], size[0], logits.device)
     step = max(1, BAND // (classes * size[1]))

@@ -15,7 +15,7 @@ import torch
 from fp4deploy.plugins.runtime.cache import cache_folder, keep_entry, read_entry
 
 MEASURED = 21  # runs, of which the median counts
-QUEUED = 200_000  # cycles, some 0.1 ms, that a GPU is kept busy while launches queue up: it is timed, not the host
+QUEUED = 200_000  # cycles, some 0.1 ms, that a GPU is kept busy while launches queue up: longer ones are timed with it
 Run = Callable[[], object]
 
 

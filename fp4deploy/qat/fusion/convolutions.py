@@ -18,8 +18,9 @@ import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from fp4deploy.plugins.gemm.convolution import fastest
+from fp4deploy.plugins.gemm.convolution import fastest, narrow_wgrad, small_k
 from fp4deploy.plugins.runtime.torch_library import operator
+from fp4deploy.qat.operators import gemms
 from fp4deploy.qat.operators.gemms import ConvGemms
 
 aten, ops = torch.ops.aten, torch.ops.fp4deploy
@@ -88,7 +89,7 @@ class FastestConvolutions(CustomGraphPass):
                 _replace_backward(graph, node)
 
     def uuid(self) -> object:
-        return get_hash_for_files((__file__, str(fastest.__file__)))
+        return get_hash_for_files((__file__, *(str(each.__file__) for each in (fastest, small_k, narrow_wgrad, gemms))))
 
 
 def _has_kernel(

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from fp4deploy.errors import UnavailableError
 from fp4deploy.plugins.gemm.convolution import fastest, narrow_wgrad, small_k
 from fp4deploy.plugins.gemm.convolution.fastest import OWN, TORCH
 from fp4deploy.plugins.runtime import choices
 from fp4deploy.plugins.runtime.fallback import Fallback
+from fp4deploy.plugins.runtime.nvcc import LaunchError
 from fp4deploy.qat.operators.gemms import ConvGemms
 from fp4deploy.qat.operators.recompute import convolve
 
@@ -48,7 +48,7 @@ class Kernels:
             monkeypatch.setattr(module, "fallback", Fallback("Test kernels", "torch"))
             monkeypatch.setattr(module.fallback, "runs", lambda _: True)
         monkeypatch.setattr(fastest, "_choices", {})
-        monkeypatch.setattr(fastest, "measures", lambda _: True)
+        monkeypatch.setattr(fastest, "has_choice", lambda _: True)
         monkeypatch.setattr(small_k, "conv2d", self.conv2d)
         monkeypatch.setattr(narrow_wgrad, "wgrad", self.wgrad)
         if choice:
@@ -140,16 +140,47 @@ def test_nothing_is_measured_while_a_graph_is_captured(monkeypatch: pytest.Monke
     assert not fastest._choices  # it is measured when nothing is captured
 
 
-def test_a_kernel_that_does_not_compile_is_torchs_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = Kernels(monkeypatch, OWN)
+@pytest.mark.parametrize(("error", "text"), [(UnavailableError, "fall back to"), (LaunchError, "fell back to")])
+def test_a_kernel_that_does_not_run_is_torchs_from_then_on(
+    error: type[UnavailableError], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = step(*GEMMS["3x3"])
+    kernels, refused = Kernels(monkeypatch, OWN), []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
     def refuse(*_: Any, **__: Any) -> None:
-        raise UnavailableError("no nvcc")
+        refused.append(1)
+        raise error("not here")
 
     monkeypatch.setattr(narrow_wgrad, "wgrad", refuse)
-    expected = F.conv2d(torch.ones(1, 16, 2, 2), torch.ones(12, 16, 3, 3), padding=1)
-    with pytest.warns(UserWarning, match="fall back to torch"):
-        y, _, dw, _ = step(*GEMMS["3x3"])
-    assert y.shape[1:2] == expected.shape[1:2]
-    assert dw.isfinite().all()
-    assert kernels.calls == ["conv2d", "conv2d"]
+    with pytest.warns(UserWarning, match=text):
+        steps = [step(*GEMMS["3x3"]) for _ in range(3)]
+    assert all(torch.equal(each[2], expected[2]) for each in steps)  # dw
+    assert kernels.calls == 3 * ["conv2d", "conv2d"]
+    assert len(refused) == 1
+
+
+def test_a_kernel_that_misses_is_not_measured_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, tried = Kernels(monkeypatch, None), []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def miss(*_: Any) -> None:
+        tried.append(1)
+        raise LaunchError("no memory")
+
+    monkeypatch.setattr(fastest, "_choice", miss)
+    with pytest.warns(UserWarning, match="fell back to"):
+        _ = [step(*GEMMS["3x3"]) for _ in range(3)]
+    assert len(tried) == 3  # y, dx and dw, once each
+    assert not kernels.calls
+
+
+def test_choices_are_of_strides_and_of_how_cudnn_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    Kernels(monkeypatch, TORCH)
+    x, weight = torch.randn(2, 16, 9, 8).half(), torch.randn(12, 16, 3, 3).half()
+    gemms = GEMMS["3x3"][0]
+    for benchmark in (False, True):
+        monkeypatch.setattr(torch.backends.cudnn, "benchmark", benchmark)
+        for layout in (torch.contiguous_format, torch.channels_last):
+            gemms.multiply(x.contiguous(memory_format=layout), weight, None)
+    assert len(fastest._choices) == 4

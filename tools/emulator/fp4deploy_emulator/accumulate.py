@@ -43,8 +43,8 @@ BLOCKS = {"ue4m3": 16, "ue8m0": 32}  # elements of a block scale, by its type
 DEPTH = 64  # elements of one FP4 instruction
 FRACTION = 35
 ZERO = -139
-EIGHTHS_DEPTH = 32  # elements of one FP8 instruction with block scales, which share a scale
-EIGHTHS_FRACTION, EIGHTHS_ZERO = 25, -133
+EIGHT_BITS_DEPTH = 32  # elements of one FP8 instruction with block scales, which share a scale
+EIGHT_BITS_FRACTION, EIGHT_BITS_ZERO = 25, -133
 NAN = np.uint32(0x7FFFFFFF).view(np.float32)
 # Twice the value of each E2M1 code.
 DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
@@ -112,8 +112,8 @@ def block_scaled_fp8(a: Array, b: Array, a_scales: Array, b_scales: Array, c: Ar
     (sa, ea), (sb, eb) = _split(x, -6), _split(y, -6)
     significand = sa[..., :, None, :] * sb[..., None, :, :]
     exponent = ea[..., :, None, :] + eb[..., None, :, :] + power[..., None]
-    exponent = np.where(significand == 0, EIGHTHS_ZERO, exponent)
-    return _aligned_sum(significand * scale[..., None], exponent, c, EIGHTHS_FRACTION, EIGHTHS_ZERO, axis=-1)
+    exponent = np.where(significand == 0, EIGHT_BITS_ZERO, exponent)
+    return _aligned_sum(significand * scale[..., None], exponent, c, EIGHT_BITS_FRACTION, EIGHT_BITS_ZERO, axis=-1)
 
 
 def plain(a: Array, b: Array, c: Array, numbers: HalfPrecision, smallest: int = -14, model: str = "hardware") -> Array:
@@ -274,7 +274,7 @@ def _block_mmasim(a: Array, b: Array, a_scales: Array, b_scales: Array, c: Array
 def _fp8_mmasim(a: Array, b: Array, a_scales: Array, b_scales: Array, c: Array) -> Array:
     import torch
 
-    numbers = EIGHTHS_FRACTION, "RZ-FP32", EIGHTHS_DEPTH, EIGHTHS_ZERO
+    numbers = EIGHT_BITS_FRACTION, "RZ-FP32", EIGHT_BITS_DEPTH, EIGHT_BITS_ZERO
     model = _mmasim().MMA_ST_FDPA(*numbers, "e4m3", "e4m3")
 
     def typed(x: Array, kind: torch.dtype) -> Any:

@@ -5,10 +5,10 @@
     dw = wgrad(g, x, weight, place, lambda: convolution_backward(...))
 
 cuDNN's kernels are made for many channels. For few it has several in FP16 alone, and the others take up to three times
-as long (measured fact: H200, torch 2.11, 2026-11-30: 3 to 16 channels, 16 x 352 x 480: 122 us in FP16, 324 in BF16, 48
-by `small_k` in both). Which kernel is faster is measured on the first call with a shape, a dtype and a GPU, and kept
-for later processes (`runtime.choices`). While a CUDA graph is captured nothing is measured: what is not known by then
-is torch's.
+as long (measured fact: H200, torch 2.11, 2026-11-30, `training_convolutions.py`: 3 to 16 channels, 16 x 352 x 480: 125
+us in FP16, 330 in BF16, 51 by `small_k` in both). Which kernel is faster is measured on the first call with shapes,
+strides, a dtype, `cudnn.benchmark` and a GPU, and kept for later processes (`runtime.choices`). While a CUDA graph is
+captured nothing is measured: what is not known by then is torch's.
 
 | product | kernel of this package |
 |---|---|
@@ -22,6 +22,8 @@ Nothing here is differentiable: functions of autograd call it (`qat.operators`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +39,7 @@ Run = Callable[[], torch.Tensor]
 TORCH, OWN = "torch", "own"
 NARROW = (torch.float16, torch.bfloat16)
 DEEPEST = 288  # elements of K up to which `small_k` is tried: 3 x 3 taps of 32 channels
-MEMORY = 4e9  # bytes a millisecond, of a Hopper GPU: what a kernel of the least time needs for its operands
+MEMORY = 8e9  # bytes a millisecond, of a B200, which has most: no kernel takes less time for its operands
 # Milliseconds that there must be to save: a kernel is compiled for each shape of a filter, which takes a second.
 WORTH = 0.02
 
@@ -53,7 +55,7 @@ class Place(NamedTuple):
     groups: int = 1
 
 
-def measures(device: torch.device) -> bool:
+def has_choice(device: torch.device) -> bool:
     """Whether there is a choice on a device; the products of a gradient are computed together elsewhere."""
     return device.type == "cuda"
 
@@ -138,28 +140,37 @@ def _faster(
 ) -> torch.Tensor:
     """The result of the faster one; of torch's where the other does not run after all."""
     device = operands[0].device
-    known = (*name, device.index)
+    timed = (*name, *(each.stride() for each in operands), torch.backends.cudnn.benchmark)
+    known = (*timed, device.index)
     choice = _choices.get(known)
     if choice is None:
         with fallback.guard(device):
-            choice = _choice(name, by_torch, own, operands)
-            if choice is not None:
-                _choices[known] = choice
+            choice = _choice(timed, by_torch, own, operands)
+        choice = _settled(known, choice)
     if choice == OWN:
         with fallback.guard(device):
             return own()
+        _settled(known, None)
     return by_torch()
 
 
-def _choice(name: tuple[Any, ...], by_torch: Run, own: Run, operands: Sequence[torch.Tensor]) -> str | None:
+def _settled(known: tuple[Any, ...], choice: str | None) -> str | None:
+    """Remember a choice in this process: torch's of a kernel that missed, which is not measured again in each call."""
+    if choice is None and not torch.cuda.is_current_stream_capturing():
+        choice = TORCH
+    if choice is not None:
+        _choices[known] = choice
+    return choice
+
+
+def _choice(timed: tuple[Any, ...], by_torch: Run, own: Run, operands: Sequence[torch.Tensor]) -> str | None:
     """What was kept for this GPU, or is measured now; None while a CUDA graph is captured.
 
     Raises:
         UnavailableError: the kernel does not compile or launch here.
     """
     device = operands[0].device
-    gpu = torch.cuda.get_device_name(device)
-    kept = key(["convolution 1", str(name), gpu, versions()])
+    kept = key(["convolution 2", str(timed), torch.cuda.get_device_name(device), versions(), _source()])
     choice = remembered(kept, (TORCH, OWN))
     if choice is not None or torch.cuda.is_current_stream_capturing():
         return choice
@@ -171,3 +182,10 @@ def _choice(name: tuple[Any, ...], by_torch: Run, own: Run, operands: Sequence[t
             return TORCH
     own()  # compiled
     return fastest(kept, {TORCH: by_torch, OWN: own}, device)
+
+
+@lru_cache
+def _source() -> str:
+    """Of the kernels."""
+    folder = Path(__file__).parents[1] / "cuda"
+    return key((folder / name).read_bytes() for name in ("small_k_conv.cu", "narrow_wgrad.cu", "tensor_core.cuh"))

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -102,6 +103,7 @@ def padded_channels(channels: int) -> int:
     return -(-channels // 4) * 4
 
 
+@lru_cache
 def supports(
     channels: int,
     outputs: int,
@@ -124,6 +126,7 @@ def supports(
     return chosen.shared_bytes + chosen.static_bytes <= SHARED
 
 
+@lru_cache
 def variant(channels: int, outputs: int, taps: Pair, stride: int = 1, padding: Pair = (0, 0)) -> Variant:
     """The variant for a convolution that the kernel `supports`."""
     point = taps == (1, 1) and stride == 1 and padding == (0, 0) and channels % 16 == 0

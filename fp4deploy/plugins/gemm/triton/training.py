@@ -121,7 +121,7 @@ def gather_gemm_kernel(
             sa = tl.load(x_scales + at_x, mask=reads[:, None] & left_scales, other=0)
             sb = tl.load(w_scales + at_w, mask=has[:, None] & left_scales, other=0)
         if X8:
-            acc = _multiply_eighths(acc, a, sa, b, sb, BM, BN, BK, W8, NATIVE, ASM)
+            acc = _multiply_eight_bits(acc, a, sa, b, sb, BM, BN, BK, W8, NATIVE, ASM)
         else:
             acc = _multiply(acc, a, sa, b, sb, BM, BN, BK, MX, NATIVE, ASM)
     if W8:
@@ -217,7 +217,7 @@ def _multiply(
 
 
 @triton.jit
-def _multiply_eighths(
+def _multiply_eight_bits(
     acc, a, sa, b, sb, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, W8: tl.constexpr, NATIVE: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip

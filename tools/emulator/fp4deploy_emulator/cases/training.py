@@ -84,7 +84,7 @@ class Mixed:
 
 
 @dataclass(frozen=True)
-class Eighths:
+class EightBits:
     """Y of a layer in FP8 as packed networks have it: E4M3 by E4M3, a scale of x and one of each output channel.
 
     inverse: a transposed convolution.
@@ -278,7 +278,7 @@ def _has_e4m3(capability: int) -> bool:
 
 
 INPUT, WEIGHT, OPERANDS, GROUPED, MIXED = "dgrad", "wgrad", "training operands", "grouped", "W4A8"
-EIGHTHS = "FP8"
+FP8 = "FP8"
 UP = Window((2, 2), (2, 2), (0, 0), (1, 1))
 SHIFTED = Window((2, 3), (1, 2), (0, 2), (2, 1))
 GEMMS = (
@@ -287,9 +287,9 @@ GEMMS = (
     Case("dgrad 3x3, MXFP4", INPUT, InputGradient(104, pack=packed_mx)),
     Case("W4A8 conv 3x3, stride 2", MIXED, Mixed(), _has_e4m3),
     Case("W4A8 pointwise, FP16", MIXED, Mixed(40, 70, (5, 6), POINTWISE, torch.float16), _has_e4m3),
-    Case("FP8 conv 3x3, stride 2", EIGHTHS, Eighths(), _has_e4m3),
-    Case("FP8 linear, FP16", EIGHTHS, Eighths(72, 70, (5, 6), POINTWISE, torch.float16, False), _has_e4m3),
-    Case("FP8 transposed, BF16", EIGHTHS, Eighths(33, 17, (3, 4), UP, torch.bfloat16, True, True), _has_e4m3),
+    Case("FP8 conv 3x3, stride 2", FP8, EightBits(), _has_e4m3),
+    Case("FP8 linear, FP16", FP8, EightBits(72, 70, (5, 6), POINTWISE, torch.float16, False), _has_e4m3),
+    Case("FP8 transposed, BF16", FP8, EightBits(33, 17, (3, 4), UP, torch.bfloat16, True, True), _has_e4m3),
     Case("wgrad, two splits", WEIGHT, WeightGradient()),
     Case("wgrad, one pixel", WEIGHT, WeightGradient(1, 5, 7, 1, 1)),
     Case("wgrad, MXFP4", WEIGHT, WeightGradient(pixels=150, pack=packed_mx)),

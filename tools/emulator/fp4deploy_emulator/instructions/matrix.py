@@ -38,7 +38,7 @@ LANE = np.arange(WARP)
 SELECTORS = "the byte id is 0, or 2 where a row has two scales, or 0 to 3 of one; the thread id 0, 1 (A), 0 to 3 (B)"
 ROW, COLUMN = LANE // 4, LANE % 4
 M, N = 16, 8
-EIGHTHS = ("kind::mxf8f6f4", "scale_vec::1X", "ue8m0")
+EIGHT_BITS = ("kind::mxf8f6f4", "scale_vec::1X", "ue8m0")
 SCALED = {
     ("kind::mxf4nvf4", "scale_vec::4X", "ue4m3"),
     ("kind::mxf4nvf4", "scale_vec::2X", "ue8m0"),
@@ -61,7 +61,7 @@ def multiply(entry: Entry, instruction: Instruction) -> Step:
         kind = next(part for part in parts if part.startswith("kind::"))
         size = next((part for part in parts if part.startswith("scale_vec::")), "")
         if (
-            (kind, size, parts[-1]) == EIGHTHS
+            (kind, size, parts[-1]) == EIGHT_BITS
             and "m16n8k32" in parts
             and parts[-5:-1] == ("f32", "e4m3", "e4m3", "f32")
         ):
