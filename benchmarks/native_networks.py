@@ -1,7 +1,7 @@
 """The C library on networks of all kinds: every byte beside the same plan played in Python, and times.
 
-    python -m benchmarks.native_networks /tmp/native --prepare sm90      (no GPU: files, bundles, plans, kernels)
-    python -m benchmarks.native_networks /tmp/native --json benchmarks/results/native_networks_h200.json
+    python -m benchmarks.native_networks FOLDER --prepare sm90      (no GPU: files, bundles, plans, kernels)
+    python -m benchmarks.native_networks FOLDER --json benchmarks/results/native_networks_h200.json
 
 Both from the same tree, since kernels are looked up by the digest of their sources. The library is compiled from
 `native/src` by g++. Random weights and small inputs (`tests/export/packable_networks.py`): a recorded plan is the same

@@ -82,7 +82,7 @@ class Benchmark:
         self.devices: list[str] = [str(index) for index in range(torch.cuda.device_count())] or ["cpu"]
         self.running = dict.fromkeys(self.devices, 0)
         self.lock = threading.Lock()
-        told = peers.command("--folder", "--seconds").replace(str(options.raw), "RAW")
+        told = " ".join("RAW" if each == str(options.raw) else each for each in peers.command("--folder").split(" "))
         self.report: dict[str, Any] = {"command": told, **peers.origin(), "machine": environment(), "seconds": {}}
         if gpus := self.report["machine"]["gpus"]:
             self.report["machine"] |= {"gpu": gpus[0]["name"], "torch": torch.__version__}
@@ -198,8 +198,8 @@ class Benchmark:
         for form, futures in asked.items():
             spent = [each.result() for each in futures if each.exception() is None]
             for each in futures:
-                if each.exception() is not None:
-                    print(form, each.exception(), flush=True)
+                if (error := each.exception()) is not None:
+                    self.report.setdefault("errors", {})[f"probe-{form}"] = str(error)
             step[form] = max(spent) if spent else 2 * step.get("base", 0.05)
         self.report["step_s"] = step
         first, second = self.options.epochs
@@ -318,7 +318,7 @@ def scored(masks: Path, truth: Path) -> dict[str, Any]:
     voxels = VoxelCounts(names, classes, np.array(counts, np.int64))
     dice = np.nanmean(voxels.per_class(np.eye(len(names)))[:, 1:], 1)
     whole = value(voxels)
-    distance = statistics.fmean(each for each in away if each is not None) if any(away) else None
+    distance = statistics.fmean(apart) if (apart := [each for each in away if each is not None]) else None
     evidence = write_pixels(voxels).model_dump(mode="json")
     return {"value": whole, "dice": dice.round(5).tolist(), "hd95_mm": distance, "evidence": evidence}
 

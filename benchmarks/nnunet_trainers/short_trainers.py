@@ -1,8 +1,8 @@
 """nnU-Net's trainer and ours, seeded and shortened by environment variables, for `benchmarks.nnunet_hippocampus`.
 
 nnU-Net looks trainers up by their names in the folders of nnUNet_extTrainer, so names and signatures are its.
-Everything that a variable does not name is nnU-Net's: plans, augmentation, loss, SGD with a polynomial rate, mixed
-precision.
+Everything that a variable does not name is nnU-Net's (plans, augmentation, loss, SGD with a polynomial rate, mixed
+precision), but validation, of four iterations and without a picture or a last one of whole volumes.
 """
 
 from __future__ import annotations

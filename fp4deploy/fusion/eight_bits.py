@@ -46,7 +46,7 @@ def codes(x: torch.Tensor, scale: float, precision: str) -> torch.Tensor:
 
 
 def mxfp8_values(x: torch.Tensor, axis: int) -> torch.Tensor:
-    """`fake_quantize_mxfp8(x, axis)`, bfloat16, `axis` last in memory.
+    """`fake_quantize_mxfp8(x.float(), axis)`, bfloat16, `axis` last in memory.
 
     >>> mxfp8_values(torch.tensor([448.0, 449.0, 17.0]), 0).tolist()
     [448.0, 448.0, 16.0]

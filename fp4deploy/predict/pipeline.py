@@ -99,9 +99,8 @@ class Pipeline:
         self.beside = cpu_name() if isinstance(on, _ByHost) else runtime.device
         self._prepared = _prepared
         if self.device.type == "cuda":
-            self._prepared = torch.compile(
-                _prepared, options={"coordinate_descent_tuning": True}
-            )  # tiles by measurement
+            # Tiles by measurement.
+            self._prepared = torch.compile(_prepared, options={"coordinate_descent_tuning": True})
             self._in, self._out = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
 
     @torch.inference_mode()

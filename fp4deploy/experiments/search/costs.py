@@ -2,8 +2,8 @@
 
 **The time model** (`timing.library`): a projection, not a measurement. FP4 tensor cores count only where the engine
 multiplies in FP4 (`lowering.forecast`): in TensorRT-RTX's default form a 3x3 convolution of FP4 weights is multiplied
-in FP8, and FP4 saves bytes in the file alone. W4A8 saves them as well and nothing else: no kernel multiplies it, and
-its time is that of the decoded product in FP16.
+in FP8, and FP4 saves bytes in the file alone. W4A8 saves them as well and nothing else: no kernel of an engine
+multiplies it, and its time is that of the decoded product in FP16.
 
 **Layers measured** by `profile` in packed networks (`measured_layers`): the model packed in FP16, and quantised and
 packed in FP4 and in other formats that a kernel of the GPU multiplies, each layer as the step that runs. A layer that

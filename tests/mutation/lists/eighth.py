@@ -116,9 +116,9 @@ FAULTS: dict[str, Seeded] = {
         "fp4deploy/predict/pipeline.py", "x = (total + (1 << BITS - 1)) >> BITS", "x = total >> BITS"
     ),
     "predict: classes are decided before the frame's size is reached": Seeded(
-        "fp4deploy/predict/pipeline.py",
-        'enlarged = F.interpolate(logits.float(), size, mode="bilinear", align_corners=False)',
-        "enlarged = F.interpolate(logits.float(), size)",
+        "fp4deploy/plugins/classes/class_map.py",
+        "return first.mul_(1 - share).add_(second.mul_(share))",
+        "return torch.where(share < 0.5, first, second)",
     ),
     "ptq: a call is made again with what the module changed": Seeded(
         "fp4deploy/ptq/forward.py",

@@ -142,9 +142,9 @@ FAULTS: dict[str, Seeded] = {
         "fp4deploy/predict/video.py", "frames += len(chosen)", "frames += batch"
     ),
     "predict: a class map is enlarged with aligned corners": Seeded(
-        "fp4deploy/predict/predictor.py",
-        "source = ((place + 0.5) * (rows / height) - 0.5).clamp(0, rows - 1)",
-        "source = (place * ((rows - 1) / max(1, height - 1))).clamp(0, rows - 1)",
+        "fp4deploy/plugins/classes/class_map.py",
+        "at = ((torch.arange(target, dtype=torch.float32) + 0.5) * (source / target) - 0.5).clamp(0, source - 1)",
+        "at = (torch.arange(target, dtype=torch.float32) * ((source - 1) / max(1, target - 1))).clamp(0, source - 1)",
     ),
     "predict: the area of a box is that of a square": Seeded(
         "fp4deploy/predict/prediction.py", '"area": float(side[0] * side[1])', '"area": float(side[0] * side[0])'

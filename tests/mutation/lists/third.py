@@ -151,9 +151,9 @@ FAULTS: dict[str, Seeded] = {
         "run = latest_run()",
     ),
     "predict: classes are enlarged from the corners of pixels": Seeded(
-        "fp4deploy/predict/predictor.py",
-        "source = ((place + 0.5) * (rows / height) - 0.5).clamp(0, rows - 1)",
-        "source = (place * (rows / height)).clamp(0, rows - 1)",
+        "fp4deploy/plugins/classes/class_map.py",
+        "at = ((torch.arange(target, dtype=torch.float32) + 0.5) * (source / target) - 0.5).clamp(0, source - 1)",
+        "at = (torch.arange(target, dtype=torch.float32) * (source / target)).clamp(0, source - 1)",
     ),
     "predict: a network reads the blue of a video as red": Seeded(
         "fp4deploy/predict/video.py",
