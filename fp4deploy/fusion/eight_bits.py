@@ -31,7 +31,7 @@ def codes(x: torch.Tensor, scale: float, precision: str) -> torch.Tensor:
     """Codes of `x` in FP8 or INT8 as numbers, bfloat16; scale: of all, as `formats.fp8.scale_of` gives it.
 
     >>> codes(torch.tensor([0.26, 3.0, -900.0]), 0.5, "int8").tolist(), codes(torch.tensor([3.3]), 0.5, "fp8").tolist()
-    (([1.0, 6.0, -128.0], [6.5]))
+    ([1.0, 6.0, -128.0], [6.5])
     """
     low, high = LIMITS[precision]
     if x.dtype == torch.float32:

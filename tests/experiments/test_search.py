@@ -145,7 +145,9 @@ def test_measured_times_of_layers(tmp_path: Path) -> None:
     half = timed("GPU", 1, [("0", "FP16", 2.0), ("relu", "FP16", 9.0), ("1", "FP16", 3.0)])
     four = timed("GPU", 4, [("0", "FP4, weight decoded at load", 2.0), ("0", "FP4", 2.0)])
     path = tmp_path / "times.json"
-    others = timed("GPU", 1, [(str(at), name, 90.0) for at, name in enumerate(("FP8 as TF32", "W4A8", "INT8 as TF32"))])
+    others = timed(
+        "GPU", 1, [(str(at), name, 90.0) for at, name in enumerate(("FP8 as TF32", "W4A8 as TF32", "INT8 as TF32"))]
+    )
     path.write_text(json.dumps({"layers": [half, four, others]}))  # decoded layers take no time for others
     times, device = measured_layers(path)
     assert device == "GPU"
@@ -153,6 +155,8 @@ def test_measured_times_of_layers(tmp_path: Path) -> None:
     assert costs["0"].ms == {"FP4": 1.0, "FP16": 2.0}  # both uses, of 4 images
     assert (costs["0"].precisions, costs["1"].precisions) == (("FP4",), ())
     assert costs["0"].bytes["FP4"] == 1
+    path.write_text(json.dumps({"layers": [half, four, timed("GPU", 1, [("1", "W4A8", 1.5)])]}))  # by its kernel
+    assert with_measured(costs, measured_layers(path)[0])["1"].precisions == ("W4A8",)
     with pytest.raises(InputError, match="The times are not of 2 in FP16"):
         with_measured(dict.fromkeys("02", costs["0"]), times)
     with pytest.raises(InputError, match="not of any layer in FP4"):

@@ -72,7 +72,9 @@ def test_every_kind_of_number_is_the_files() -> None:
     model, x = deployed(Operands().eval(), BF16), torch.randn(1, 3, 9, 9).half().float()
     found = fd.verify(model, fd.export_graph(model, x, rest="bf16"), [x])
     assert found.passed
-    assert found.largest < 2e-6  # of float32; a number that is not rounded moves its output by 1e-5 and more
+    assert (
+        found.largest < 5e-6
+    )  # of float32, by processor; a number that is not rounded moves its output by 1e-5 and more
 
 
 def prepared() -> tuple[nn.Module, torch.Tensor]:

@@ -224,6 +224,19 @@ FAULTS = {
             r"(st\.global\.v4\.(?:u|b)32\s+\[%rd\d+)\]", r"\1+2]", 0
         ),
     },
+    "wgrad, 16 to 16 channels, BF16": {
+        "tiles are read before their copies have ended": planted.replaced(r"^\s*cp\.async\.wait_all;", "", 0),
+        "a barrier is missing before the first tile is read": planted.without_barrier(0),
+        "a barrier is missing behind a tile": planted.without_barrier(1),
+        "registers of an operand change places": planted.swapped_operands(0),
+        "pixels beside the image are not zero": planted.replaced(
+            r"(cp\.async\.cg\.shared\.global\s+\[%r\d+\], \[%rd\d+\], 16, )%r\d+;", r"\g<1>16;", 0
+        ),
+        "an accumulator is not the one before": planted.replaced(
+            r"(mma\.sync[^;]*\{%f\d+, %f\d+, %f\d+, )%f\d+(\};)", r"\g<1>0f00000000\2", 5
+        ),
+        "a sum of a warp is added to another": planted.replaced(r"(st\.shared\.f32\s+\[%r\d+)\+4\]", r"\1+8]", 0),
+    },
     "warpgroup convolution, two sources": {
         "decoded pixels are not visible to wgmma": planted.replaced(r"^\s*fence\.proxy\.async\.shared::cta;", "", None),
         "weights are freed while they are read": planted.replaced(
