@@ -48,7 +48,6 @@ class Kernels:
             monkeypatch.setattr(module, "fallback", Fallback("Test kernels", "torch"))
             monkeypatch.setattr(module.fallback, "runs", lambda _: True)
         monkeypatch.setattr(fastest, "_choices", {})
-        monkeypatch.setattr(fastest, "has_choice", lambda _: True)
         monkeypatch.setattr(small_k, "conv2d", self.conv2d)
         monkeypatch.setattr(narrow_wgrad, "wgrad", self.wgrad)
         if choice:

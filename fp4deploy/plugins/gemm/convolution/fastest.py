@@ -55,11 +55,6 @@ class Place(NamedTuple):
     groups: int = 1
 
 
-def has_choice(device: torch.device) -> bool:
-    """Whether there is a choice on a device; the products of a gradient are computed together elsewhere."""
-    return device.type == "cuda"
-
-
 def may_have_kernel(x: torch.Tensor, weight: torch.Tensor, place: Place) -> bool:
     """Whether a kernel of this package computes one of the products of a convolution; operands may have no data."""
     outputs, channels, *taps = weight.shape
