@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 ROOT = Path(__file__).resolve().parents[2]
-KERNEL_PACKAGES = ("fp4deploy.plugins",)
+KERNEL_PACKAGES = ("fp4deploy.plugins", "fp4deploy.native")
 CAPABILITIES = {"sm_90": "sm_90a", "sm_100": "sm_100a", "sm_120": "sm_120a"}  # Triton's name: nvcc's name
 
 
