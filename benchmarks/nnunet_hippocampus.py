@@ -39,7 +39,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
@@ -103,7 +103,7 @@ class Benchmark:
         return time.monotonic() - self.began
 
     @contextmanager
-    def device(self) -> Any:
+    def device(self) -> Iterator[str]:
         """The GPU with fewest commands."""
         with self.lock:
             found = min(self.devices, key=lambda each: self.running[each])

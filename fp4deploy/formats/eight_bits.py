@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fp4deploy.formats.constants import E4M3_MAX
-from fp4deploy.formats.fp8 import EightBitTensor, fake_quantize_fp8, quantize_fp8
+from fp4deploy.formats.fp8 import EightBitTensor, fake_quantize_fp8, quantize_fp8, scale_of
 from fp4deploy.formats.int8 import INT8_MAX, fake_quantize_int8, quantize_int8
 
 
@@ -20,6 +20,10 @@ class EightBits:
     fake_quantize: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
     dtype: torch.dtype
     largest: float
+
+    def scale(self, amax: torch.Tensor) -> torch.Tensor:
+        """Of a tensor with this amax."""
+        return scale_of(amax, self.largest)
 
 
 EIGHT_BITS = {

@@ -398,7 +398,7 @@ class Writer:
             operand = own.values.to(torch.bfloat16)
             if own.scales is None or own.amax is None:
                 return Weight(operand)
-            given = EIGHT_BITS[node.precision].quantize(own.amax, amax=own.amax).scale
+            given = EIGHT_BITS[node.precision].scale(own.amax)
             outputs = shapes[node.outputs[0].name][axis]
             return Weight(operand, read=float(given), scales=given * own.scales.repeat(outputs // len(own.scales)))
         if node.precision != "nvfp4":

@@ -116,14 +116,14 @@ class Pipeline:
 
     def _begin(self, frames: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
         if self.device.type != "cuda":
-            return _classes(self._network(self._prepare(frames)), _size(frames)), None
+            return classes_of(self._network(self._prepare(frames)), _size(frames)), None
         main = torch.cuda.current_stream(self.device)
         with torch.cuda.stream(self._in):
             given = (frames if frames.is_pinned() else frames.pin_memory()).to(self.device, non_blocking=True)
             ready = self._prepare(given)
         main.wait_stream(self._in)
         ready.record_stream(main)
-        masks = _classes(self._network(ready), _size(frames))
+        masks = classes_of(self._network(ready), _size(frames))
         self._out.wait_stream(main)
         with torch.cuda.stream(self._out):
             host = torch.empty(masks.shape, dtype=masks.dtype, pin_memory=True)
@@ -162,7 +162,7 @@ class Pipeline:
             given = self._timed(row, "copy in", partial(host.to, self.device))
             ready = self._timed(row, "prepare", partial(self._prepare, given))
             logits = self._timed(row, "network", partial(self._network, ready))
-            masks = self._timed(row, "classes", partial(_classes, logits, _size(frames)))
+            masks = self._timed(row, "classes", partial(classes_of, logits, _size(frames)))
             self._timed(row, "copy out", masks.cpu)
             rows.append(row)
         parts = {part: float(torch.tensor([row[part] for row in rows[1:]]).median()) for part in PARTS}
@@ -280,7 +280,7 @@ def _prepared(frames: Tensor, taps: Sequence[tuple[int, Taps]], scale: Tensor, o
     return (_weighted(frames, taps).float() * scale + offset).movedim(-1, 1).contiguous()
 
 
-def _classes(logits: Tensor, size: tuple[int, int]) -> Tensor:
+def classes_of(logits: Tensor, size: tuple[int, int]) -> Tensor:
     """The most likely class of each pixel of frames of `size`, of `class_type`."""
     return class_map(logits, size, getattr(torch, class_type(logits.shape[1]).__name__))
 

@@ -30,7 +30,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.instances.decode import Instances, decode
 from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.heads import ClassHead, InstanceHead
-from fp4deploy.plugins.classes.class_map import class_map_reference
+from fp4deploy.predict.pipeline import classes_of
 from fp4deploy.predict.prediction import Prediction
 from fp4deploy.tasks import task_of
 
@@ -154,8 +154,7 @@ class Predictor:
         """
         logits = torch.from_numpy(np.ascontiguousarray(output))
         if self.card.head is None:
-            dtype = getattr(torch, class_type(len(output)).__name__)
-            return self._semantic(class_map_reference(logits[None], size, dtype)[0].numpy(), len(output))
+            return self._semantic(classes_of(logits[None], size)[0].numpy(), len(output))
         if isinstance(self.card.head, DetectionHead):
             return self._boxes(decode_boxes(logits, self.card.head, (self.card.height, self.card.width), size), size)
         if isinstance(self.card.head, ClassHead):

@@ -18,7 +18,7 @@ from fp4deploy.bench.runtimes.pytorch import TorchRuntime
 from fp4deploy.data.sample import class_type
 from fp4deploy.errors import InputError
 from fp4deploy.models.heads import ClassHead
-from fp4deploy.predict.pipeline import AHEAD, PARTS, Pipeline, _classes, frames_of, resized
+from fp4deploy.predict.pipeline import AHEAD, PARTS, Pipeline, classes_of, frames_of, resized
 from fp4deploy.predict.predictor import load
 from fp4deploy.runs import Run
 from tests.contract.invoke import fp4deploy
@@ -132,7 +132,7 @@ def test_fewer_images_than_a_batch() -> None:
 def test_masks_have_the_type_of_the_classes(classes: int) -> None:
     logits = torch.zeros(1, classes, 1, 1)
     logits[:, -1] = 1
-    found = _classes(logits, (2, 3)).numpy()
+    found = classes_of(logits, (2, 3)).numpy()
     assert (found.dtype, found.max()) == (class_type(classes), classes - 1)
 
 

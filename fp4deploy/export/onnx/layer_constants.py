@@ -24,7 +24,6 @@ from fp4deploy.formats import (
     deployed_amax,
     quantize_mxfp4,
     quantize_nvfp4,
-    scale_of,
 )
 from fp4deploy.qat.experts import QuantExperts, contracted
 from fp4deploy.qat.layers import TRANSPOSED, QuantizedLayer
@@ -214,7 +213,7 @@ def _eight_bit_constants(name: str, layer: QuantizedLayer, form: str) -> EightBi
     codes, scales = found.codes.view(torch.uint8), found.scale.flatten().to(torch.float16)
     if isinstance(layer, nn.Linear):
         codes, axis = codes.T, 1
-    scale = scale_of(torch.tensor(amax), eight.largest)
+    scale = eight.scale(torch.tensor(amax))
     if not scale.isfinite():
         raise InputError(
             f"{name}: its input reaches {amax:.6g}, and scales of {form.upper()} are FP16. Leave it out: "

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from fp4deploy.formats import E2M1_MAX, NVFP4_BLOCK, EightBitTensor, Mxfp4Tensor, Mxfp8Tensor, Nvfp4Tensor
 from fp4deploy.plugins.aot.spec import Call, Launch
-from fp4deploy.plugins.gemm.arguments import capability_of, require_32_bit, run
+from fp4deploy.plugins.gemm.arguments import aligned, capability_of, require_32_bit, run
 from fp4deploy.plugins.gemm.triton.tiles import FILL, NATIVE_FROM, NATIVE_NARROW, NATIVE_WIDE, Tile
 
 Packed = Nvfp4Tensor | Mxfp4Tensor
@@ -230,13 +230,9 @@ def _operand(x: Source) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, block scales, and the amax of all or of FP8 the scales; codes in place of what is not read."""
     codes = x.codes.view(torch.uint8).contiguous()
     if isinstance(x, EightBitTensor):
-        return _aligned(codes), codes, x.scale.contiguous()
-    scales = _aligned(x.scales.view(torch.uint8).contiguous())
-    return _aligned(codes), scales, x.amax if isinstance(x, Nvfp4Tensor) else codes
-
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    return x if x.data_ptr() % 16 == 0 else x.clone()
+        return aligned(codes), codes, x.scale.contiguous()
+    scales = aligned(x.scales.view(torch.uint8).contiguous())
+    return aligned(codes), scales, x.amax if isinstance(x, Nvfp4Tensor) else codes
 
 
 def _range(x: Source) -> float:

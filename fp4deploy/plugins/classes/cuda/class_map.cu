@@ -12,6 +12,7 @@
 // from an address that is a multiple of 16 with STAGED; classes: OUT [N, H, W]; down, across: h / H, w / W; pitch: bytes
 // from a row to the next in shared memory, which is dynamic, w C sizeof(DTYPE) modulo 16. SAME: (h, w) = (H, W), and nothing is interpolated.
 #include "scalars.cuh"
+#include "tensor_core.cuh"
 
 #ifndef OUT
 #define OUT unsigned char
@@ -70,7 +71,7 @@ struct Map {
 };
 
 __device__ __forceinline__ void read(float (&into)[KEPT], const Map& map, int y, const Place& x, int c) {
-    const DTYPE *left = map.at(y, x.first) + c * (long long)map.plane, *right = map.at(y, x.second) + c * (long long)map.plane;
+    const DTYPE *left = map.at(y, x.first) + c * (long long)map.plane, *right = left + (x.second - x.first) * (map.pixel / (int)sizeof(DTYPE));
 #pragma unroll
     for (int i = 0; i < KEPT; i += VECTOR) {
         if (KEPT < C && c + i >= C) break;
@@ -85,14 +86,6 @@ __device__ __forceinline__ void read(float (&into)[KEPT], const Map& map, int y,
             into[i + j] = SAME ? widen(a.values[j]) : x.mix(widen(a.values[j]), widen(b.values[j]));
     }
 }
-
-#if STAGED
-// To shared memory; `bytes` of the sixteen, and zeros.
-__device__ __forceinline__ void copy_16_bytes(unsigned char* to, const unsigned char* from, int bytes) {
-    const unsigned address = (unsigned)__cvta_generic_to_shared(to);
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(bytes) : "memory");
-}
-#endif
 
 }  // namespace
 
@@ -114,9 +107,9 @@ extern "C" __global__ void __launch_bounds__(256) class_map_of_frames(
     const int shift = (int)((unsigned long long)line % 16);
     for (int y = map.top, to = shift; y <= bottom; ++y, line += map.row, to += pitch) {
         for (int at = 16 * threadIdx.x - to % 16; at < bytes; at += 16 * blockDim.x)
-            copy_16_bytes(staged + to + at, line + at, (int)min(16LL, (long long)(last - (line + at))));
+            copy_part_of_16_bytes(shared_address(staged + to + at), line + at, (int)min(16LL, (long long)(last - (line + at))));
     }
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    wait_for_copies();
     __syncthreads();
     map.from = staged + shift, map.row = pitch;
 #endif

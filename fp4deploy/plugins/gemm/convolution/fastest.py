@@ -124,8 +124,7 @@ def _takes_small_k(x: torch.Tensor, filters: torch.Tensor, place: Place) -> bool
     outputs, kh, kw, channels = filters.shape
     if x.dtype not in NARROW or x.dtype != filters.dtype or not small_k.fallback.runs(x.device):
         return False
-    places = place.stride, place.padding, place.dilation, place.groups
-    return small_k.supports(channels, outputs, (kh, kw), *places, deepest=DEEPEST) and small_k.is_aligned(
+    return small_k.supports(channels, outputs, (kh, kw), *place, deepest=DEEPEST) and small_k.is_aligned(
         x.permute(0, 2, 3, 1), filters, place.stride, place.padding
     )
 

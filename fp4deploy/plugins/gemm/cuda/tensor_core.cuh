@@ -1,5 +1,5 @@
 // mma.m16n8k16 of FP16 or BF16 with FP32 sums, ldmatrix and copies to shared memory (direct_conv.cu, small_k_conv.cu,
-// narrow_wgrad.cu).
+// narrow_wgrad.cu, class_map.cu).
 //
 // With lane = 4 g + q: registers a0, a1 have elements 2 q, 2 q + 1 of rows g and g + 8 of A, a2, a3 elements 2 q + 8,
 // 2 q + 9; b0, b1 the same elements of column g of B; d0, d1 columns 2 q, 2 q + 1 of row g, d2, d3 of row g + 8. Which
@@ -27,9 +27,14 @@ __device__ __forceinline__ void load_transposed(uint32_t address, uint32_t (&a)[
                  : "memory");
 }
 
-// Sixteen bytes to shared memory, or zeros; they are there after `wait_for_copies`.
+// The first of sixteen bytes to shared memory, and zeros; they are there after `wait_for_copies`.
+__device__ __forceinline__ void copy_part_of_16_bytes(uint32_t to, const void* from, int bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
+// All of them, or zeros.
 __device__ __forceinline__ void copy_16_bytes(uint32_t to, const void* from, bool has) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(has ? 16 : 0) : "memory");
+    copy_part_of_16_bytes(to, from, has ? 16 : 0);
 }
 
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
