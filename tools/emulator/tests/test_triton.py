@@ -178,7 +178,12 @@ WITHOUT_TENSOR_CORES = (
     "registers of a fragment are swapped",
     "an accumulator is not set to zero",
 )
+# Every scale of FP8 is one: what is swapped is the same.
+EIGHT_BIT_FAULTS = {name: GEMM_FAULTS[name] for name in GEMM_FAULTS if name != "scales are swapped"} | {
+    "a scale is two": (planted.replaced(r"^(\s*mov\.b32\s+%r\d+), 127;", r"\1, 128;", 0), "")
+}
 FAULTS = {
+    "FP8": EIGHT_BIT_FAULTS,
     "W4A16": WEIGHT_ONLY_FAULTS,
     "contractions": {name: fault for name, fault in GEMM_FAULTS.items() if name not in WITHOUT_TENSOR_CORES},
 }
