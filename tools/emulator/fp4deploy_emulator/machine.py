@@ -173,7 +173,10 @@ def _batch(entry: Entry, launch: Launch, cluster: int) -> int:
 def agents(entry: Entry, cluster: int, warps: int) -> tuple[int, int, int]:
     """Of a cluster: where the units of wgmma begin, where the tensor cores do, and how many agents there are."""
     families = {instruction.parts[0] for instruction in entry.instructions}
-    bulk = any({"bulk", "try_cancel"} & {*instruction.parts} for instruction in entry.instructions)
+    bulk = any(
+        {"bulk", "try_cancel"} & {*each.parts} or each.parts[:3] == ("cp", "async", "mbarrier")
+        for each in entry.instructions
+    )
     barriers = sum(instruction.parts[:2] == ("mbarrier", "init") for instruction in entry.instructions)
     units = cluster * warps + min(max(EXTRA_AGENTS, barriers), MAX_AGENTS) * bulk
     tensor = units + cluster * warps * ("wgmma" in families)

@@ -68,6 +68,16 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t bar, uint32_t parity) {
         "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra AGAIN;\n}" ::"r"(bar), "r"(parity)
         : "memory");
 }
+// More or fewer registers for the threads of this warpgroup, all of which execute it. The kernel must have been compiled
+// with a bound on its threads, and what warpgroups take must be what others have given back.
+template <int REGISTERS>
+__device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+template <int REGISTERS>
+__device__ __forceinline__ void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
 // True in one thread of the warp. With `lane == 0` the compiler would not know that exactly one thread takes the
 // branch, and would generate a loop over threads around TMA instructions.
 __device__ __forceinline__ bool elect_one() {

@@ -77,17 +77,6 @@ FP4DEPLOY_MULTIPLY(24, FP4DEPLOY_TEXT_0 "," FP4DEPLOY_TEXT_1 "," FP4DEPLOY_TEXT_
 
 }  // namespace wgmma
 
-// More or fewer registers for the threads of this warpgroup, all of which execute it. The kernel must have been compiled
-// with a bound on its threads, and what warpgroups take must be what others have given back.
-template <int REGISTERS>
-__device__ __forceinline__ void take_registers() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-}
-template <int REGISTERS>
-__device__ __forceinline__ void give_registers() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-}
-
 // Four 8 x 8 matrices of 16-bit elements, transposed: lane l gives the address of row l % 8 of matrix l / 8, which is a
 // column of the registers' fragment.
 __device__ __forceinline__ void store_transposed(uint32_t address, const uint32_t (&m)[4]) {

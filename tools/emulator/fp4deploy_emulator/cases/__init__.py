@@ -5,6 +5,7 @@
 | `gemms` | Triton's: implicit GEMMs, W4A16 |
 | `contractions` | Triton's: GEMMs and convolutions of the C library's generated plans |
 | `decoded` | Triton's: convolutions with decoded weights, split-K, moments |
+| `block_scaled` | convolutions by block-scaled mma.sync, for SM120 |
 | `direct` | convolutions of few channels, decoded once into shared memory |
 | `warpgroup` | convolutions by wgmma, for SM90 |
 | `small_k` | FP16 convolutions of small K on tensor cores |
@@ -27,6 +28,7 @@ from collections.abc import Sequence
 
 from fp4deploy.errors import InputError, suggest
 from fp4deploy_emulator.cases import (
+    block_scaled,
     channels_last,
     classes,
     contractions,
@@ -57,6 +59,7 @@ CUDA = (
     *depthwise.CASES,
     *direct.CASES,
     *warpgroup.CASES,
+    *block_scaled.CASES,
     *training.PACKING,
 )
 

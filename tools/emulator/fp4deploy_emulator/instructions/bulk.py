@@ -107,7 +107,7 @@ def agent_of(m: Machine, cluster: int, work: int) -> int:
     return slots[cluster, work]
 
 
-def _each(m: Machine, active: Active, addresses: Array) -> list[tuple[int, int]]:
+def each_barrier(m: Machine, active: Active, addresses: Array) -> list[tuple[int, int]]:
     """(thread, position of its mbarrier) of the active threads."""
     index = active.index
     positions = m.position(addresses[index], 8, m.block[index])[:, 0]
@@ -121,7 +121,7 @@ def initialise(entry: Entry, instruction: Instruction) -> Step:
 
     def run(m: Machine, active: Active) -> None:
         amounts = np.broadcast_to(count(m, active), (m.count,))
-        for thread, position in _each(m, active, where(m, active)):
+        for thread, position in each_barrier(m, active, where(m, active)):
             if position in barriers(m).known:
                 raise Hazard("barrier", "an mbarrier is initialised twice")
             amount = int(amounts[thread])
@@ -141,7 +141,7 @@ def invalidate(entry: Entry, instruction: Instruction) -> Step:
     where = address(entry, instruction.operands[0])
 
     def run(m: Machine, active: Active) -> None:
-        for _, position in _each(m, active, where(m, active)):
+        for _, position in each_barrier(m, active, where(m, active)):
             barrier = barrier_at(m, position)
             if barrier.transaction:
                 raise Hazard("barrier", "an mbarrier is invalidated while bytes are expected")
@@ -167,7 +167,7 @@ def arrive(entry: Entry, instruction: Instruction) -> Step:
     def run(m: Machine, active: Active) -> None:
         amounts = np.broadcast_to(amount(m, active), (m.count,)) if amount else np.ones(m.count, np.uint32)
         phases = np.zeros(m.count, np.uint64)
-        for thread, position in _each(m, active, where(m, active)):
+        for thread, position in each_barrier(m, active, where(m, active)):
             barrier = barrier_at(m, position)
             row = int(m.row[thread])
             phases[thread] = barrier.phase
@@ -197,7 +197,7 @@ def wait(entry: Entry, instruction: Instruction) -> Step:
     def run(m: Machine, active: Active) -> Continue:
         parities = np.broadcast_to(parity(m, active), (m.count,))
         over = np.zeros(m.count, bool)
-        for thread, position in _each(m, active, where(m, active)):
+        for thread, position in each_barrier(m, active, where(m, active)):
             barrier = barrier_at(m, position)
             asked = int(parities[thread])
             if barrier.phase % 2 != asked & 1 if by_parity else barrier.phase > asked:

@@ -3,17 +3,25 @@
 What was copied is visible to the thread after it waited for the group that the copy was committed to, and to other
 threads after a barrier that follows. Here the bytes are read from global memory when the copy is issued and appear in
 shared memory when it is waited for. Bytes beyond the source size are zeros and are not read.
+
+cp.async.mbarrier.arrive (PTX ISA, "Parallel Synchronization and Communication Instructions") lets an mbarrier wait for
+all copies that a thread has issued so far. It arrives when nobody else can run, and says nothing of the thread's other
+accesses.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4deploy_emulator.faults import Hazard, UnknownInstruction
+from fp4deploy_emulator.faults import Hazard
+from fp4deploy_emulator.instructions.bulk import advance, barrier_at, each_barrier, unit_row
 from fp4deploy_emulator.instructions.control import constant
 from fp4deploy_emulator.machine import WARP, Active, Machine, Step, implements
 from fp4deploy_emulator.operands import address, reader
@@ -24,12 +32,13 @@ Array = NDArray[Any]
 
 @dataclass
 class Batch:
-    """Copies of one instruction: by which threads, to which positions, and the commit group of each."""
+    """Copies of one instruction: by which threads, to which positions, the commit group of each, and its number."""
 
     threads: Array
     at: Array
     values: Array
     group: Array
+    number: int
 
 
 class Copies:
@@ -38,14 +47,28 @@ class Copies:
     def __init__(self, count: int) -> None:
         self.batches: list[Batch] = []
         self.group = np.zeros(count, np.int64)
+        self.issued = 0
+
+    def add(self, threads: Array, at: Array, values: Array) -> None:
+        """Copies of one instruction begin."""
+        self.batches.append(Batch(threads, at, values, self.group[threads], self.issued))
+        self.issued += 1
 
     def wait(self, m: Machine, active: Active, left: int) -> None:
         """Finish all groups of the active threads but the newest `left`."""
+        self._finish(m, lambda batch: active.mask[batch.threads] & (batch.group < self.group[batch.threads] - left))
+
+    def wait_for(self, m: Machine, threads: Array, issued: int, row: int) -> None:
+        """Finish copies of the first `issued` instructions, by these threads; `row`: the agent that they come from."""
+        self._finish(m, lambda batch: np.isin(batch.threads, threads) & (batch.number < issued), row)
+
+    def _finish(self, m: Machine, which: Callable[[Batch], Array], row: int | None = None) -> None:
         for batch in self.batches:
-            done = active.mask[batch.threads] & (batch.group < self.group[batch.threads] - left)
+            done = which(batch)
             if done.any():
                 threads = batch.threads[done]
-                m.shared.arrived(batch.at[done], batch.values[done], m.row[threads], threads % WARP, generic=True)
+                rows, lanes = (m.row[threads], threads % WARP) if row is None else (np.full(threads.size, row), None)
+                m.shared.arrived(batch.at[done], batch.values[done], rows, lanes, generic=True)
                 rest = ~done
                 batch.threads, batch.group = batch.threads[rest], batch.group[rest]
                 batch.at, batch.values = batch.at[rest], batch.values[rest]
@@ -61,8 +84,6 @@ def _copies(m: Machine) -> Copies:
 @implements("cp.async.ca", "cp.async.cg")
 def copy(entry: Entry, instruction: Instruction) -> Step:
     """4, 8 or 16 bytes of a thread."""
-    if "mbarrier" in instruction.parts:
-        raise UnknownInstruction("cp.async with an mbarrier is not implemented")
     target, source = (address(entry, each) for each in instruction.operands[:2])
     size = constant(instruction.operands[2])
     filled = reader(entry, instruction.operands[3], "u32") if len(instruction.operands) > 3 else None
@@ -83,8 +104,7 @@ def copy(entry: Entry, instruction: Instruction) -> Step:
             for part in range(0, width, unit):
                 values[chosen, part : part + unit] = m.memory.read(places + np.uint64(part), unit)
         m.shared.expect(at, m.row[index], index % WARP)
-        copies = _copies(m)
-        copies.batches.append(Batch(index, at, values, copies.group[index]))
+        _copies(m).add(index, at, values)
 
     return run
 
@@ -109,3 +129,30 @@ def wait(entry: Entry, instruction: Instruction) -> Step:
         _copies(m).wait(m, active, left)
 
     return run
+
+
+@implements("cp.async.mbarrier.arrive")
+def arrive(entry: Entry, instruction: Instruction) -> Step:
+    """An arrival for each thread when its copies so far have ended; without .noinc the phase expects one more."""
+    counted = "noinc" in instruction.parts
+    where = address(entry, instruction.operands[0])
+
+    def run(m: Machine, active: Active) -> None:
+        copies, threads = _copies(m), defaultdict(list)
+        for thread, position in each_barrier(m, active, where(m, active)):
+            threads[position].append(thread)
+            if not counted:
+                barrier_at(m, position).pending += 1
+        for position, each in threads.items():
+            m.asynchronous.append(partial(_arrived, m, np.array(each), position, copies.issued))
+
+    return run
+
+
+def _arrived(m: Machine, threads: Array, position: int, issued: int) -> None:
+    barrier, row = barrier_at(m, position), unit_row(m, position)
+    _copies(m).wait_for(m, threads, issued, row)
+    np.maximum(barrier.clock, m.order.clocks[row], out=barrier.clock)
+    m.order.advance(np.array([row]))
+    barrier.pending -= len(threads)
+    advance(m, barrier)
