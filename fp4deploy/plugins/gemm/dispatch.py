@@ -10,9 +10,10 @@ Feature maps are NHWC and filters OHWI, blocks along channels: `formats.Nvfp4Ten
 
 Triton kernels (`plugins.gemm.triton.gemm`, `weight_only`) are launched by Triton where it is installed,
 else by pycuda from binaries compiled ahead of time (`plugins.aot.load`); `plugins.gemm.gemv` has the CUDA kernel for
-small M. They need no workspace: only outputs are allocated (and a copy of an operand that is not contiguous). They
-synchronise nowhere and keep no state, so streams, threads and CUDA graphs may share them. Before a CUDA graph is
-captured, each kernel must have been launched once.
+small M, `convolution.block_scaled` one for convolutions on SM120, taken where it was measured to be faster. They need no
+workspace: only outputs are allocated (and a copy of an operand that is not contiguous). They keep no state and
+synchronise nowhere, but where a first call measures; so streams, threads and CUDA graphs may share them. Before a CUDA
+graph is captured, each kernel must have been launched once.
 
 Each computes what `plugins.gemm.reference` computes, up to the order of the sum. A fused quantisation gives the bytes
 of quantising the kernel's own unfused output.
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.formats import NVFP4_BLOCK, Nvfp4Tensor
 from fp4deploy.graph.sizes import each
 from fp4deploy.plugins.gemm.arguments import launch_gemm, launch_weight_only, runs_kernels
+from fp4deploy.plugins.gemm.convolution.fastest import convolve_packed
 from fp4deploy.plugins.gemm.reference import (
     Output,
     Sizes,
@@ -141,7 +144,9 @@ def conv2d(
         "relu": relu,
     }
     extent, places = (n, *lead, *sizes), (n, *lead, *pixels)
-    return launch_gemm(sources, weight, bias, extent, places, (n, *pixels, outputs), dtype, out_amax, **geometry)
+    whole = (n, *pixels, outputs)
+    by_triton = partial(launch_gemm, sources, weight, bias, extent, places, whole, dtype, out_amax, **geometry)
+    return convolve_packed(sources, weight, bias, steps, around, dilation, relu, dtype, out_amax, by_triton)
 
 
 def conv_transpose2d(

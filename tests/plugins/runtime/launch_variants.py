@@ -19,7 +19,7 @@ import torch
 from fp4deploy.formats import quantize_nvfp4
 from fp4deploy.plugins.classes.class_map import class_map_kernel
 from fp4deploy.plugins.gemm import gemv
-from fp4deploy.plugins.gemm.convolution import depthwise, direct, narrow_wgrad, plain, small_k, warpgroup
+from fp4deploy.plugins.gemm.convolution import block_scaled, depthwise, direct, narrow_wgrad, plain, small_k, warpgroup
 from fp4deploy.plugins.gemm.convolution.decoded_weight import decode_weight
 from fp4deploy.plugins.losses import segmentation
 from fp4deploy.plugins.quantize import (
@@ -57,6 +57,8 @@ class Variant:
         """Whether it is launched on an architecture such as "sm_90a"."""
         if self.source == warpgroup.SOURCE:
             return capability(arch) == warpgroup.SM
+        if self.source == block_scaled.SOURCE:
+            return capability(arch) in block_scaled.ARCHITECTURES
         if self.source != gemv.SOURCE:
             return True
         multicast = dict(self.macros).get("CLUSTER") == 2
@@ -273,6 +275,26 @@ def _direct(channels: tuple[int, ...], outputs: int, packed: bool = False) -> Ca
     return exercise
 
 
+def _block_scaled(
+    channels: tuple[int, ...],
+    outputs: int,
+    size: int = 3,
+    stride: int = 1,
+    packed: bool = False,
+    dtype: torch.dtype = HALF,
+    num_sms: int = 1,
+) -> Callable[[], object]:
+    def exercise() -> None:
+        sources = tuple(quantize_nvfp4(torch.zeros(1, 5, 5, each)) for each in channels)
+        weight = quantize_nvfp4(torch.zeros(outputs, size, size, sum(channels)))
+        pixels = (1, 5, 5) if size > 1 else (1, 1, 25)
+        chosen = block_scaled.variant(channels, outputs, (size, size), stride, 1, pixels, num_sms)
+        place = (stride, (size // 2, size // 2), 1, False, dtype, _amax() if packed else None)
+        block_scaled.conv2d(sources, weight, None, *place, chosen=chosen)
+
+    return exercise
+
+
 def _depthwise(
     piece: tuple[int, int], channels: int = 96, taps: int = 7, stride: int = 1, dtype: torch.dtype = HALF
 ) -> Callable[[], Any]:
@@ -381,6 +403,14 @@ EXERCISES: list[Callable[[], object]] = [
     _direct((16,), 16),
     _direct((32, 32), 32),
     _direct((32,), 16, packed=True),
+    _block_scaled((128,), 128),
+    _block_scaled((64, 64), 64, packed=True),
+    _block_scaled((32, 80), 72, dtype=BFLOAT),
+    _block_scaled((48,), 20, size=5),
+    _block_scaled((192,), 100, size=1),
+    _block_scaled((96,), 12, size=1, num_sms=1 << 20, packed=True),
+    _block_scaled((64,), 128, stride=2),
+    _block_scaled((64,), 32, stride=2, num_sms=1 << 20),
     *(_depthwise(piece) for piece in depthwise.PIECES),
     _depthwise((2, 4), 6, 5, 2, BFLOAT),
     _small_k((1, 4, 4, 3), (64, 3, 3), 1, 1, FLOAT, moments=True),

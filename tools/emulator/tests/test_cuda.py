@@ -189,6 +189,40 @@ FAULTS = {
         "shuffles read another lane": planted.replaced(r"(shfl\.sync\.bfly\.b32\s+\S+\s+\S+\s+)4,", r"\g<1>8,", None),
         "stores are shifted": planted.replaced(r"(st\.global\.v2\.(?:u|b)32\s+\[%rd\d+)\]", r"\1+8]", None),
     },
+    "block-scaled convolution, 3x3, two sources": {
+        "a stage is read before its copies have come": planted.replaced(r"@!done bra AGAIN;", "", -1),
+        "pixels are read before their copies have come": planted.replaced(r"@!done bra AGAIN;", "", -2),
+        "a stage is filled before it was read": planted.replaced(r"@!done bra AGAIN;", "", 1),
+        "an mbarrier does not wait for the copies": planted.replaced(
+            r"cp\.async\.mbarrier\.arrive\.noinc\.shared::cta\.b64 (\[%r\d+\]);",
+            r"mbarrier.arrive.shared::cta.b64 _, \1;",
+            None,
+        ),
+        "scales of A are those of other rows": planted.replaced(r"(, %r\d+, \{0, )1(\}, %r\d+, )", r"\g<1>0\2", 0),
+        "scales of B are those of other columns": planted.replaced(r"(\}, %r\d+, \{0, )3(\};)", r"\g<1>2\2", 0),
+        "registers of an operand change places": planted.swapped_operands(0),
+        "pixels are read from another place": planted.replaced(r"(ldmatrix[^;]*\[%r\d+)\]", r"\1+32]", 0),
+        "pixels beside the image are not zero": planted.replaced(
+            r"(cp\.async\.cg\.shared\.global\s+\[%r\d+\], \[%rd\d+\], 16, )%r\d+;", r"\g<1>16;", None
+        ),
+        "an accumulator is not the one before": planted.replaced(
+            r"(mma\.sync[^;]*\{%r\d+, %r\d+\}, \{%f\d+, %f\d+, %f\d+, )%f\d+(\})", r"\g<1>0f00000000\2", 3
+        ),
+        "the first source has the scale of the second": planted.replaced(r"div\.rn\.f32", "mul.rn.f32", -1),
+        "stores are shifted": planted.replaced(r"(st\.global\.v4\.(?:u|b)32\s+\[%rd\d+)\]", r"\1+16]", None),
+    },
+    "block-scaled convolution, 2x2": {
+        "pixels are overwritten before they were read": planted.replaced(r"@!done bra AGAIN;", "", 0),
+    },
+    "block-scaled convolution, 3x3, 20 channels, 5 outputs": {
+        "channels behind the last one are not zero": planted.replaced(
+            r"(cp\.async\.ca\.shared\.global\s+\[%r\d+\], \[%rd\d+\], 8, )%r\d+;", r"\g<1>8;", None
+        ),
+        "scales are another row's": planted.replaced(r"(st\.shared\.u32\s+\[%r\d+)\]", r"\1+4]", 0),
+        "scales that were stored have not arrived": planted.replaced(
+            r"^\s*mbarrier\.arrive\.shared::cta\.b64 _, \[%r\d+\];", "", 0
+        ),
+    },
     "small K, 3 to 64 channels, moments": {
         "a barrier is missing before the first tile is read": planted.without_barrier(0),
         "a barrier is missing behind a tile": planted.without_barrier(1),

@@ -2,12 +2,12 @@
 
     y = conv2d((x,), packed, bias, padding=(1, 1), relu=True)
 
-`cuda/block_scaled_conv.cu` is warp-specialised and copies a tile of pixels with its border once for all taps. It computes
-what `triton.gemm` does, from the same operands, but for the order of the sum. Nobody has timed it: `dispatch.conv2d`
-measures both on the first call (`fastest.convolve_packed`) and keeps the faster one.
+`cuda/block_scaled_conv.cu` is warp-specialised and copies a tile of pixels with its border once for all taps. It
+computes what `triton.gemm` does, from the same operands, but for the order of the sum. Nobody has timed it:
+`dispatch.conv2d` measures both on the first call (`fastest.convolve_packed`) and keeps the faster one.
 
-`supports` says for which convolutions: two spatial axes of equal strides, any channels, filters of up to 49 taps. What a
-block keeps in shared memory is in `Variant`.
+`supports` says for which convolutions: two spatial axes of equal strides, any channels, any filter that `dispatch`
+takes. `Variant` says what a block keeps in shared memory.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 
 from fp4deploy.architecture import Architecture
 from fp4deploy.formats import E2M1_MAX, NVFP4_BLOCK, Nvfp4Tensor
+from fp4deploy.plugins.gemm.arguments import aligned
 from fp4deploy.plugins.gemm.reference import Output, output_sizes
 from fp4deploy.plugins.runtime.fallback import Fallback
 from fp4deploy.plugins.runtime.launch import kernel, num_sms
@@ -106,12 +107,13 @@ class Variant:
         """Dynamic shared memory of a block."""
         return self.stages * (self.stage_bytes + 16) + self.fixed_bytes
 
-    def macros(self, dtype: torch.dtype, packed: bool) -> dict[str, str | int]:
+    def macros(self, dtype: torch.dtype, packed: bool, outputs: int) -> dict[str, str | int]:
         """Of `block_scaled_conv.cu`."""
         numbers = {"KH": self.taps[0], "KW": self.taps[1], "STRIDE": self.stride, "DILATION": self.dilation}
         numbers |= {"TH": self.tile.height, "TW": self.tile.width, "OUTPUTS": self.tile.outputs}
         numbers |= {"PRODUCERS": self.tile.producers, "RESIDENT": self.tile.resident, "SOURCES": self.sources}
         numbers |= {"HALO": int(self.halo), "WHOLE": int(self.whole), "PACKED": int(packed)}
+        numbers["EIGHTS"] = int(packed or outputs % 8 == 0)
         return {"DTYPE": CUDA_TYPES[dtype], **numbers, "STAGES": self.stages, "BUFFERS": BUFFERS}
 
 
@@ -198,12 +200,16 @@ def conv2d(
         out = torch.empty((*shape[:-1], 8 * blocks), dtype=torch.uint8, device=device)
         scales = torch.empty((*shape[:-1], blocks), dtype=torch.uint8, device=device)
     added = None if bias is None else bias.to(torch.float32).contiguous()
-    run = kernel(SOURCE, "block_scaled_conv", SIGNATURE, chosen.macros(dtype, scales is not None), device)
+    operands = [
+        (aligned(codes), aligned(bytes_), amax)
+        for codes, bytes_, amax in (x.as_bytes, second.as_bytes, weight.as_bytes)
+    ]
+    run = kernel(SOURCE, "block_scaled_conv", SIGNATURE, chosen.macros(dtype, scales is not None, outputs), device)
     launch_secondary(
         run,
         n * down * across * -(-outputs // tile.outputs),
         tile.threads,
-        *(*x.as_bytes, *second.as_bytes, *weight.as_bytes),
+        *(part for operand in operands for part in operand),
         *(added, out, scales, out_amax),
         *(h, w, bytes_of[0], bytes_of[1] if len(sources) == 2 else 0, oh, ow, outputs, *padding, int(relu)),
         *(down, across),

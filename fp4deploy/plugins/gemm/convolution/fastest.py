@@ -1,20 +1,22 @@
-"""The fastest kernel of a convolution in a training step, and of its gradients: measured for each layer, not assumed.
+"""The fastest kernel of a convolution: of a training step, of its gradients, of packed operands; measured, not assumed.
 
     y = convolve(x, weight, bias, place, lambda: F.conv2d(x, weight, bias, ...))
     dx = convolve_transposed(g, weight, place, lambda: F.conv_transpose2d(g, weight, ...))
     dw = wgrad(g, x, weight, place, lambda: convolution_backward(...))
+    y = convolve_packed((x,), weight, bias, ..., lambda: launch_gemm((x,), weight, bias, ...))
 
 cuDNN's kernels are made for many channels. For few it has several in FP16 alone, and the others take up to three times
 as long (measured fact: H200, torch 2.11, 2026-11-30, `training_convolutions.py`: 3 to 16 channels, 16 x 352 x 480: 125
 us in FP16, 330 in BF16, 51 by `small_k` in both). Which kernel is faster is measured on the first call with shapes,
 strides, a dtype, `cudnn.benchmark` and a GPU, and kept for later processes (`runtime.choices`). While a CUDA graph is
-captured nothing is measured: what is not known by then is torch's.
+captured nothing is measured: what is not known by then is torch's, or Triton's.
 
-| product | kernel of this package |
-|---|---|
-| forward | `small_k` |
-| input gradient, stride 1 | `small_k` on the gradient of the output, with the filter turned |
-| weight gradient | `narrow_wgrad` |
+| product | kernel of this package | instead of |
+|---|---|---|
+| forward | `small_k` | cuDNN's |
+| input gradient, stride 1 | `small_k` on the gradient of the output, with the filter turned | cuDNN's |
+| weight gradient | `narrow_wgrad` | cuDNN's |
+| forward of packed operands, SM120 and SM121 | `block_scaled` | Triton's |
 
 Nothing here is differentiable: functions of autograd call it (`qat.operators`).
 """
@@ -24,24 +26,29 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.plugins.aot.compile import versions
-from fp4deploy.plugins.gemm.convolution import narrow_wgrad, small_k
+from fp4deploy.plugins.gemm.convolution import block_scaled, narrow_wgrad, small_k
+from fp4deploy.plugins.gemm.reference import Output
 from fp4deploy.plugins.runtime.cache import key
 from fp4deploy.plugins.runtime.choices import fastest, milliseconds, remember, remembered
 from fp4deploy.plugins.runtime.fallback import Fallback
 
 Pair = tuple[int, int]
 Run = Callable[[], torch.Tensor]
-TORCH, OWN = "torch", "own"
+Result = TypeVar("Result", torch.Tensor, Output)
+TORCH, OWN = "torch", "own"  # and Triton's, of packed operands
 NARROW = (torch.float16, torch.bfloat16)
 DEEPEST = 288  # elements of K up to which `small_k` is tried: 3 x 3 taps of 32 channels
 MEMORY = 8e9  # bytes a millisecond, of a B200, which has most: no kernel takes less time for its operands
 # Milliseconds that there must be to save: a kernel is compiled for each shape of a filter, which takes a second.
 WORTH = 0.02
+# Of packed operands: layers of one form share a kernel, and most take some microseconds.
+PACKED_WORTH = 0.002
 
 _choices: dict[tuple[Any, ...], str] = {}
 
@@ -119,6 +126,34 @@ def wgrad(g: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, place: Place, 
     return _faster(name, by_torch, own, narrow_wgrad.fallback, g, x)
 
 
+def convolve_packed(
+    sources: tuple[Nvfp4Tensor, ...],
+    weight: Nvfp4Tensor,
+    bias: torch.Tensor | None,
+    strides: Sequence[int],
+    padding: Sequence[int],
+    dilation: int,
+    relu: bool,
+    dtype: torch.dtype,
+    out_amax: torch.Tensor | None,
+    by_triton: Callable[[], Output],
+) -> Output:
+    """The convolution of packed operands that `by_triton` computes; arguments as of `block_scaled.conv2d`."""
+    device, taps = weight.codes.device, weight.shape[1:-1]
+    if not block_scaled.supports(tuple(taps), tuple(strides)) or not block_scaled.is_available(device):
+        return by_triton()
+    around = padding[0], padding[1]
+
+    def own() -> Output:
+        place = (strides[0], around, dilation, relu, dtype, out_amax)
+        return block_scaled.conv2d(sources, weight, bias, *place)
+
+    shapes = (*(x.shape for x in sources), weight.shape)
+    name = ("packed", shapes, strides[0], around, dilation, dtype, bias is None, relu, out_amax is None)
+    codes = [each.codes for each in (*sources, weight)]
+    return _faster(name, by_triton, own, block_scaled.fallback, *codes, worth=PACKED_WORTH)
+
+
 def _takes_small_k(x: torch.Tensor, filters: torch.Tensor, place: Place) -> bool:
     """x: [N, C, H, W]; filters: [O, KH, KW, C]."""
     outputs, kh, kw, channels = filters.shape
@@ -130,16 +165,21 @@ def _takes_small_k(x: torch.Tensor, filters: torch.Tensor, place: Place) -> bool
 
 
 def _faster(
-    name: tuple[Any, ...], by_torch: Run, own: Run, fallback: Fallback, *operands: torch.Tensor
-) -> torch.Tensor:
+    name: tuple[Any, ...],
+    by_torch: Callable[[], Result],
+    own: Callable[[], Result],
+    fallback: Fallback,
+    *operands: torch.Tensor,
+    worth: float = WORTH,
+) -> Result:
     """The result of the faster one; of torch's where the other does not run after all."""
     device = operands[0].device
-    timed = (*name, *(each.stride() for each in operands), torch.backends.cudnn.benchmark)
+    timed: tuple[Any, ...] = (*name, *(each.stride() for each in operands), torch.backends.cudnn.benchmark)
     known = (*timed, device.index)
     choice = _choices.get(known)
     if choice is None:
         with fallback.guard(device):
-            choice = _choice(timed, by_torch, own, operands)
+            choice = _choice(timed, by_torch, own, operands, worth)
         choice = _settled(known, choice)
     if choice == OWN:
         with fallback.guard(device):
@@ -157,7 +197,13 @@ def _settled(known: tuple[Any, ...], choice: str | None) -> str | None:
     return choice
 
 
-def _choice(timed: tuple[Any, ...], by_torch: Run, own: Run, operands: Sequence[torch.Tensor]) -> str | None:
+def _choice(
+    timed: tuple[Any, ...],
+    by_torch: Callable[[], Output],
+    own: Callable[[], Output],
+    operands: Sequence[torch.Tensor],
+    worth: float,
+) -> str | None:
     """What was kept for this GPU, or is measured now; None while a CUDA graph is captured.
 
     Raises:
@@ -169,9 +215,10 @@ def _choice(timed: tuple[Any, ...], by_torch: Run, own: Run, operands: Sequence[
     if choice is not None or torch.cuda.is_current_stream_capturing():
         return choice
     y = by_torch()  # and cuDNN has chosen
+    written = y.codes if isinstance(y, Nvfp4Tensor) else y
     with torch.cuda.device(device):
-        floor = sum(each.nbytes for each in (y, *operands)) / MEMORY
-        if milliseconds(by_torch) < floor + WORTH:
+        floor = sum(each.nbytes for each in (written, *operands)) / MEMORY
+        if milliseconds(by_torch) < floor + worth:
             remember(kept, TORCH)
             return TORCH
     own()  # compiled
@@ -182,4 +229,7 @@ def _choice(timed: tuple[Any, ...], by_torch: Run, own: Run, operands: Sequence[
 def _source() -> str:
     """Of the kernels."""
     folder = Path(__file__).parents[1] / "cuda"
-    return key((folder / name).read_bytes() for name in ("small_k_conv.cu", "narrow_wgrad.cu", "tensor_core.cuh"))
+    return key(
+        (folder / name).read_bytes()
+        for name in ("small_k_conv.cu", "narrow_wgrad.cu", block_scaled.SOURCE, "tensor_core.cuh")
+    )

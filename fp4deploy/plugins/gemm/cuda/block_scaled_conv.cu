@@ -29,8 +29,8 @@
 // The order of a sum: for each source, chunk and tap one mma. Channels, pixels and outputs that are not there are zeros.
 //
 // Macros: DTYPE of the output; KH, KW, STRIDE, DILATION; TH, TW, whose product is a multiple of 64, TW of 8; OUTPUTS, a
-// multiple of 64; HALO; WHOLE: sources have whole chunks; SOURCES 1 or 2; PACKED: whether the output is; STAGES, BUFFERS;
-// PRODUCERS: warps; RESIDENT: blocks of a multiprocessor.
+// multiple of 64; HALO; WHOLE: sources have whole chunks; SOURCES 1 or 2; PACKED: whether the output is; EIGHTS: O is a
+// multiple of 8; STAGES, BUFFERS; PRODUCERS: warps; RESIDENT: blocks of a multiprocessor.
 // x, x2: codes uint8 [N, H, W, CB]; their scales: E4M3 uint8 [N, H, W, CB / 8]; amax: float32 []; w: uint8
 // [O, KH, KW, CB + CB2], w_scales; bias: float32 [O] or null; out: DTYPE [N, OH, OW, O], or codes of whole blocks, with
 // scales.
@@ -73,6 +73,9 @@
 #ifndef PACKED
 #define PACKED 0
 #endif
+#ifndef EIGHTS
+#define EIGHTS 1
+#endif
 #ifndef STAGES
 #define STAGES 6
 #endif
@@ -91,13 +94,14 @@ namespace {
 constexpr int ALONG_M = TH * TW / 64, CONSUMERS = ALONG_M * (OUTPUTS / 64), THREADS = 32 * (CONSUMERS + PRODUCERS);
 constexpr int CODES = 32, SCALES = 4;                     // bytes of a chunk
 constexpr int PIECE = WHOLE ? 16 : 8, PIECES = CODES / PIECE;  // that one copy has, and copies of a row
+constexpr int AT_A_TIME = WHOLE ? 2 : 1;  // copies of pixels, as many as producers have registers for
 constexpr int ACROSS = HALO ? TW + (KW - 1) * DILATION / STRIDE : TW, PITCH = HALO ? STRIDE * ACROSS : TW;
 constexpr int DOWN = HALO ? (TH - 1) * STRIDE + (KH - 1) * DILATION + 1 : TH, PIXELS = DOWN * PITCH;
 constexpr int PIXEL_BYTES = (PIXELS * (CODES + SCALES) + 127) / 128 * 128, WEIGHT_BYTES = OUTPUTS * (CODES + SCALES);
 constexpr int STAGE_BYTES = WEIGHT_BYTES + (HALO ? 0 : PIXEL_BYTES);
 constexpr int BARRIERS = STAGES * STAGE_BYTES + (HALO ? BUFFERS * PIXEL_BYTES : 0);  // where they begin
 constexpr bool REALLOCATES = CONSUMERS == 4 && PRODUCERS == 4;
-constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 200;  // together what two threads have at the start
+constexpr int PRODUCER_REGISTERS = 48, CONSUMER_REGISTERS = 208;  // together what two threads have at the start
 // Copies arrive for each producer thread; scales that are stored by the threads themselves arrive with them.
 constexpr int ARRIVALS = 32 * PRODUCERS * (WHOLE ? 1 : 2);
 
@@ -178,14 +182,14 @@ __device__ __forceinline__ void load_pixels(
         return y >= 0 && y < H && x >= 0 && x < W;
     };
     const int blocks = source.bytes / 8;
-#pragma unroll 4
+#pragma unroll AT_A_TIME
     for (int index = thread; index < PIXELS * PIECES; index += 32 * PRODUCERS) {
         const int byte = chunk * CODES + index % PIECES * PIECE;
         long long at;
         const bool has = pixel(index / PIECES, at) && (WHOLE || byte < source.bytes);
         copy_codes(to + place(index / PIECES, index % PIECES * PIECE), source.codes + at * source.bytes + byte, has);
     }
-#pragma unroll 4
+#pragma unroll AT_A_TIME
     for (int index = thread; index < PIXELS; index += 32 * PRODUCERS) {
         long long at;
         const bool has = pixel(index, at);
@@ -194,8 +198,9 @@ __device__ __forceinline__ void load_pixels(
     }
 }
 
-// The output, of OUTPUTS, whose weights are in row `position` of a stage.
-__device__ __forceinline__ int output_of(int position) {
+// The output, of OUTPUTS, whose weights are in row `position` of a stage: bits of the position in another order, so that
+// that of a sum of positions with different bits is the sum.
+__device__ __forceinline__ constexpr int output_of(int position) {
     return position / 32 * 32 + position % 8 / 2 * 8 + position % 32 / 8 * 2 + position % 2;
 }
 
@@ -203,15 +208,18 @@ __device__ __forceinline__ int output_of(int position) {
 // left: outputs from there; pitch: bytes of an output.
 __device__ __forceinline__ void load_weights(
     uint32_t to, const uint8_t* w, const uint8_t* w_scales, int has, int left, long long pitch, int thread) {
+    const int row = thread / PIECES, byte = thread % PIECES * PIECE, output = output_of(row), of_scale = output_of(thread);
+    const uint8_t *const codes = w + output * pitch + byte, *const scales = w_scales + of_scale * (pitch / 8);
 #pragma unroll
-    for (int index = thread; index < OUTPUTS * PIECES; index += 32 * PRODUCERS) {
-        const int position = index / PIECES, byte = index % PIECES * PIECE, output = output_of(position);
-        copy_codes(to + place(position, byte), w + output * pitch + byte, output < left && (WHOLE || byte < has));
+    for (int more = 0; more < OUTPUTS; more += 32 * PRODUCERS / PIECES) {
+        const bool there = output + output_of(more) < left && (WHOLE || byte < has);
+        copy_codes(to + place(row, byte) + more * CODES, codes + output_of(more) * pitch, there);
     }
 #pragma unroll
-    for (int position = thread; position < OUTPUTS; position += 32 * PRODUCERS) {
-        const int output = output_of(position);
-        copy_scales(to + OUTPUTS * CODES + position * SCALES, w_scales + output * (pitch / 8), output < left ? has / 8 : 0);
+    for (int more = 0; more < OUTPUTS; more += 32 * PRODUCERS) {
+        if (more + thread >= OUTPUTS) break;
+        const int count = of_scale + output_of(more) < left ? has / 8 : 0;
+        copy_scales(to + OUTPUTS * CODES + (more + thread) * SCALES, scales + output_of(more) * (pitch / 8), count);
     }
 }
 
@@ -387,6 +395,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) block_scaled_con
     const int width = PACKED ? (O + 15) / 16 * 16 : O;  // elements of a pixel of the output
     const Target target = {static_cast<uint32_t*>(PACKED ? out : nullptr), out_scales,
                            static_cast<DTYPE*>(PACKED ? nullptr : out)};
+    const float least = relu ? 0.f : -INFINITY;
     const fp4::GlobalScale global = PACKED ? fp4::global_scale(*out_amax) : fp4::GlobalScale{};
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
@@ -401,17 +410,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) block_scaled_con
             const long long at = ((long long)item * OH * OW + (long long)y * OW + at_x) * width + output;
             float v[8];
 #pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                float value = sums[half / 2][4 * part + i / 2][half % 2 * 2 + i % 2] * factor;
-                if (bias) value += added[i];
-                if (relu) value = value > 0.f ? value : value != value ? value : 0.f;
-                v[i] = value;
-            }
+            for (int i = 0; i < 8; ++i)
+                v[i] = fp4::nan_max(sums[half / 2][4 * part + i / 2][half % 2 * 2 + i % 2] * factor + added[i], least);
             if (PACKED) {
 #pragma unroll
                 for (int i = 0; i < 8; ++i) v[i] = output + i < O ? widen(narrow<DTYPE>(v[i])) : 0.f;
                 target.put(v, global, at, has);
-            } else if (has && O % 8 == 0) {
+            } else if (EIGHTS && has) {
                 channels::store(target.values + at, v);
             } else if (has) {
 #pragma unroll

@@ -42,9 +42,7 @@ class Convolution:
         if (self.size, self.stride, self.padding) == (1, 1, (0, 0)):
             pixels = (1, 1, self.image[0] * self.image[1] * self.image[2])
         channels = tuple(-(-count // 16) * 16 for count in self.channels)
-        return block_scaled.variant(
-            channels, self.outputs, taps, self.stride, self.dilation, pixels, SMS[self.tile]
-        )
+        return block_scaled.variant(channels, self.outputs, taps, self.stride, self.dilation, pixels, SMS[self.tile])
 
     def __call__(self, setting: Setting, outcome: Outcome) -> None:
         """Launch, execute, compare."""
@@ -75,7 +73,7 @@ def has_instruction(capability: int) -> bool:
 CASES = tuple(
     Case(f"block-scaled convolution, {name}", FAMILY, run, has_instruction)
     for name, run in (
-        ("3x3", Convolution(channels=(128,))),
+        ("3x3", Convolution(channels=(128,), image=(1, 9, 9))),
         ("3x3, 128 outputs", Convolution(channels=(128,), outputs=130, image=(1, 10, 18), tile=WIDE)),
         ("3x3, 64 outputs", Convolution(outputs=63, image=(1, 5, 18), tile=TALL, relu=False, dtype=torch.bfloat16)),
         ("one pixel", Convolution(outputs=8, image=(1, 1, 1), bias=False)),
@@ -90,6 +88,7 @@ CASES = tuple(
         ("3x3, packed output", Convolution(channels=(64,), outputs=136, image=(1, 8, 9), amax=24.0, tile=WIDE)),
         ("3x3, two sources", Convolution(channels=(64, 128), image=(1, 8, 9))),
         ("3x3, two sources of 32 and 80", Convolution(channels=(32, 80), image=(1, 8, 9), padding=(1, 0))),
+        ("2x2", Convolution(channels=(256,), size=2, padding=(0, 1), image=(1, 5, 6), outputs=8)),
         ("5x5, 48 channels", Convolution(channels=(48,), size=5, padding=(2, 2), image=(1, 6, 7), outputs=17)),
     )
 )

@@ -138,21 +138,22 @@ def arrive(entry: Entry, instruction: Instruction) -> Step:
     where = address(entry, instruction.operands[0])
 
     def run(m: Machine, active: Active) -> None:
-        copies, threads = _copies(m), defaultdict(list)
+        threads = defaultdict(list)
         for thread, position in each_barrier(m, active, where(m, active)):
             threads[position].append(thread)
             if not counted:
                 barrier_at(m, position).pending += 1
-        for position, each in threads.items():
-            m.asynchronous.append(partial(_arrived, m, np.array(each), position, copies.issued))
+        # All blocks at once: those that do the same go on together.
+        m.asynchronous.append(partial(_arrived, m, threads, _copies(m).issued))
 
     return run
 
 
-def _arrived(m: Machine, threads: Array, position: int, issued: int) -> None:
-    barrier, row = barrier_at(m, position), unit_row(m, position)
-    _copies(m).wait_for(m, threads, issued, row)
-    np.maximum(barrier.clock, m.order.clocks[row], out=barrier.clock)
-    m.order.advance(np.array([row]))
-    barrier.pending -= len(threads)
-    advance(m, barrier)
+def _arrived(m: Machine, threads: dict[int, list[int]], issued: int) -> None:
+    for position, each in threads.items():
+        barrier, row = barrier_at(m, position), unit_row(m, position)
+        _copies(m).wait_for(m, np.array(each), issued, row)
+        np.maximum(barrier.clock, m.order.clocks[row], out=barrier.clock)
+        m.order.advance(np.array([row]))
+        barrier.pending -= len(each)
+        advance(m, barrier)
