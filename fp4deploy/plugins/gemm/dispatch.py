@@ -10,8 +10,8 @@ Feature maps are NHWC and filters OHWI, blocks along channels: `formats.Nvfp4Ten
 
 Triton kernels (`plugins.gemm.triton.gemm`, `weight_only`) are launched by Triton where it is installed,
 else by pycuda from binaries compiled ahead of time (`plugins.aot.load`); `plugins.gemm.gemv` has the CUDA kernel for
-small M, `convolution.block_scaled` one for convolutions on SM120, taken where it was measured to be faster. They need no
-workspace: only outputs are allocated (and a copy of an operand that is not contiguous). They keep no state and
+small M, `convolution.block_scaled` one for convolutions on SM120, taken where it was measured to be faster. They need
+no workspace: only outputs are allocated (and a copy of an operand that is not contiguous). They keep no state and
 synchronise nowhere, but where a first call measures; so streams, threads and CUDA graphs may share them. Before a CUDA
 graph is captured, each kernel must have been launched once.
 

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 NATIVE = "kind::mxf4nvf4"
@@ -73,6 +73,19 @@ def main_loop(cubin: bytes, name: str) -> Loop | None:
     Raises:
         ValueError: this is not a cubin with code of this kernel.
     """
+    body = shortest_loop(cubin, name, _MATRIX)
+    if body is None:
+        return None
+    matrix = sum(each & _OPERATION in _MATRIX for each in body)
+    return Loop(sum(each >> _STALL & 0xF for each in body), len(body), matrix)
+
+
+def shortest_loop(cubin: bytes, name: str, operations: Collection[int]) -> list[int] | None:
+    """Machine code of the shortest loop with one of these operations, an instruction of 128 bits each.
+
+    Raises:
+        ValueError: this is not a cubin with code of this kernel.
+    """
     try:
         code = _section(cubin, f".text.{name}".encode())
     except _MALFORMED as error:
@@ -84,9 +97,8 @@ def main_loop(cubin: bytes, name: str) -> Loop | None:
         begin = at + 1 + (back << 8 | word >> 16 & 0xFF) // 4
         if word & _OPERATION in _BRANCHES and 0 <= begin < at:
             body = words[begin : at + 1]
-            matrix = sum(each & _OPERATION in _MATRIX for each in body)
-            found += [Loop(sum(each >> _STALL & 0xF for each in body), len(body), matrix)] if matrix else []
-    return min(found, key=lambda loop: loop.issued, default=None)
+            found += [body] if any(each & _OPERATION in operations for each in body) else []
+    return min(found, key=len, default=None)
 
 
 def require_code(cubin: bytes, name: str, architecture: int, warps: int) -> None:

@@ -103,7 +103,7 @@ constexpr int BARRIERS = STAGES * STAGE_BYTES + (HALO ? BUFFERS * PIXEL_BYTES : 
 constexpr bool REALLOCATES = CONSUMERS == 4 && PRODUCERS == 4;
 constexpr int PRODUCER_REGISTERS = 48, CONSUMER_REGISTERS = 208;  // together what two threads have at the start
 // Copies arrive for each producer thread; scales that are stored by the threads themselves arrive with them.
-constexpr int ARRIVALS = 32 * PRODUCERS * (WHOLE ? 1 : 2);
+constexpr int COPYING = 32 * PRODUCERS, ARRIVALS = COPYING * (WHOLE ? 1 : 2);
 
 static_assert(TH * TW % 64 == 0 && TW % 8 == 0 && OUTPUTS % 64 == 0, "consumer warps have 64 pixels and 64 outputs");
 
@@ -183,14 +183,18 @@ __device__ __forceinline__ void load_pixels(
     };
     const int blocks = source.bytes / 8;
 #pragma unroll AT_A_TIME
-    for (int index = thread; index < PIXELS * PIECES; index += 32 * PRODUCERS) {
+    for (int more = 0; more < PIXELS * PIECES; more += COPYING) {
+        const int index = more + thread;
+        if (PIXELS * PIECES % COPYING && index >= PIXELS * PIECES) break;
         const int byte = chunk * CODES + index % PIECES * PIECE;
         long long at;
         const bool has = pixel(index / PIECES, at) && (WHOLE || byte < source.bytes);
         copy_codes(to + place(index / PIECES, index % PIECES * PIECE), source.codes + at * source.bytes + byte, has);
     }
 #pragma unroll AT_A_TIME
-    for (int index = thread; index < PIXELS; index += 32 * PRODUCERS) {
+    for (int more = 0; more < PIXELS; more += COPYING) {
+        const int index = more + thread;
+        if (PIXELS % COPYING && index >= PIXELS) break;
         long long at;
         const bool has = pixel(index, at);
         copy_scales(to + PIXELS * CODES + index * SCALES, source.scales + at * blocks + chunk * SCALES,
@@ -211,13 +215,13 @@ __device__ __forceinline__ void load_weights(
     const int row = thread / PIECES, byte = thread % PIECES * PIECE, output = output_of(row), of_scale = output_of(thread);
     const uint8_t *const codes = w + output * pitch + byte, *const scales = w_scales + of_scale * (pitch / 8);
 #pragma unroll
-    for (int more = 0; more < OUTPUTS; more += 32 * PRODUCERS / PIECES) {
+    for (int more = 0; more < OUTPUTS; more += COPYING / PIECES) {
         const bool there = output + output_of(more) < left && (WHOLE || byte < has);
         copy_codes(to + place(row, byte) + more * CODES, codes + output_of(more) * pitch, there);
     }
 #pragma unroll
-    for (int more = 0; more < OUTPUTS; more += 32 * PRODUCERS) {
-        if (more + thread >= OUTPUTS) break;
+    for (int more = 0; more < OUTPUTS; more += COPYING) {
+        if (OUTPUTS % COPYING && more + thread >= OUTPUTS) break;
         const int count = of_scale + output_of(more) < left ? has / 8 : 0;
         copy_scales(to + OUTPUTS * CODES + (more + thread) * SCALES, scales + output_of(more) * (pitch / 8), count);
     }
@@ -315,6 +319,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) block_scaled_con
         for (int s = 0; s < SOURCES; ++s) {
             Source source = {x + image * CB, x_scales + image * (CB / 8), CB, 0};
             if (s == 1) source = {x2 + image * CB2, x2_scales + image * (CB2 / 8), CB2, CB};
+#pragma unroll 1
             for (int chunk = 0; chunk < source.chunks(); ++chunk) {
                 if (HALO) {
                     buffers.wait_empty();
@@ -324,6 +329,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) block_scaled_con
                     buffers.next();
                 }
                 const int byte = source.first + chunk * CODES, has = source.bytes - chunk * CODES;
+#pragma unroll 1
                 for (int tap = 0; tap < KH * KW; ++tap) {
                     const uint32_t stage = memory + stages.slot * STAGE_BYTES;
                     const int at = tap * tap_bytes + byte;
