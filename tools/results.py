@@ -66,6 +66,7 @@ MEASURED = {  # by script, or command of fp4deploy: folders of fp4deploy
     "layer_times": ("plugins/gemm", "plugins/runtime"),
     "large_images": ("predict", "bench/runtimes"),
     "largest_batch": _TRAINING,
+    "main_loops": ("plugins/gemm", "plugins/runtime"),
     "modelopt_peer": (*_TRAINING, "ptq"),
     "mutation": ("formats", "metrics.py", "packed", "export"),
     "native_library": (*_PACKED, "native"),

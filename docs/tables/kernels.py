@@ -73,6 +73,21 @@ def convolutions() -> str:
     return _convolutions(result("products_h200")["convolutions"])
 
 
+def main_loops() -> str:
+    """Shares of dense FP4 peak that the machine code of SM120's convolutions allows."""
+    names = {"block_scaled": "ours", "triton": "Triton's"}
+    rows = []
+    for row in result("main_loops_sm120")["rows"]:
+        counts = (row[name] for name in ("registers", "stack", "shared", "resident", "mma", "issued", "stall"))
+        shares = (f"{100 * row[name]:.0f} %" for name in ("by_issue", "scheduled", "at_twice_the_latency"))
+        rows.append(
+            [row["layer"], names[row["kernel"]], *map(str, counts), f"{row['copied_bytes_a_cycle']:.1f}", *shares]
+        )
+    head = ["layer", "kernel", "registers", "spilled bytes", "shared memory, bytes", "blocks", "mma a step"]
+    head += ["instructions", "stall cycles", "copied bytes a cycle", "by issue", "scheduled", "at twice the latency"]
+    return markdown(head, rows, 2)
+
+
 def few_channels() -> str:
     """Layers with few channels: the first and the last layer, and those of scale 0.25."""
     return _convolutions(result("products_h200")["few_channels"])

@@ -1,6 +1,6 @@
-"""Cycles of the main loop of NVFP4 convolutions on SM120, ours and Triton's, by their machine code; needs no GPU.
+"""Main loops of NVFP4 convolutions on SM120, ours and Triton's, by their machine code; needs no GPU.
 
-    python benchmarks/static_cycles.py --json benchmarks/results/static_cycles_sm120.json
+    python benchmarks/main_loops.py --json benchmarks/results/main_loops_sm120.json
 
 Nothing here was measured on Blackwell. The share of dense FP4 peak is what the multiplications of a step take on the
 tensor core of a sub-core, over the cycles that the warps of the sub-core take for the step.
@@ -9,13 +9,18 @@ tensor core of a sub-core, over the cycles that the warps of the sub-core take f
 Architecture whitepaper, appendix A): 4,096 operations a cycle of a multiprocessor, 1,024 of each of its four sub-cores.
 mma.m16n8k64 has 2 x 16 x 8 x 64 = 16,384, so that a sub-core takes one in 16 cycles.
 
-**Cycles.** The warps that are resident on one sub-core run their loops, cycle by cycle. An instruction is issued if its
-warp has waited out the stall count of the one before, the scoreboards that it waits for are free, and the tensor core
-is, if it multiplies; one instruction a cycle. Shared memory moves 128 bytes a cycle of a multiprocessor, which all four
-sub-cores share. What has no fixed latency takes `LATENCY` cycles, a barrier of the block `BARRIER` (assumed; the table
-also has twice as much). Producer warps run up to as many steps ahead as there are stages. Copies from global memory
-have always come: neither L2 nor DRAM limits anything, and pixels that are copied once for all taps, outside of the loop,
-are left out. So the share is an upper bound, and the same one for both kernels.
+**By issue.** The cycles are those in which all warps of the sub-core issue the instructions of a step, or those of the
+multiplications if they are more.
+
+**Scheduled.** The warps that are resident on one sub-core run their loops, cycle by cycle. An instruction is issued if
+its warp has waited out the stall count of the one before, the scoreboards that it waits for are free, and the tensor
+core is, if it multiplies; one instruction a cycle, of the warps in turn. Shared memory moves 128 bytes a cycle of a
+multiprocessor, which all four sub-cores share. What has no fixed latency takes `LATENCY` cycles, a barrier of the block
+`BARRIER` (both assumed; the last column has twice as much). Producer warps run up to as many steps ahead as there are
+stages.
+
+Copies from global memory have always come: neither L2 nor DRAM limits anything. Pixels that are copied once for all
+taps, outside of the loop, are left out. So the shares are upper bounds.
 """
 
 from __future__ import annotations
@@ -87,7 +92,10 @@ class Warp:
 
 @dataclass(frozen=True)
 class Kernel:
-    """The loop of a warp that multiplies and, if there are any, of one that copies; consumers, producers: of a block."""
+    """Machine code, with loops of warps that multiply and, if there are any, of those that copy.
+
+    consumers, producers: warps of a block; copied: bytes that a block copies for a step.
+    """
 
     cubin: bytes
     name: str
@@ -95,7 +103,7 @@ class Kernel:
     producers: int
     stages: int
     shared: int
-    copied: float  # bytes that a block copies for a step
+    copied: float
 
     def resident(self) -> int:
         """Blocks of a multiprocessor."""
@@ -106,27 +114,32 @@ class Kernel:
             block_scaled.SHARED // (self.shared + block_scaled.RESERVED),
         )
 
+    def loop(self, produces: bool) -> list[int]:
+        """Of a producer warp or a consumer warp."""
+        found = shortest_loop(self.cubin, self.name, {ARRIVE if produces else OMMA})
+        assert found is not None, self.name
+        return found
+
+    def warps(self) -> list[Warp]:
+        """Those of a sub-core."""
+        found = []
+        for block in range(self.resident()):
+            found += [Warp(self.loop(False), block) for _ in range(max(1, self.consumers // SUB_CORES))]
+            if self.producers:
+                copies = self.loop(True)
+                found += [Warp(copies, block, True, self.stages) for _ in range(max(1, self.producers // SUB_CORES))]
+        return found
+
     def row(self) -> dict[str, Any]:
         """What the table has."""
         registers, stack = resources(self.cubin)
-        loop = shortest_loop(self.cubin, self.name, {OMMA})
-        copies = shortest_loop(self.cubin, self.name, {ARRIVE}) if self.producers else None
-        assert loop is not None
+        loop = self.loop(False)
+        issued = sum(len(each.body) for each in self.warps())
         matrix, resident = sum(each & 0xFFF == OMMA for each in loop), self.resident()
         tensor = MMA_CYCLES * matrix * resident * self.consumers / SUB_CORES
 
-        def warps() -> list[Warp]:
-            found = []
-            for block in range(resident):
-                found += [Warp(loop, block) for _ in range(max(1, self.consumers // SUB_CORES))]
-                if copies:
-                    found += [
-                        Warp(copies, block, True, self.stages) for _ in range(max(1, self.producers // SUB_CORES))
-                    ]
-            return found
-
         shares = [
-            tensor / cycles(warps(), latency, barrier)
+            tensor / cycles(self.warps(), latency, barrier)
             for latency, barrier in ((LATENCY, BARRIER), (2 * LATENCY, 2 * BARRIER))
         ]
         return {
@@ -138,10 +151,11 @@ class Kernel:
             "mma": matrix,
             "issued": len(loop),
             "stall": sum(each >> 105 & 15 for each in loop),
-            "issued_copying": len(copies or ()),
+            "issued_copying": len(self.loop(True)) if self.producers else 0,
             "copied_bytes_a_cycle": resident * self.copied / tensor,
-            "share": shares[0],
-            "share_at_twice_the_latency": shares[1],
+            "by_issue": tensor / max(tensor, issued),
+            "scheduled": shares[0],
+            "at_twice_the_latency": shares[1],
         }
 
 
@@ -160,11 +174,11 @@ def cycles(warps: list[Warp], latency: int, barrier: int) -> float:
     now, tensor, memory, last = 0, 0, 0.0, 0
     consumers = [each for each in warps if not each.produces]
     while any(each.step < STEPS for each in consumers):
-        for turn in range(len(warps)):
+        for turn in range(1, len(warps) + 1):
             each = warps[(last + turn) % len(warps)]
             if not can_issue(each, warps, now, tensor):
                 continue
-            last = (last + turn) % len(warps)  # the same warp goes on while it can
+            last = (last + turn) % len(warps)
             word = each.body[each.at]
             done = now + latency
             if moved(word):
@@ -228,10 +242,11 @@ def tritons(layer: Layer) -> Kernel:
     side, around = layer.side // layer.stride, layer.size // 2
     out = torch.empty(0, dtype=torch.uint8 if layer.packed else torch.float16)
     scales, amax = (out, sources[0].amax) if layer.packed else (None, None)
+    extent, pixels, taps = (1, layer.side, layer.side), (1, side, side), (layer.size, layer.size)
     call = gemm_call(
-        *(sources, weight, torch.zeros(layer.outputs), (1, layer.side, layer.side), (1, side, side), out, scales, amax),
-        *(torch.float16, 120, (layer.size, layer.size), layer.stride, around, 1, True),
-    )
+        sources, weight, torch.zeros(layer.outputs), extent, pixels, out, scales, amax, torch.float16, 120, taps,
+        layer.stride, around, 1, True,
+    )  # fmt: skip
     made, constants = compile_launch(call.launch, ARCH), dict(call.launch.constants)
     copied = (constants["BM"] + constants["BN"]) * constants["BK"] * 1.125
     return Kernel(made.cubin, made.name, made.num_warps, 0, call.launch.num_stages, made.shared, copied)
@@ -250,7 +265,7 @@ def main() -> None:
         nvcc = find_nvcc()
         assert nvcc is not None
         machine = {"triton": triton_version(), "nvcc": nvcc_version(nvcc), "torch": torch.__version__}
-        content = {"command": "python benchmarks/static_cycles.py", "machine": machine, "rows": rows}
+        content = {"command": "python benchmarks/main_loops.py", "machine": machine, "rows": rows}
         arguments.json.write_text(json.dumps(content, indent=1) + "\n")
 
 
