@@ -20,6 +20,7 @@ from fp4deploy.plugins import why_unavailable
 from fp4deploy.plugins.aot import load as aot
 from fp4deploy.plugins.gemm import dispatch as gemm
 from fp4deploy.plugins.gemm import reference
+from fp4deploy.plugins.gemm.convolution import block_scaled
 from fp4deploy.plugins.quantize import dispatch as quantize
 from fp4deploy.selftest.context import Context
 from fp4deploy.selftest.proof import Proof, relative_error, require_same_bytes
@@ -145,14 +146,18 @@ class Case:
     options: dict[str, Any]
 
 
+def one(function: Operation) -> Operation:
+    """A convolution of one source."""
+    return lambda x, weight, *rest, **options: function((x,), weight, *rest, **options)
+
+
+def two(function: Operation) -> Operation:
+    """A convolution of two."""
+    return lambda x, y, weight, *rest, **options: function((x, y), weight, *rest, **options)
+
+
 def cases() -> list[Case]:
     """Every kind of GEMM, with sizes that are no multiples of a tile."""
-
-    def two(function: Operation) -> Operation:
-        return lambda x, y, weight, *rest, **options: function((x, y), weight, *rest, **options)
-
-    def one(function: Operation) -> Operation:
-        return lambda x, weight, *rest, **options: function((x,), weight, *rest, **options)
 
     conv, conv_exact = gemm.conv2d, reference.conv2d_reference
     up, up_exact = gemm.conv_transpose2d, reference.conv_transpose2d_reference
@@ -180,6 +185,23 @@ def cases() -> list[Case]:
     ]
 
 
+def cases_beside(device: torch.device) -> list[Case]:
+    """Kernels that a device has beside those of `cases`, whichever was measured to be faster."""
+    if not block_scaled.is_available(device):
+        return []
+    place: dict[str, Any] = {"padding": (1, 1), "relu": True}
+    conv, exact = block_scaled.conv2d, reference.conv2d_reference
+    return [
+        Case(f"{name}, block-scaled mma", of(conv), of(exact), operands, place | options)
+        for name, of, operands, options in (
+            ("3 x 3", one, ((2, 19, 21, 128), (136, 3, 3, 128)), {}),
+            ("3 x 3, stride 2", one, ((1, 24, 17, 48), (40, 3, 3, 48)), {"stride": 2}),
+            ("two sources", two, ((1, 18, 13, 32), (1, 18, 13, 64), (64, 3, 3, 96)), {}),
+            ("1 x 1", one, ((2, 9, 11, 320), (72, 1, 1, 320)), {"padding": (0, 0)}),
+        )
+    ]
+
+
 def gemms(context: Context) -> Proof:
     """Every kind of GEMM against float64.
 
@@ -188,7 +210,7 @@ def gemms(context: Context) -> Proof:
         UnavailableError: kernels do not run here.
     """
     require_gemm_kernels(context.device)
-    errors = {case.name: error_of(case, context.device) for case in cases()}
+    errors = {case.name: error_of(case, context.device) for case in (*cases(), *cases_beside(context.device))}
     wrong = {name: error for name, error in errors.items() if not error <= LIMIT}
     if wrong:
         listed = ", ".join(f"{name}: {error:.3g}" for name, error in wrong.items())

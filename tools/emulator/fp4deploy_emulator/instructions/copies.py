@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4deploy_emulator.faults import Hazard
+from fp4deploy_emulator.faults import Hazard, UnknownInstruction
 from fp4deploy_emulator.instructions.bulk import advance, barrier_at, each_barrier, unit_row
 from fp4deploy_emulator.instructions.control import constant
 from fp4deploy_emulator.machine import WARP, Active, Machine, Step, implements
@@ -133,16 +133,15 @@ def wait(entry: Entry, instruction: Instruction) -> Step:
 
 @implements("cp.async.mbarrier.arrive")
 def arrive(entry: Entry, instruction: Instruction) -> Step:
-    """An arrival for each thread when its copies so far have ended; without .noinc the phase expects one more."""
-    counted = "noinc" in instruction.parts
+    """An arrival for each thread when its copies so far have ended, of those that the mbarrier expects."""
+    if "noinc" not in instruction.parts:
+        raise UnknownInstruction("an mbarrier that expects one more arrival is not implemented")
     where = address(entry, instruction.operands[0])
 
     def run(m: Machine, active: Active) -> None:
         threads = defaultdict(list)
         for thread, position in each_barrier(m, active, where(m, active)):
             threads[position].append(thread)
-            if not counted:
-                barrier_at(m, position).pending += 1
         # All blocks at once: those that do the same go on together.
         m.asynchronous.append(partial(_arrived, m, threads, _copies(m).issued))
 
