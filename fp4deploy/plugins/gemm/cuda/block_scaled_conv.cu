@@ -359,7 +359,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) block_scaled_con
     const float factor = last_factor * (*w_amax / w_range);
 
     Sums sums = {};
-#pragma unroll 1
+#pragma unroll
     for (int s = 0; s < SOURCES; ++s) {
         const int chunks = ((s == 0 ? CB : CB2) + CODES - 1) / CODES;
         if (s == 1) {
