@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import io
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +31,7 @@ from fp4deploy.data.palette import colours
 from fp4deploy.data.sample import Pixels
 from fp4deploy.errors import InputError
 from fp4deploy.predict.prediction import Prediction
-from fp4deploy.predict.predictor import Predictor, TooLarge
+from fp4deploy.predict.predictor import Predictor
 from fp4deploy.predict.sources import Source
 from fp4deploy.predict.video import predict_video
 from fp4deploy.system.files import write_json, write_whole
@@ -38,6 +41,7 @@ from fp4deploy.tasks import task_of
 SCHEMA = "fp4deploy.predictions/1"
 LISTING, OBJECTS = "predictions.json", "instances.json"
 MAX_BYTES = 1 << 30
+THREADS = 4  # that decode images, each one ahead, which may have half a gigabyte
 
 
 class _Listing(Record):
@@ -150,42 +154,62 @@ def _results(
     predictor: Predictor, sources: Sequence[Source], out: Path, batch: int
 ) -> Iterator[tuple[Source, tuple[Pixels | None, Result]]]:
     """Each source with its pixels and prediction, the summary of its video, or the error that it met."""
-    waiting: list[tuple[Source, Pixels]] = []
-    for source in sources:
-        if source.is_video:
-            yield from _predicted(predictor, waiting)
-            waiting = []
-            yield source, (None, _video(predictor, source, out, batch))
-            continue
-        try:
-            waiting.append((source, upright_image(source.path)))
-        except InputError as error:
-            yield from _predicted(predictor, waiting)
-            waiting = []
-            yield source, (None, error)
-            continue
-        if len(waiting) == batch:
-            yield from _predicted(predictor, waiting)
-            waiting = []
-    yield from _predicted(predictor, waiting)
+    for are_videos, some in groupby(sources, lambda source: source.is_video):
+        if are_videos:
+            yield from ((source, (None, _video(predictor, source, out, batch))) for source in some)
+        else:
+            yield from _images(predictor, list(some), batch)
 
 
-def _predicted(
-    predictor: Predictor, waiting: Sequence[tuple[Source, Pixels]]
+def _images(
+    predictor: Predictor, sources: Sequence[Source], batch: int
 ) -> Iterator[tuple[Source, tuple[Pixels | None, Result]]]:
-    if not waiting:
-        return
-    try:
-        predictions = predictor.predict_batch([pixels for _, pixels in waiting])
-    except TooLarge as error:
-        if len(waiting) == 1:
-            yield waiting[0][0], (None, InputError(f"{waiting[0][0].path}: {error}"))
-            return
-        for each in waiting:
-            yield from _predicted(predictor, [each])
-        return
-    for (source, pixels), prediction in zip(waiting, predictions, strict=True):
-        yield source, (pixels, prediction)
+    pending: deque[tuple[Source, Pixels | InputError]] = deque()
+
+    def batches() -> Iterator[list[Pixels]]:
+        chosen: list[Pixels] = []
+        for source, found in zip(sources, _decoded(sources), strict=True):
+            pending.append((source, found))
+            if not isinstance(found, InputError):
+                chosen.append(found)
+            if len(chosen) == batch:
+                yield chosen
+                chosen = []
+        if chosen:
+            yield chosen
+
+    answers = chain.from_iterable(predictor.predict_batches(batches()))
+    for result in chain(answers, [None]):  # files that cannot be read may be behind the last
+        while pending and isinstance(error := pending[0][1], InputError):
+            yield pending.popleft()[0], (None, error)
+        if result is not None:
+            source, pixels = pending.popleft()
+            assert not isinstance(pixels, InputError)
+            named = InputError(f"{source.path}: {result}") if isinstance(result, InputError) else result
+            yield source, (pixels, named)
+
+
+def _decoded(sources: Sequence[Source]) -> Iterator[Pixels | InputError]:
+    """Pixels of each file, or why there are none; some files are decoded ahead."""
+
+    def decoded(source: Source) -> Pixels | InputError:
+        try:
+            return upright_image(source.path)
+        except InputError as error:
+            return error
+
+    with ThreadPoolExecutor(THREADS) as threads:
+        begun: deque[Future[Pixels | InputError]] = deque()
+        try:
+            for source in sources:
+                begun.append(threads.submit(decoded, source))
+                if len(begun) > THREADS:
+                    yield begun.popleft().result()
+            while begun:
+                yield begun.popleft().result()
+        finally:
+            for each in begun:
+                each.cancel()
 
 
 def _video(predictor: Predictor, source: Source, out: Path, batch: int) -> Result:
