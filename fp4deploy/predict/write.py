@@ -41,7 +41,7 @@ from fp4deploy.tasks import task_of
 SCHEMA = "fp4deploy.predictions/1"
 LISTING, OBJECTS = "predictions.json", "instances.json"
 MAX_BYTES = 1 << 30
-THREADS = 4  # that decode images, each one ahead, which may have half a gigabyte
+THREADS = 4  # that decode images, and that write them; each holds one, which may have half a gigabyte
 
 
 class _Listing(Record):
@@ -107,12 +107,24 @@ def predict_files(
     """
     require_own(out, *([OBJECTS] if task_of(predictor.card).counts_objects else []))
     written = Written()
+    begun: deque[tuple[dict[str, Any], list[Future[None]]]] = deque()  # entries, and their files that are being written
+
+    def settle(most: int) -> None:
+        while len(begun) > most:
+            for file in begun[0][1]:
+                file.result()
+            written.entries.append(begun.popleft()[0])
+
     try:
-        for number, (source, result) in enumerate(_results(predictor, sources, out, batch), start=1):
-            _take(written, predictor, source, result, out, overlays)
-            if progress:
-                progress(number, str(source.path))
+        with ThreadPoolExecutor(THREADS) as threads:
+            for number, (source, result) in enumerate(_results(predictor, sources, out, batch), start=1):
+                begun.append(_entry(written, predictor, source, result, out, overlays, threads))
+                settle(THREADS)
+                if progress:
+                    progress(number, str(source.path))
+            settle(0)
     finally:  # also after Ctrl-C: what is there is described
+        written.entries += [entry for entry, files in begun if not any(file.exception() for file in files)]
         document = {**describe(predictor, model), "images": written.entries}
         write_json(out / LISTING, document)
         if task_of(predictor.card).counts_objects:
@@ -222,38 +234,31 @@ def _video(predictor: Predictor, source: Source, out: Path, batch: int) -> Resul
         return error
 
 
-def _take(
+def _entry(
     written: Written,
     predictor: Predictor,
     source: Source,
     result: tuple[Pixels | None, Result],
     out: Path,
     overlays: bool,
-) -> None:
+    threads: ThreadPoolExecutor,
+) -> tuple[dict[str, Any], list[Future[None]]]:
+    """What predictions.json has of a source, and the files that `threads` write of it."""
     pixels, found = result
     entry: dict[str, Any] = {"file": str(source.path)}
     if isinstance(found, InputError):
         written.failures.append(str(found))
-        entry["error"] = str(found)
-    elif isinstance(found, Prediction):
-        assert pixels is not None
-        entry |= _image_entry(written, source, pixels, found, out, overlays)
-    else:
-        entry |= {"overlay": f"{source.name}.overlay.mp4", **found}
-    written.entries.append(entry)
-
-
-def _image_entry(
-    written: Written, source: Source, pixels: Pixels, found: Prediction, out: Path, overlays: bool
-) -> dict[str, object]:
+        return entry | {"error": str(found)}, []
+    if not isinstance(found, Prediction):
+        return entry | {"overlay": f"{source.name}.overlay.mp4", **found}, []
+    assert pixels is not None
     height, width = found.mask.shape
-    entry: dict[str, Any] = {"height": height, "width": width, "mask": None, "overlay": None}
-    if found.has_mask:
-        entry["mask"] = f"{source.name}.mask.png"
-        write_whole(out / entry["mask"], png_bytes(found.mask_image()))
+    entry |= {"height": height, "width": width, "mask": None, "overlay": None}
+    images = {"mask": found.mask_image()} if found.has_mask else {}
     if overlays:
-        entry["overlay"] = f"{source.name}.overlay.png"
-        write_whole(out / entry["overlay"], png_bytes(Image.fromarray(found.overlay(pixels))))
+        images["overlay"] = Image.fromarray(found.overlay(pixels))
+    entry |= {kind: f"{source.name}.{kind}.png" for kind in images}
+    files = [threads.submit(_write_png, out / entry[kind], image) for kind, image in images.items()]
     entry["classes"] = found.classes()
     if found.counts_objects:
         number = len(written.images) + 1
@@ -262,7 +267,11 @@ def _image_entry(
         for each in objects:
             written.annotations.append({"id": len(written.annotations) + 1, "image_id": number, **each})
         entry["objects"] = len(objects)
-    return entry
+    return entry, files
+
+
+def _write_png(path: Path, image: Image.Image) -> None:
+    write_whole(path, png_bytes(image))
 
 
 def _coco(predictor: Predictor, written: Written) -> dict[str, object]:
