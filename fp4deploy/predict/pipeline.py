@@ -251,9 +251,9 @@ class Pipeline:
         given = timed("copy in", lambda: [frames.to(self.device)])
         ready = timed("prepare", lambda: self._prepare(given))
         logits = timed("network", lambda: self._network(ready))
-        (found,) = timed("classes", lambda: self._outputs(logits, given))
-        host = timed("copy out", found.cpu)
-        return row, Answer([*host.numpy()], [_size(frames)] * len(frames), logits.shape[1])
+        found = timed("classes", lambda: [_are_finite(logits), *self._outputs(logits, given)])
+        finite, *outputs = timed("copy out", lambda: [each.cpu() for each in found])
+        return row, _Begun(outputs, finite, [_size(frames)], logits.shape[1], None).end()
 
 
 class _ByHost:
