@@ -100,7 +100,7 @@ def predict_files(
         progress: called with the number of sources done and the name of the last one.
 
     Returns:
-        (content of predictions.json, one message for each source that could not be read).
+        (content of predictions.json, one message for each source that could not be predicted).
 
     Raises:
         InputError: the folder cannot be written.
