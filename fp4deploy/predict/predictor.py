@@ -123,7 +123,8 @@ class Predictor:
         (found,) = self.predict_batches([[as_pixels(image) for image in images]]) if images else ([],)
         for number, (image, each) in enumerate(zip(images, found, strict=True), start=1):
             if isinstance(each, InputError):
-                raise InputError(f"{image if isinstance(image, str | Path) else f'Image {number}'}: {each}") from each
+                own = f"{image}: " if isinstance(image, str | Path) else f"Image {number}: " if len(images) > 1 else ""
+                raise InputError(f"{own}{each}") from each
         return [each for each in found if not isinstance(each, InputError)]
 
     def predict_batches(self, batches: Iterable[Sequence[Pixels]]) -> Iterator[list[Prediction | InputError]]:

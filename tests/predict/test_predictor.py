@@ -269,6 +269,9 @@ def test_an_image_without_an_answer_is_named_and_gets_no_mask(kind: type[Spoiled
             assert np.array_equal(np.asarray(mask), predictor.predict(image).mask)
     with pytest.raises(InputError, match="^Image 3: The network answers NaN"):
         predictor.predict_batch(images)
+    with pytest.raises(InputError, match="^The network answers NaN"):
+        predictor.predict(images[2])
+    assert predictor.predict_batch([]) == []
     with pytest.raises(InputError, match="c.png: The network answers NaN"):
         predictor.predict(str(tmp_path / "c.png"))
 
