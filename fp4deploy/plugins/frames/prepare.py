@@ -27,7 +27,7 @@ COLUMNS, ROWS = 32, 8  # of a block
 Size = tuple[int, int]
 Colour = tuple[int, ...]  # red, green, blue: 0..255
 
-fallback = Fallback("Resizing of frames", "torch")
+fallback = Fallback("Resized frames", "torch")
 
 
 def prepare(
