@@ -195,7 +195,7 @@ class Pipeline:
         """What is copied to the host of each run."""
         parts = logits.split([len(run) for run in runs])
         if self._card.head is not None or not classes:
-            return [part.float() for part in parts]
+            return [part.to(torch.float32, copy=True) for part in parts]  # the next call overwrites logits
         return [classes_of(part, _size(run)) for part, run in zip(parts, runs, strict=True)]
 
     @torch.inference_mode()

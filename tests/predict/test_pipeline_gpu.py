@@ -17,6 +17,7 @@ from fp4deploy.bench.runtimes.open import open_runtime
 from fp4deploy.data import EvalTransform, LetterboxTransform
 from fp4deploy.data.sample import Sample
 from fp4deploy.models.boxes import DetectionHead
+from fp4deploy.models.heads import InstanceHead
 from fp4deploy.plugins import available
 from fp4deploy.plugins.frames import class_map, prepare
 from fp4deploy.predict.pipeline import AHEAD, Pipeline
@@ -103,6 +104,20 @@ def test_batches_are_read_while_the_gpu_is_busy(untrained: Run, suffix: str) -> 
     assert asked[: AHEAD + 1] == [True] * (AHEAD + 1)
     for masks, wanted in zip(found, expected, strict=True):
         assert all(np.array_equal(*each) for each in zip(masks, wanted, strict=True))
+
+
+def test_outputs_are_copied_before_the_next_call_overwrites_them(
+    untrained: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a network whose output is float32 in memory of its own, as of a CUDA graph, and large."""
+    runtime = opened(untrained, "fp16")
+    monkeypatch.setattr(runtime, "card", replace(runtime.card, head=InstanceHead("centres", 2)))
+    static, calls = torch.zeros(2, 30, 512, 512, device="cuda"), iter(range(100))
+    monkeypatch.setattr(runtime, "on_device", lambda images: static.fill_(next(calls)))
+    found = list(Pipeline(runtime)([pixels(2, (50, 70))] * 12))
+    assert [{float(value) for each in answer.outputs for value in (each.min(), each.max())} for answer in found] == [  # type: ignore[union-attr]
+        {float(number)} for number in range(12)
+    ]
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
