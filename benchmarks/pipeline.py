@@ -6,7 +6,7 @@ UNets of random weights, whose classes are no results; frames uint8 of `--frame`
 scale and form, as `fp4deploy bench --pipeline` measures it (`predict.pipeline`): milliseconds of a batch by part, each
 to its end; `overlapped`, the whole with the next batch copied meanwhile; `over_network`, overlapped over the network's
 part. Forms: `packed` (NVFP4), and the FP16 checkpoint in torch, `eager`, `compiled` or `max-autotune`. `same_masks`:
-the share of pixels with the class of the same form through `predict`, that is of Pillow and the host.
+the share of pixels with the class that the host makes of the same frames: Pillow, the form's logits, torch.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ import torch
 
 from benchmarks.peers import command, machine
 from fp4deploy.bench.runtimes.open import open_runtime
-from fp4deploy.data import IMAGE_MEAN, IMAGE_STD
+from fp4deploy.data import IMAGE_MEAN, IMAGE_STD, EvalTransform
+from fp4deploy.data.sample import Sample
 from fp4deploy.export.to_packed import pack
 from fp4deploy.models import ModelCard, build_unet, save_checkpoint
+from fp4deploy.plugins.frames.class_map import class_map_reference
 from fp4deploy.predict.pipeline import Pipeline
-from fp4deploy.predict.predictor import Predictor
 from fp4deploy.qat import calibrate, prepare
 
 CLASSES = 20
@@ -47,12 +48,15 @@ def checkpoint(folder: Path, scale: float, precision: str, size: tuple[int, int]
 
 
 def measured(path: Path, form: str, frames: torch.Tensor) -> dict[str, Any]:
-    """One form's times, and how many pixels have the class of `predict`."""
+    """One form's times, and how many pixels have the class of the host."""
     runtime = open_runtime(path, **({} if form == "packed" else {"form": form}))
-    pipeline = Pipeline(runtime)
-    (masks,) = pipeline([frames])
-    expected = np.stack([each.mask for each in Predictor(runtime).predict_batch(list(frames.numpy()))])
-    same = float(np.mean(masks.numpy() == expected))
+    pipeline, size = Pipeline(runtime), (frames.shape[1], frames.shape[2])
+    (answer,) = pipeline([frames])
+    transform = EvalTransform(*runtime.card.size, runtime.card.mean, runtime.card.std)
+    inputs = [transform(Sample(each, np.zeros(size, np.uint8), ""))[0] for each in frames.numpy()]
+    logits = torch.from_numpy(runtime.infer(torch.stack(inputs).numpy()))
+    expected = class_map_reference(logits, size, torch.uint8).numpy()
+    same = float(np.mean([found == wanted for found, wanted in zip(answer.outputs, expected, strict=True)]))
     return {"form": form, "runtime": runtime.name, **pipeline.times(frames).to_json(), "same_masks": same}
 
 

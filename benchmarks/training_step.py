@@ -11,6 +11,7 @@ over that under FP16, in CUDA graphs where there are both.
 |---|---|
 | `NCHW`, `channels_last` | memory format of the plain forward; the fused one is channels_last |
 | `compiled`, `max-autotune` | the model by `torch.compile` in that mode; the rest of the step as in the other rows |
+| `general` | by torch.compile with the passes of `qat.fusion`, as every other network |
 | `fused` | our forward and backward (`qat.fused_unet`), FP16 and NVFP4 alike |
 | `recomputed` | inputs of convolutions computed again in the backward (`train.recompute`) |
 | `torch's loss` | instead of the kernels of `plugins.losses` torch's operators, `compiled` by `torch.compile` |
@@ -42,6 +43,8 @@ from torch import nn
 from fp4deploy.models import build_unet
 from fp4deploy.qat import prepare
 from fp4deploy.qat.fused_unet import fuse_unet
+from fp4deploy.qat.fusion.compiler import backend
+from fp4deploy.qat.fusion.fuse import mark_fusible
 from fp4deploy.rest import rest_of
 from fp4deploy.train.losses.segmentation import SegmentationLoss
 from fp4deploy.train.optimizer import skip_where
@@ -167,6 +170,12 @@ def cases(scale: float) -> list[Case]:
     def compiled(mode: str) -> nn.Module:
         return torch.compile(plain("fp16", False), mode=mode, dynamic=False)  # type: ignore[return-value]
 
+    def general(precision: str) -> nn.Module:
+        model = plain(precision, False)
+        mark_fusible(model)
+        model.compile(backend=backend(), dynamic=False)
+        return model
+
     nhwc, nchw = torch.channels_last, torch.contiguous_format
     return [
         ("fp16 fused", lambda: plain("fp16", True), OURS, nhwc, "on"),
@@ -182,6 +191,8 @@ def cases(scale: float) -> list[Case]:
         ("fp16 unfused, NCHW", lambda: plain("fp16", False, layout=nchw), OURS, nchw, "on"),
         ("fp16 unfused", lambda: plain("fp16", False), OURS, nhwc, "on"),
         ("fp16 compiled", lambda: compiled("default"), OURS, nhwc, "on"),
+        ("fp16 general", lambda: general("fp16"), OURS, nhwc, "on"),
+        ("nvfp4 general", lambda: general("nvfp4"), OURS, nhwc, "on"),
         ("nvfp4 unfused", lambda: plain("nvfp4", False), OURS, nhwc, "on"),
         ("nvfp4 unfused, delayed", lambda: plain("nvfp4", False, "nvfp4_qat_delayed"), OURS, nhwc, "on"),
         ("peer: ModelOpt NVFP4 QAT", lambda: modelopt_model(scale), OURS, nchw, "on"),

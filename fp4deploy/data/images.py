@@ -12,6 +12,7 @@ is called: Pillow decodes some others with the help of other programs (EPS: Ghos
 from __future__ import annotations
 
 import struct
+import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,16 +47,33 @@ def open_image(path: Path | str | BinaryIO, size: tuple[int, int] | None = None)
     Raises:
         ImageError: missing, truncated, not an image, or of another size.
     """
-    tolerant = ImageFile.LOAD_TRUNCATED_IMAGES
-    ImageFile.LOAD_TRUNCATED_IMAGES = False  # another library may have switched it on
-    try:
-        with _opened(path) as image:
-            if size is not None:
-                _require_size(image, size)
-            image.load()
-        return image
-    finally:
-        ImageFile.LOAD_TRUNCATED_IMAGES = tolerant
+    with _strict, _opened(path) as image:
+        if size is not None:
+            _require_size(image, size)
+        image.load()
+    return image
+
+
+class _Strict:
+    """Pillow's switch for files that end early, which another library may have set, is off while any thread decodes."""
+
+    def __init__(self) -> None:
+        self._lock, self._decoding, self._others = threading.Lock(), 0, False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._decoding:
+                self._others, ImageFile.LOAD_TRUNCATED_IMAGES = ImageFile.LOAD_TRUNCATED_IMAGES, False
+            self._decoding += 1
+
+    def __exit__(self, *failure: object) -> None:
+        with self._lock:
+            self._decoding -= 1
+            if not self._decoding:
+                ImageFile.LOAD_TRUNCATED_IMAGES = self._others
+
+
+_strict = _Strict()
 
 
 @contextmanager

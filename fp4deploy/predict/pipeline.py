@@ -1,46 +1,48 @@
 """Frames to masks beside the network: what lies around a network is part of how fast it is.
 
-    frames uint8 [N, H, W, 3] -> copied -> resized, normalised -> network -> enlarged, argmax -> copied: masks [N, H, W]
+    frames uint8 [H, W, 3] -> copied -> resized, normalised -> network -> enlarged, argmax -> copied: masks [H, W]
 
-`Predictor` resizes by Pillow and decides classes on the host, one image after another. Here both are computed on the
-device of a checkpoint or a packed network: on a GPU resizing is compiled and classes are one kernel, no logits are
-copied, and frames of the next batch are copied and prepared, and masks of the last one copied, on streams of their own.
-ONNX Runtime and engines take arrays: of them both are computed on the CPU, and nothing is overlapped.
+Both are computed on the device of a checkpoint or a packed network: on a GPU by one kernel each, no logits are copied,
+and frames of the next batch are copied and prepared, and masks of the last one copied, on streams of their own. On the
+CPU, which is also what prepares for ONNX Runtime and engines, since they take arrays, Pillow resizes, and nothing is
+overlapped. Either way a network reads the same bytes, and masks are the same bit for bit (`plugins.frames`).
 
-Resizing is Pillow's: antialiased bilinear weights along one axis and then along the other (`_taps_of`), rounded to 8
-bits after each, in whole numbers, so that a network reads the bytes that it was evaluated on. Classes are those of
-`predict` of the same logits, bit for bit (`plugins.classes.class_map`).
+Outputs that are no map of classes, such as of a detector, come as they are.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
-from typing import Any, Protocol
+from itertools import groupby
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
-from PIL import Image
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fp4deploy.bench.environment import cpu_name
-from fp4deploy.bench.runtimes.protocol import Runtime
-from fp4deploy.data.augmentation.transforms import scale_and_offset
-from fp4deploy.data.sample import Pixels, class_type
+from fp4deploy.bench.runtimes.protocol import NotFinite, Runtime
+from fp4deploy.data.augmentation.transforms import EvalTransform, expand, scale_and_offset
+from fp4deploy.data.sample import Pixels, Sample, class_type
 from fp4deploy.errors import InputError
-from fp4deploy.plugins.classes.class_map import class_map
+from fp4deploy.plugins.frames.class_map import class_map
+from fp4deploy.plugins.frames.prepare import prepare
 from fp4deploy.system.processors import cores
+from fp4deploy.tasks import task_of
 
 SLEEP = 1_000_000  # cycles of a GPU: longer than it takes to launch a part
 AHEAD = 2  # batches whose work is queued while the host waits for an earlier one
-Taps = tuple[list[Tensor], list[Tensor]]  # places and weights of each tap
 SAMPLED = 4  # batches of images among which frames of one size are looked for
-BITS = 22  # of a weight below one, as Pillow has it
 PARTS = ("copy in", "prepare", "network", "classes", "copy out")
+Frames = Tensor | Sequence[Pixels]  # uint8 [N, H, W, 3] on the host, or [H, W, 3] each
+Size = tuple[int, int]
+Found = TypeVar("Found")
 
 
 class OnDevice(Protocol):
@@ -54,6 +56,20 @@ class OnDevice(Protocol):
     def on_device(self, images: Tensor) -> Tensor:
         """Logits of images that lie there; the next call may overwrite them."""
         ...
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a network answers for a batch of frames.
+
+    outputs: of each frame the class of each pixel [H, W] (`class_type`), or of a model with a head in its card what the
+        network gives, float32; None where that holds NaN or Inf.
+    sizes: of the frames, (H, W). channels: of the network's output.
+    """
+
+    outputs: list[NDArray[Any] | None]
+    sizes: list[Size]
+    channels: int
 
 
 @dataclass(frozen=True)
@@ -81,90 +97,120 @@ class PartTimes:
 
 
 class Pipeline:
-    """Batches of frames to masks.
+    """Batches of frames to masks, or to other outputs. Threads may share one.
 
     device: what frames are prepared and classes decided on; beside: its name.
 
     Raises:
-        InputError: the model's output is no map of classes, here or once it is run; or it reads volumes.
+        InputError: the model reads volumes; or, once it is run, its card names no head and its output is no map.
     """
 
     def __init__(self, runtime: Runtime) -> None:
         card = runtime.card
-        if card.head is not None or card.volume is not None:
-            what = "another output" if card.volume is None else "volumes"
-            raise InputError(f"A pipeline gives the class of each pixel of an image, and this model is of {what}.")
+        if card.volume is not None:
+            raise InputError("A pipeline is of images, and this model reads volumes.")
         on: OnDevice = runtime if hasattr(runtime, "on_device") else _ByHost(runtime)  # type: ignore[assignment]
         self._card, self.device, self._on_device = card, on.where, on.on_device
         self.beside = cpu_name() if isinstance(on, _ByHost) else runtime.device
-        self._prepared = _prepared
+        transform = task_of(card).transform(card.size, card.mean, card.std)
+        assert isinstance(transform, EvalTransform)
+        self._transform = transform
+        self._lock = threading.Lock()  # of a network's input and output, which the next call overwrites
         if self.device.type == "cuda":
-            # Tiles by measurement.
-            self._prepared = torch.compile(_prepared, options={"coordinate_descent_tuning": True})
             self._in, self._out = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+            self._read = torch.cuda.Event()  # a thread may have a stream of its own
 
     @torch.inference_mode()
-    def __call__(self, batches: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Masks [N, H, W] (`class_type`) on the host, of frames uint8 [N, H, W, 3] there, in order."""
-        waiting: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+    def __call__(self, batches: Iterable[Frames]) -> Iterator[Answer]:
+        """What the network answers for each batch, in order; frames of a batch may differ in size."""
+        waiting: deque[_Begun] = deque()
+        ahead = AHEAD if self.device.type == "cuda" else 0
         for frames in batches:
             waiting.append(self._begin(frames))
-            if len(waiting) > AHEAD:
-                yield _ended(*waiting.popleft())
+            if len(waiting) > ahead:
+                yield waiting.popleft().end()
         while waiting:
-            yield _ended(*waiting.popleft())
+            yield waiting.popleft().end()
 
-    def _begin(self, frames: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        if self.device.type != "cuda":
-            return classes_of(self._network(self._prepare(frames)), _size(frames)), None
+    @torch.inference_mode()
+    def logits(self, frames: Sequence[Pixels]) -> NDArray[np.float32]:
+        """What the network gives for frames of one size, float32 [N, channels, ...].
+
+        Raises:
+            NotFinite: it holds NaN or Inf.
+        """
+        found = [each for each in self._begin(frames, classes=False).end().outputs if each is not None]
+        if len(found) < len(frames):
+            raise NotFinite("The network")
+        return np.stack(found)
+
+    def _begin(self, frames: Frames, classes: bool = True) -> _Begun:
+        if self.device.type == "cuda":
+            with self._lock:
+                return self._launched(_runs(frames, pinned=True), classes)
+        runs = _runs(frames)
+        logits = self._network(self._prepare(runs))
+        outputs = self._outputs(logits, runs, classes)
+        return _Begun(outputs, _are_finite(logits), [*map(_size, runs)], logits.shape[1], None)
+
+    def _launched(self, runs: list[Tensor], classes: bool) -> _Begun:
         main = torch.cuda.current_stream(self.device)
         with torch.cuda.stream(self._in):
-            given = (frames if frames.is_pinned() else frames.pin_memory()).to(self.device, non_blocking=True)
-            ready = self._prepare(given)
+            ready = self._prepare([run.to(self.device, non_blocking=True) for run in runs])
         main.wait_stream(self._in)
         ready.record_stream(main)
-        masks = classes_of(self._network(ready), _size(frames))
+        main.wait_event(self._read)
+        logits = self._network(ready)
+        found = [_are_finite(logits), *self._outputs(logits, runs, classes)]
+        self._read.record(main)
         self._out.wait_stream(main)
         with torch.cuda.stream(self._out):
-            host = torch.empty(masks.shape, dtype=masks.dtype, pin_memory=True)
-            host.copy_(masks, non_blocking=True)
-            masks.record_stream(self._out)
+            finite, *outputs = [_on_host(each, self._out) for each in found]
             end = torch.cuda.Event()
             end.record(self._out)
-        return host, end
+        return _Begun(outputs, finite, [*map(_size, runs)], logits.shape[1], end)
 
     def _network(self, images: Tensor) -> Tensor:
         logits = self._on_device(images)
-        if logits.ndim != 4:
+        if self._card.head is None and logits.ndim != 4:
             raise InputError(
                 "A pipeline gives the class of each pixel of an image, [N, classes, H, W], and this model's output is "
                 f"{list(logits.shape)}."
             )
-        return logits
+        return logits if logits.is_floating_point() else logits.float()
 
-    def _prepare(self, frames: Tensor) -> Tensor:
+    def _prepare(self, runs: list[Tensor]) -> Tensor:
         """Frames on the device as the network reads them, float32 [N, 3, *size]."""
-        card = self._card
-        taps = _taps_of(frames, (card.height, card.width))
-        prepared: Tensor = self._prepared(frames, taps, *scale_and_offset(self.device, card.mean, card.std))
-        return prepared
+        card, transform = self._card, self._transform
+        if self.device.type != "cuda":
+            samples = (Sample(each, np.zeros(each.shape[:2], np.uint8), "") for run in runs for each in run.numpy())
+            compact = torch.stack([transform.compact(sample)[0] for sample in samples])
+            return expand(compact, torch.zeros(0), card.mean, card.std)[0].contiguous()
+        normalisation = scale_and_offset(self.device, card.mean, card.std)
+        size = (card.height, card.width)
+        parts = [prepare(run, size, transform.part(_size(run)), transform.padding, *normalisation) for run in runs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _outputs(self, logits: Tensor, runs: list[Tensor], classes: bool = True) -> list[Tensor]:
+        """What is copied to the host of each run."""
+        parts = logits.split([len(run) for run in runs])
+        if self._card.head is not None or not classes:
+            return [part.to(torch.float32, copy=True) for part in parts]  # the next call overwrites logits
+        return [classes_of(part, _size(run)) for part, run in zip(parts, runs, strict=True)]
 
     @torch.inference_mode()
     def times(self, frames: Tensor, repeats: int = 5) -> PartTimes:
-        """Median times over `repeats` passes of one batch, after one that is not counted.
+        """Median times over `repeats` passes of one batch of frames, uint8 [N, H, W, 3], after one that is not counted.
 
         Overlapped: the mean of four times as many batches, after some that allocate the pinned memory of all in flight.
+
+        Raises:
+            InputError: the model's output is no map of classes.
         """
-        rows = []
+        if self._card.head is not None:
+            raise InputError("What is timed ends with the class of each pixel, and this model is of another output.")
         host = frames.pin_memory() if self.device.type == "cuda" else frames
-        for _ in range(repeats + 1):
-            row: dict[str, float] = {}
-            given = self._timed(row, "copy in", partial(host.to, self.device))
-            ready = self._timed(row, "prepare", partial(self._prepare, given))
-            logits = self._timed(row, "network", partial(self._network, ready))
-            masks = self._timed(row, "classes", partial(classes_of, logits, _size(frames)))
-            self._timed(row, "copy out", masks.cpu)
-            rows.append(row)
+        rows = [self.timed(host)[0] for _ in range(repeats + 1)]
         parts = {part: float(torch.tensor([row[part] for row in rows[1:]]).median()) for part in PARTS}
         if self.device.type != "cuda":
             return PartTimes(parts, None, len(frames))
@@ -175,20 +221,39 @@ class Pipeline:
                 pass
         return PartTimes(parts, 1e3 * (time.perf_counter() - start) / count, len(frames))
 
-    def _timed(self, row: dict[str, float], part: str, call: Callable[[], Tensor]) -> Tensor:
-        if self.device.type == "cuda":  # by the GPU's clock: neither launch nor wait are the part's
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(SLEEP)  # meanwhile what follows is launched
-            begin.record()
+    @torch.inference_mode()
+    def timed(self, frames: Tensor, launches: bool = False) -> tuple[dict[str, float], Answer]:
+        """Milliseconds of each of `PARTS` of one batch, one after another, and what it gives.
+
+        launches: on a GPU with what the host needs to launch a part, by its clock.
+        """
+        row: dict[str, float] = {}
+
+        def timed(part: str, call: Callable[[], Found]) -> Found:
+            if (
+                self.device.type == "cuda" and not launches
+            ):  # by the GPU's clock: neither launch nor wait are the part's
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                torch.cuda._sleep(SLEEP)  # meanwhile what follows is launched
+                begin.record()
+                found = call()
+                end.record()
+                end.synchronize()
+                row[part] = begin.elapsed_time(end)
+                return found
+            start = time.perf_counter()
             found = call()
-            end.record()
-            end.synchronize()
-            row[part] = begin.elapsed_time(end)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            row[part] = 1e3 * (time.perf_counter() - start)
             return found
-        start = time.perf_counter()
-        found = call()
-        row[part] = 1e3 * (time.perf_counter() - start)
-        return found
+
+        given = timed("copy in", lambda: [frames.to(self.device)])
+        ready = timed("prepare", lambda: self._prepare(given))
+        logits = timed("network", lambda: self._network(ready))
+        found = timed("classes", lambda: [_are_finite(logits), *self._outputs(logits, given)])
+        finite, *outputs = timed("copy out", lambda: [each.cpu() for each in found])
+        return row, _Begun(outputs, finite, [_size(frames)], logits.shape[1], None).end()
 
 
 class _ByHost:
@@ -201,7 +266,10 @@ class _ByHost:
 
     def on_device(self, images: Tensor) -> Tensor:
         """As of `OnDevice`."""
-        return torch.from_numpy(self._runtime.infer(images.contiguous().numpy()))
+        try:
+            return torch.from_numpy(self._runtime.infer(images.numpy()))
+        except NotFinite as error:  # perhaps of one frame
+            return torch.from_numpy(error.outputs)
 
 
 def frames_of(read: Callable[[int], Pixels], count: int, batch: int) -> Tensor:
@@ -222,64 +290,6 @@ def frames_of(read: Callable[[int], Pixels], count: int, batch: int) -> Tensor:
     return torch.from_numpy(np.stack([chosen[at % len(chosen)] for at in range(batch)]))
 
 
-def resized(frames: Tensor, size: tuple[int, int]) -> Tensor:
-    """Frames uint8 [N, H, W, 3] at `size`, uint8 [N, *size, 3], byte for byte as Pillow resizes them bilinearly."""
-    return _weighted(frames, _taps_of(frames, size))
-
-
-def _weighted(frames: Tensor, taps: Sequence[tuple[int, Taps]]) -> Tensor:
-    x = frames.int()
-    for axis, (places, weights) in taps:
-        shape = [-1 if other == axis else 1 for other in range(4)]
-        total = torch.zeros((), dtype=torch.int32, device=x.device)
-        for at, weight in zip(places, weights, strict=True):
-            total = total + x.index_select(axis, at) * weight.view(shape)
-        x = (total + (1 << BITS - 1)) >> BITS
-    return x.to(torch.uint8)
-
-
-def _taps_of(frames: Tensor, size: tuple[int, int]) -> list[tuple[int, Taps]]:
-    """Of each axis that changes its number and its taps, in Pillow's order.
-
-    That is the width first; of Pillow 13 the height, where it loses pixels, and more than twice as many as the width.
-    """
-    (height, width), (rows, columns) = _size(frames), size
-    lost = height - rows
-    changed = [(2, width, columns), (1, height, rows)]
-    if lost > 0 and lost > 2 * (width - columns) and _height_may_be_first():
-        changed.reverse()
-    return [(axis, _taps(n, to, frames.device)) for axis, n, to in changed if n != to]
-
-
-@cache
-def _height_may_be_first() -> bool:
-    """Whether the Pillow that is installed does so, by a trial: earlier ones always begin with the width."""
-    pixels = (np.arange(40 * 7 * 3) * 97 % 251).astype(np.uint8).reshape(40, 7, 3)
-    cpu = torch.device("cpu")
-    found = _weighted(torch.from_numpy(pixels)[None], [(1, _taps(40, 9, cpu)), (2, _taps(7, 5, cpu))])[0].numpy()
-    theirs = Image.fromarray(pixels).resize((5, 9), Image.Resampling.BILINEAR)
-    return np.array_equal(found, np.asarray(theirs))
-
-
-@lru_cache(maxsize=64)
-def _taps(source: int, target: int, device: torch.device) -> Taps:
-    """Of each tap of a triangle filter, as wide as a target pixel: places int64 [target] and weights int32 [target]."""
-    scale = source / target
-    width = max(scale, 1.0)
-    centre = (torch.arange(target, dtype=torch.float64) + 0.5) * scale
-    first = (centre - width + 0.5).clamp(min=0).floor()
-    last = (centre + width + 0.5).floor().clamp(max=source)
-    at = first[:, None] + torch.arange(int((last - first).max()), dtype=torch.float64)
-    weights = (1 - ((at - centre[:, None] + 0.5) / width).abs()).clamp(min=0) * (at < last[:, None])
-    weights = (weights / weights.sum(1, keepdim=True) * (1 << BITS) + 0.5).int()
-    places = at.long().clamp(max=source - 1)
-    return tuple([each.to(device) for each in values.T.contiguous()] for values in (places, weights))  # type: ignore[return-value]
-
-
-def _prepared(frames: Tensor, taps: Sequence[tuple[int, Taps]], scale: Tensor, offset: Tensor) -> Tensor:
-    return (_weighted(frames, taps).float() * scale + offset).movedim(-1, 1).contiguous()
-
-
 def classes_of(logits: Tensor, size: tuple[int, int]) -> Tensor:
     """The most likely class of each pixel of frames of `size`, of `class_type`."""
     return class_map(logits, size, getattr(torch, class_type(logits.shape[1]).__name__))
@@ -289,7 +299,45 @@ def _size(frames: Tensor) -> tuple[int, int]:
     return frames.shape[1], frames.shape[2]
 
 
-def _ended(masks: Tensor, end: torch.cuda.Event | None) -> Tensor:
-    if end is not None:
-        end.synchronize()
-    return masks
+def _runs(frames: Frames, pinned: bool = False) -> list[Tensor]:
+    """Consecutive frames of one size, uint8 [n, H, W, 3] each."""
+    if isinstance(frames, Tensor):
+        return [frames.pin_memory() if pinned else frames]
+    runs = []
+    for shape, run in groupby(frames, lambda each: each.shape):
+        same = list(run)
+        runs.append(torch.empty((len(same), *shape), dtype=torch.uint8, pin_memory=pinned))
+        np.stack(same, out=runs[-1].numpy())
+    return runs
+
+
+def _are_finite(outputs: Tensor) -> Tensor:
+    """Whether those of each frame are, bool [N]; by one reduction, which reads them once."""
+    largest = torch.linalg.vector_norm(outputs, torch.inf, tuple(range(1, outputs.ndim)))
+    return largest.isfinite()
+
+
+def _on_host(values: Tensor, stream: torch.cuda.Stream) -> Tensor:
+    """A copy in pinned memory, once `stream` has come to it."""
+    values.record_stream(stream)
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A batch whose work is queued: outputs of each run of frames of one size, and when they are on the host."""
+
+    outputs: list[Tensor]
+    finite: Tensor
+    sizes: list[Size]
+    channels: int
+    done: torch.cuda.Event | None
+
+    def end(self) -> Answer:
+        """Wait for it. What is handed on is copied: pinned memory is dear, and is used again."""
+        if self.done is not None:
+            self.done.synchronize()
+        each = [output for run in self.outputs for output in run]
+        found = [output.clone().numpy() if good else None for output, good in zip(each, self.finite, strict=True)]
+        sizes = [size for run, size in zip(self.outputs, self.sizes, strict=True) for _ in run]
+        return Answer(found, sizes, self.channels)

@@ -3,15 +3,15 @@
     image, any size -> resized and normalised as the model card says -> runtime -> outputs -> enlarged to the image's
     own size -> class of each pixel (argmax), or objects
 
-Preprocessing is that of `bench` (the `transform` of its task), so that what is drawn is what was measured. Outputs
-are enlarged bilinearly before the class is decided, in bands of rows, so that memory does not grow with the image.
+Preprocessing is that of `bench` (the `transform` of its task), so that what is drawn is what was measured. It, and the
+class of each pixel, are computed where the network is (`predict.pipeline`); objects and tiles are put together here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,18 +19,17 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from fp4deploy.bench.runtimes.open import open_for_images
-from fp4deploy.bench.runtimes.protocol import Runtime
-from fp4deploy.data.augmentation.transforms import expand
+from fp4deploy.bench.runtimes.protocol import NotFinite, Runtime
 from fp4deploy.data.images import upright_image
 from fp4deploy.data.palette import colours
-from fp4deploy.data.sample import ClassIds, Pixels, Sample, class_type
+from fp4deploy.data.sample import ClassIds, Pixels, class_type
 from fp4deploy.data.tiles import tiled
 from fp4deploy.detection import Detections, decode_boxes
 from fp4deploy.errors import InputError
 from fp4deploy.instances.decode import Instances, decode
 from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.heads import ClassHead, InstanceHead
-from fp4deploy.predict.pipeline import classes_of
+from fp4deploy.predict.pipeline import Answer, Pipeline
 from fp4deploy.predict.prediction import Prediction
 from fp4deploy.tasks import task_of
 
@@ -39,10 +38,6 @@ if TYPE_CHECKING:
 
 Picture = Path | str | Image.Image | Pixels
 LARGEST_INSTANCES = 2**28  # elements of an instance model's outputs at the size of the image (1 GiB)
-
-
-class TooLarge(InputError):
-    """One image is too large for this model; others may not be."""
 
 
 def load(
@@ -72,6 +67,7 @@ def load(
 class Predictor:
     """A runtime with preprocessing before it and decoding after it.
 
+    pipeline: what a network reads and answers; None of volumes.
     progress: is called while one large image or video is predicted, with what is counted, how much is done, and of how
         much, where that is known.
     """
@@ -93,7 +89,7 @@ class Predictor:
         self.min_score = min_score
         task = task_of(card)
         self.background = card.background or task.counts_objects
-        self._transform = task.transform(card.size, card.mean, card.std)
+        self.pipeline = Pipeline(runtime) if card.volume is None else None
         if tile and (untiled := task.untiled(card)):
             raise InputError(f"{untiled} Leave out --tile.")
 
@@ -119,48 +115,72 @@ class Predictor:
         return self.predict_batch([image])[0]
 
     def predict_batch(self, images: Sequence[Picture]) -> list[Prediction]:
-        """Predict several images in one call of the network (tiled ones one after the other, `batch` tiles a call)."""
-        if self.card.volume is not None:
+        """Predict several images in one call of the network (tiled ones one after the other, `batch` tiles a call).
+
+        Raises:
+            InputError: as of `predict`, or of the first image without an answer, with its name or number.
+        """
+        (found,) = self.predict_batches([[as_pixels(image) for image in images]]) if images else ([],)
+        for number, (image, each) in enumerate(zip(images, found, strict=True), start=1):
+            if isinstance(each, InputError):
+                own = f"{image}: " if isinstance(image, str | Path) else f"Image {number}: " if len(images) > 1 else ""
+                raise InputError(f"{own}{each}") from each
+        return [each for each in found if not isinstance(each, InputError)]
+
+    def predict_batches(self, batches: Iterable[Sequence[Pixels]]) -> Iterator[list[Prediction | InputError]]:
+        """As `predict_batch` of each batch, in order; on a GPU some are read ahead, and copied and computed meanwhile.
+
+        An image that the network does not answer, or that is too large, is an error in its place.
+
+        Raises:
+            InputError: the model reads volumes, or its output is of no known meaning.
+        """
+        if self.pipeline is None:
             raise InputError("This model reads volumes, and these are images. Give it .nii or .nii.gz files.")
-        pixels = [as_pixels(image) for image in images]
-        found: list[Prediction | None] = [self._tiled(each) if self._needs_tiles(each) else None for each in pixels]
-        whole = [number for number, prediction in enumerate(found) if prediction is None]
-        if whole:
-            outputs = self._infer([pixels[number] for number in whole])
-            for number, output in zip(whole, outputs, strict=True):
-                height, width = pixels[number].shape[:2]
-                found[number] = self.decoded(output, (height, width))
-        return [prediction for prediction in found if prediction is not None]
+        if not self.tile:
+            yield from map(self.predictions, self.pipeline(batches))
+            return
+        for batch in batches:
+            whole = [pixels for pixels in batch if not self._needs_tiles(pixels)]
+            (found,) = map(self.predictions, self.pipeline([whole])) if whole else ([],)
+            others = iter(found)
+            yield [self._or_error(self._tiled, each) if self._needs_tiles(each) else next(others) for each in batch]
+
+    def predictions(self, answer: Answer) -> list[Prediction | InputError]:
+        """What was predicted for each frame of a batch."""
+
+        def prediction(output: NDArray[Any] | None, size: tuple[int, int]) -> Prediction:
+            if output is None:
+                raise NotFinite("The network")
+            return self._semantic(output, answer.channels) if self.card.head is None else self.decoded(output, size)
+
+        return [self._or_error(prediction, *each) for each in zip(answer.outputs, answer.sizes, strict=True)]
+
+    @staticmethod
+    def _or_error(predict: Callable[..., Prediction], *given: object) -> Prediction | InputError:
+        """What one image gives: others may have no error."""
+        try:
+            return predict(*given)
+        except InputError as error:
+            return error
 
     def _needs_tiles(self, pixels: Pixels) -> bool:
         return self.tile and (pixels.shape[0] > self.card.height or pixels.shape[1] > self.card.width)
 
-    def _infer(self, images: list[Pixels]) -> NDArray[np.float32]:
-        """Outputs [N, channels, h, w] of images that are resized to the network's input."""
-        return self.runtime.infer(self.prepared(images))
-
-    def prepared(self, images: list[Pixels]) -> NDArray[np.float32]:
-        """Images resized and normalised as the network reads them, [N, 3, h, w]."""
-        nothing = [Sample(each, np.zeros(each.shape[:2], np.uint8), "") for each in images]
-        compact = torch.stack([self._transform.compact(sample)[0] for sample in nothing])
-        batch, _ = expand(compact, torch.zeros(0), self.card.mean, self.card.std)
-        return batch.contiguous().numpy()
-
     def decoded(self, output: NDArray[np.float32], size: tuple[int, int]) -> Prediction:
-        """The prediction of an image of `size` from its outputs [channels, h, w].
+        """The prediction of an image of `size` from its outputs [channels, h, w], of a model with a head.
 
         Raises:
             InputError: the image is too large to find objects in.
         """
         logits = torch.from_numpy(np.ascontiguousarray(output))
-        if self.card.head is None:
-            return self._semantic(classes_of(logits[None], size)[0].numpy(), len(output))
+        assert self.card.head is not None
         if isinstance(self.card.head, DetectionHead):
             return self._boxes(decode_boxes(logits, self.card.head, (self.card.height, self.card.width), size), size)
         if isinstance(self.card.head, ClassHead):
             return self._label(logits, size)
         if logits.shape[0] * size[0] * size[1] > LARGEST_INSTANCES:
-            raise TooLarge(
+            raise InputError(
                 f"An image of {size[1]}x{size[0]} pixels is too large to find objects in. Make it smaller first."
             )
         return self._instances(decode(logits, self.card.head, size))
@@ -173,7 +193,7 @@ class Predictor:
             parts = [(len(band), band.argmax(0).astype(class_type(len(band)))) for _, band in bands]
             return self._semantic(np.concatenate([part for _, part in parts]), parts[0][0])
         if channels * size[0] * size[1] > LARGEST_INSTANCES:
-            raise TooLarge(
+            raise InputError(
                 f"An image of {size[1]}x{size[0]} pixels is too large to find objects in. Cut it into parts first."
             )
         outputs = np.concatenate([band for _, band in bands], axis=1)
@@ -183,7 +203,8 @@ class Predictor:
         height = pixels.shape[0]
         self.progress("rows of pixels", 0, height)
         tile = (self.card.height, self.card.width)
-        for row, band in tiled(pixels, tile, self.overlap, self._infer, self.batch):
+        assert self.pipeline is not None
+        for row, band in tiled(pixels, tile, self.overlap, self.pipeline.logits, self.batch):
             yield row, band
             self.progress("rows of pixels", row + band.shape[1], height)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -120,19 +121,30 @@ def predict_frames(
     writer = None
     try:
         with atomic_write(target) as temporary:
-            reading = _frames(capture, source.startswith(CAMERA))
-            while chosen := list(islice(reading, batch)):
-                if writer is None:
-                    size = chosen[0].shape[:2]
-                    writer = cv2.VideoWriter(str(temporary), cv2.VideoWriter.fourcc(*CODEC), rate, (size[1], size[0]))
-                    if not writer.isOpened():
-                        raise InputError(
-                            f"{target} cannot be written: this OpenCV has no {CODEC} encoder, or no permission."
-                        )
-                for pixels, prediction in zip(chosen, predictor.predict_batch(chosen), strict=True):
+            pending: deque[Pixels] = deque()
+
+            def batches() -> Iterator[list[Pixels]]:
+                reading = _frames(capture, source.startswith(CAMERA))
+                while chosen := list(islice(reading, batch)):
+                    pending.extend(chosen)
+                    yield chosen
+
+            for predictions in predictor.predict_batches(batches()):
+                for prediction in predictions:
+                    frames += 1
+                    if isinstance(prediction, InputError):
+                        raise InputError(f"{source}, frame {frames}: {prediction}") from prediction
+                    pixels = pending.popleft()
+                    if writer is None:
+                        size = (pixels.shape[0], pixels.shape[1])
+                        code = cv2.VideoWriter.fourcc(*CODEC)
+                        writer = cv2.VideoWriter(str(temporary), code, rate, (size[1], size[0]))
+                        if not writer.isOpened():
+                            raise InputError(
+                                f"{target} cannot be written: this OpenCV has no {CODEC} encoder, or no permission."
+                            )
                     writer.write(np.ascontiguousarray(prediction.overlay(pixels)[..., ::-1]))
                     _add(found, prediction.classes())
-                frames += len(chosen)
                 if progress:
                     progress(frames)
             if writer is None:

@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import io
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +31,7 @@ from fp4deploy.data.palette import colours
 from fp4deploy.data.sample import Pixels
 from fp4deploy.errors import InputError
 from fp4deploy.predict.prediction import Prediction
-from fp4deploy.predict.predictor import Predictor, TooLarge
+from fp4deploy.predict.predictor import Predictor
 from fp4deploy.predict.sources import Source
 from fp4deploy.predict.video import predict_video
 from fp4deploy.system.files import write_json, write_whole
@@ -38,6 +41,7 @@ from fp4deploy.tasks import task_of
 SCHEMA = "fp4deploy.predictions/1"
 LISTING, OBJECTS = "predictions.json", "instances.json"
 MAX_BYTES = 1 << 30
+THREADS = 4  # that decode images, and that write them; each holds one, which may have half a gigabyte
 
 
 class _Listing(Record):
@@ -96,19 +100,31 @@ def predict_files(
         progress: called with the number of sources done and the name of the last one.
 
     Returns:
-        (content of predictions.json, one message for each source that could not be read).
+        (content of predictions.json, one message for each source that could not be predicted).
 
     Raises:
         InputError: the folder cannot be written.
     """
     require_own(out, *([OBJECTS] if task_of(predictor.card).counts_objects else []))
     written = Written()
+    begun: deque[tuple[dict[str, Any], list[Future[None]]]] = deque()  # entries, and their files that are being written
+
+    def settle(most: int) -> None:
+        while len(begun) > most:
+            for file in begun[0][1]:
+                file.result()
+            written.entries.append(begun.popleft()[0])
+
     try:
-        for number, (source, result) in enumerate(_results(predictor, sources, out, batch), start=1):
-            _take(written, predictor, source, result, out, overlays)
-            if progress:
-                progress(number, str(source.path))
+        with ThreadPoolExecutor(THREADS) as threads:
+            for number, (source, result) in enumerate(_results(predictor, sources, out, batch), start=1):
+                begun.append(_entry(written, predictor, source, result, out, overlays, threads))
+                settle(THREADS)
+                if progress:
+                    progress(number, str(source.path))
+            settle(0)
     finally:  # also after Ctrl-C: what is there is described
+        written.entries += [entry for entry, files in begun if not any(file.exception() for file in files)]
         document = {**describe(predictor, model), "images": written.entries}
         write_json(out / LISTING, document)
         if task_of(predictor.card).counts_objects:
@@ -150,42 +166,62 @@ def _results(
     predictor: Predictor, sources: Sequence[Source], out: Path, batch: int
 ) -> Iterator[tuple[Source, tuple[Pixels | None, Result]]]:
     """Each source with its pixels and prediction, the summary of its video, or the error that it met."""
-    waiting: list[tuple[Source, Pixels]] = []
-    for source in sources:
-        if source.is_video:
-            yield from _predicted(predictor, waiting)
-            waiting = []
-            yield source, (None, _video(predictor, source, out, batch))
-            continue
-        try:
-            waiting.append((source, upright_image(source.path)))
-        except InputError as error:
-            yield from _predicted(predictor, waiting)
-            waiting = []
-            yield source, (None, error)
-            continue
-        if len(waiting) == batch:
-            yield from _predicted(predictor, waiting)
-            waiting = []
-    yield from _predicted(predictor, waiting)
+    for are_videos, some in groupby(sources, lambda source: source.is_video):
+        if are_videos:
+            yield from ((source, (None, _video(predictor, source, out, batch))) for source in some)
+        else:
+            yield from _images(predictor, list(some), batch)
 
 
-def _predicted(
-    predictor: Predictor, waiting: Sequence[tuple[Source, Pixels]]
+def _images(
+    predictor: Predictor, sources: Sequence[Source], batch: int
 ) -> Iterator[tuple[Source, tuple[Pixels | None, Result]]]:
-    if not waiting:
-        return
-    try:
-        predictions = predictor.predict_batch([pixels for _, pixels in waiting])
-    except TooLarge as error:
-        if len(waiting) == 1:
-            yield waiting[0][0], (None, InputError(f"{waiting[0][0].path}: {error}"))
-            return
-        for each in waiting:
-            yield from _predicted(predictor, [each])
-        return
-    for (source, pixels), prediction in zip(waiting, predictions, strict=True):
-        yield source, (pixels, prediction)
+    pending: deque[tuple[Source, Pixels | InputError]] = deque()
+
+    def batches() -> Iterator[list[Pixels]]:
+        chosen: list[Pixels] = []
+        for source, found in zip(sources, _decoded(sources), strict=True):
+            pending.append((source, found))
+            if not isinstance(found, InputError):
+                chosen.append(found)
+            if len(chosen) == batch:
+                yield chosen
+                chosen = []
+        if chosen:
+            yield chosen
+
+    answers = chain.from_iterable(predictor.predict_batches(batches()))
+    for result in chain(answers, [None]):  # files that cannot be read may be behind the last
+        while pending and isinstance(error := pending[0][1], InputError):
+            yield pending.popleft()[0], (None, error)
+        if result is not None:
+            source, pixels = pending.popleft()
+            assert not isinstance(pixels, InputError)
+            named = InputError(f"{source.path}: {result}") if isinstance(result, InputError) else result
+            yield source, (pixels, named)
+
+
+def _decoded(sources: Sequence[Source]) -> Iterator[Pixels | InputError]:
+    """Pixels of each file, or why there are none; some files are decoded ahead."""
+
+    def decoded(source: Source) -> Pixels | InputError:
+        try:
+            return upright_image(source.path)
+        except InputError as error:
+            return error
+
+    with ThreadPoolExecutor(THREADS) as threads:
+        begun: deque[Future[Pixels | InputError]] = deque()
+        try:
+            for source in sources:
+                begun.append(threads.submit(decoded, source))
+                if len(begun) > THREADS:
+                    yield begun.popleft().result()
+            while begun:
+                yield begun.popleft().result()
+        finally:
+            for each in begun:
+                each.cancel()
 
 
 def _video(predictor: Predictor, source: Source, out: Path, batch: int) -> Result:
@@ -198,38 +234,31 @@ def _video(predictor: Predictor, source: Source, out: Path, batch: int) -> Resul
         return error
 
 
-def _take(
+def _entry(
     written: Written,
     predictor: Predictor,
     source: Source,
     result: tuple[Pixels | None, Result],
     out: Path,
     overlays: bool,
-) -> None:
+    threads: ThreadPoolExecutor,
+) -> tuple[dict[str, Any], list[Future[None]]]:
+    """What predictions.json has of a source, and the files that `threads` write of it."""
     pixels, found = result
     entry: dict[str, Any] = {"file": str(source.path)}
     if isinstance(found, InputError):
         written.failures.append(str(found))
-        entry["error"] = str(found)
-    elif isinstance(found, Prediction):
-        assert pixels is not None
-        entry |= _image_entry(written, source, pixels, found, out, overlays)
-    else:
-        entry |= {"overlay": f"{source.name}.overlay.mp4", **found}
-    written.entries.append(entry)
-
-
-def _image_entry(
-    written: Written, source: Source, pixels: Pixels, found: Prediction, out: Path, overlays: bool
-) -> dict[str, object]:
+        return entry | {"error": str(found)}, []
+    if not isinstance(found, Prediction):
+        return entry | {"overlay": f"{source.name}.overlay.mp4", **found}, []
+    assert pixels is not None
     height, width = found.mask.shape
-    entry: dict[str, Any] = {"height": height, "width": width, "mask": None, "overlay": None}
-    if found.has_mask:
-        entry["mask"] = f"{source.name}.mask.png"
-        write_whole(out / entry["mask"], png_bytes(found.mask_image()))
+    entry |= {"height": height, "width": width, "mask": None, "overlay": None}
+    images = {"mask": found.mask_image()} if found.has_mask else {}
     if overlays:
-        entry["overlay"] = f"{source.name}.overlay.png"
-        write_whole(out / entry["overlay"], png_bytes(Image.fromarray(found.overlay(pixels))))
+        images["overlay"] = Image.fromarray(found.overlay(pixels))
+    entry |= {kind: f"{source.name}.{kind}.png" for kind in images}
+    files = [threads.submit(_write_png, out / entry[kind], image) for kind, image in images.items()]
     entry["classes"] = found.classes()
     if found.counts_objects:
         number = len(written.images) + 1
@@ -238,7 +267,11 @@ def _image_entry(
         for each in objects:
             written.annotations.append({"id": len(written.annotations) + 1, "image_id": number, **each})
         entry["objects"] = len(objects)
-    return entry
+    return entry, files
+
+
+def _write_png(path: Path, image: Image.Image) -> None:
+    write_whole(path, png_bytes(image))
 
 
 def _coco(predictor: Predictor, written: Written) -> dict[str, object]:

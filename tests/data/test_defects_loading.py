@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image, ImageFile
 
 from fp4deploy.data import EvalTransform, eval_loader, open_dataset, train_loader
+from fp4deploy.data.images import ImageError, open_image
 from fp4deploy.errors import InputError
 
 NEXT = "fp4deploy data check"
@@ -115,8 +120,6 @@ def test_folders(make_coco, tmp_path):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_truncated_image_is_named_whichever_process_reads_it(make_coco, workers):
     root = make_coco(broken("images", file_name="b.jpg"))
-    from PIL import Image
-
     path = root / "train2017" / "b.jpg"
     Image.effect_noise((16, 12), 90).convert("RGB").save(path, quality=95)
     path.write_bytes(path.read_bytes()[:-40])
@@ -148,3 +151,34 @@ def test_json_in_another_encoding(make_coco):
     content = json.loads(path.read_text())
     path.write_bytes(json.dumps(content).encode("utf-16"))
     assert len(open_dataset(root, "train")) == 2
+
+
+def test_a_truncated_image_is_an_error_while_other_threads_decode(tmp_path, monkeypatch):
+    """Another library has told Pillow to be tolerant: the first that is done must not tell it so for the others."""
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    for name in ("whole", "half"):
+        Image.fromarray(np.arange(64 * 64 * 3, dtype=np.uint8).reshape(64, 64, 3)).save(tmp_path / f"{name}.png")
+    content = (tmp_path / "half.png").read_bytes()
+    (tmp_path / "half.png").write_bytes(content[: len(content) // 2])
+    reached = {name: threading.Event() for name in ("whole", "half")}
+    go = {name: threading.Event() for name in reached}
+    load = ImageFile.ImageFile.load
+
+    def slow(image):
+        name = Path(image.filename).stem
+        reached[name].set()
+        assert go[name].wait(30)
+        return load(image)
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", slow)
+    with ThreadPoolExecutor(2) as threads:
+        found = {}
+        for name in ("whole", "half"):
+            found[name] = threads.submit(open_image, tmp_path / f"{name}.png")
+            assert reached[name].wait(30)
+        go["whole"].set()
+        found["whole"].result()
+        go["half"].set()
+        with pytest.raises(ImageError, match="truncated"):
+            found["half"].result()
+    assert ImageFile.LOAD_TRUNCATED_IMAGES

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,11 +16,12 @@ from cli.commands.stages.pipeline import _images
 from fp4deploy.bench.environment import cpu_name
 from fp4deploy.bench.runtimes.open import open_runtime
 from fp4deploy.bench.runtimes.pytorch import TorchRuntime
-from fp4deploy.data.sample import class_type
+from fp4deploy.data import EvalTransform
+from fp4deploy.data.sample import Sample, class_type
 from fp4deploy.errors import InputError
-from fp4deploy.models.heads import ClassHead
-from fp4deploy.predict.pipeline import AHEAD, PARTS, Pipeline, classes_of, frames_of, resized
-from fp4deploy.predict.predictor import load
+from fp4deploy.models.heads import ClassHead, InstanceHead
+from fp4deploy.plugins.frames.class_map import class_map_reference
+from fp4deploy.predict.pipeline import PARTS, Pipeline, classes_of, frames_of
 from fp4deploy.runs import Run
 from tests.contract.invoke import fp4deploy
 
@@ -28,43 +30,56 @@ def frames(count: int, height: int, width: int) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(height).integers(0, 256, (count, height, width, 3), np.uint8))
 
 
-@pytest.mark.parametrize(
-    ("size", "target"),
-    [
-        *[
-            ((97, 131), (32, 48)),
-            ((480, 640), (352, 480)),
-            ((30, 41), (64, 96)),
-            ((64, 50), (64, 32)),
-            ((7, 9), (3, 1)),
-        ],
-        *[
-            ((100, 90), (60, 100)),
-            ((64, 48), (51, 52)),
-            ((50, 37), (48, 48)),
-            ((60, 50), (40, 40)),
-            ((61, 50), (40, 40)),
-        ],
-    ],
-)
-def test_frames_are_resized_as_by_pillow(size: tuple[int, int], target: tuple[int, int]) -> None:
-    given = frames(2, *size)
-    images = [Image.fromarray(each.numpy()).resize(target[::-1], Image.Resampling.BILINEAR) for each in given]
-    assert torch.equal(resized(given, target), torch.from_numpy(np.stack([np.asarray(each) for each in images])))
-
-
 @pytest.mark.parametrize("suffix", ["safetensors", "fp4", "onnx"])
-def test_masks_are_those_of_predict(untrained: Run, suffix: str) -> None:
+def test_masks_are_of_the_evaluated_network(untrained: Run, suffix: str) -> None:
+    """Bit for bit: resized by the transform of `bench`, in the same batches, and enlarged as `class_map` defines it."""
     path = {
         "safetensors": untrained.checkpoint("nvfp4"),
         "fp4": untrained.exported("nvfp4").with_suffix(".fp4"),
         "onnx": untrained.exported("nvfp4").with_suffix(".portable.onnx"),
     }[suffix]
-    batches = [frames(2, 50, 70) // (number + 1) for number in range(AHEAD + 2)]
-    found = list(Pipeline(open_runtime(path))(batches))
-    expected = [each.mask for batch in batches for each in load(path).predict_batch(list(batch.numpy()))]
-    assert found[0].dtype == torch.uint8
-    assert np.mean(torch.cat(found).numpy() != np.stack(expected)) < 1e-3  # sums of another order, at a tie
+    runtime = open_runtime(path)
+    card, pipeline = runtime.card, Pipeline(runtime)
+    transform = EvalTransform(*card.size, card.mean, card.std)
+    first, others = list(frames(2, 50, 70).numpy()), list(frames(2, 33, 20).numpy())
+    batches = [first, frames(2, 50, 70) // 2, [first[0], *others, first[1]], others[:1]]
+    found = list(pipeline(batches))
+    assert [each.sizes for each in found] == [[each.shape[:2] for each in batch] for batch in batches]
+    for batch, answer in zip(batches, found, strict=True):
+        inputs = [transform(Sample(np.asarray(each), np.zeros(each.shape[:2], np.uint8), ""))[0] for each in batch]
+        logits = torch.from_numpy(runtime.infer(torch.stack(inputs).numpy()))
+        assert answer.channels == logits.shape[1]
+        for each, size, mask in zip(logits, answer.sizes, answer.outputs, strict=True):
+            assert mask is not None
+            assert mask.dtype == np.uint8
+            assert np.array_equal(mask, class_map_reference(each[None], size, torch.uint8)[0].numpy())
+
+
+def test_only_the_frame_without_an_answer_has_none(untrained: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in (float("nan"), float("inf"), float("-inf")):
+        runtime = open_runtime(untrained.checkpoint("fp16"))
+        whole = runtime.on_device
+
+        def spoiled(images: torch.Tensor, number: float = number, whole: Any = whole) -> torch.Tensor:
+            logits = whole(images).clone()
+            logits[1, -1, 3, 5] = number
+            return logits
+
+        good = next(iter(Pipeline(runtime)([frames(3, 20, 30)]))).outputs
+        monkeypatch.setattr(runtime, "on_device", spoiled)
+        found = next(iter(Pipeline(runtime)([frames(3, 20, 30)]))).outputs
+        assert [each is None for each in found] == [False, True, False]
+        assert np.array_equal(found[2], good[2])
+
+
+def test_outputs_of_another_kind_come_as_they_are(untrained: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = open_runtime(untrained.checkpoint("fp16"))
+    monkeypatch.setattr(runtime, "card", replace(runtime.card, head=InstanceHead("centres", 2)))
+    (found,) = Pipeline(runtime)([frames(2, 20, 30)])
+    height, width = runtime.card.size
+    assert [each.shape for each in found.outputs] == [(found.channels, height, width)] * 2
+    assert found.outputs[0].dtype == np.float32
+    assert not np.array_equal(*found.outputs)
 
 
 def test_every_part_is_timed_from_the_command_line(untrained: Run, tmp_path: Path) -> None:
@@ -140,7 +155,7 @@ def test_models_without_a_map_of_classes(untrained: Run, monkeypatch: pytest.Mon
     runtime = open_runtime(untrained.checkpoint("fp16"))
     monkeypatch.setattr(runtime, "card", replace(runtime.card, head=ClassHead("label", 3)))
     with pytest.raises(InputError, match="is of another output"):
-        Pipeline(runtime)
+        Pipeline(runtime).times(frames(2, 8, 9), 1)
 
 
 def test_outputs_that_are_no_map(untrained: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ def test_a_broken_image_does_not_stop_the_others(run: Any, images: Path, untrain
     (images / "a.png").write_bytes(whole[: len(whole) // 2])
     result = run(images, "--model", untrained.checkpoint("fp16"), "--batch", 2)
     assert result.exit_code == 2
-    assert "1 of 4 files could not be read" in result.stderr
+    assert "1 of 4 files could not be predicted" in result.stderr
     entries = json.loads((tmp_path / "predictions" / "predictions.json").read_text())["images"]
     assert ["error" in entry for entry in entries] == [True, False, False, False]
     assert all((tmp_path / "predictions" / entry["mask"]).is_file() for entry in entries[1:])

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from PIL import Image
 from pycocotools import mask as coco_mask
 
-from fp4deploy.bench.runtimes.protocol import Array, checked
+from fp4deploy.bench.runtimes.protocol import Array, NotFinite, checked, finite
 from fp4deploy.data import EvalTransform
 from fp4deploy.data.palette import colours, png_palette, tinted
 from fp4deploy.data.sample import Sample
@@ -227,14 +227,68 @@ def test_an_image_that_is_too_large_does_not_stop_the_others(tmp_path: Path, mon
     assert "b.png: An image of 64x64 pixels is too large" in failures[0]
 
 
+class Spoiled(Pointwise):
+    """A runtime that takes arrays, and computes NaN of images with a white pixel at the top left."""
+
+    def infer(self, images: Array) -> Array:
+        """Logits [N, 4, H, W]."""
+        outputs = super().infer(images)
+        outputs[images[:, :, 0, 0].min(1) == 1, 2, 5] = np.nan
+        return finite(outputs, images, "model.onnx")
+
+
+class SpoiledOnDevice(Spoiled):
+    """The same on a device."""
+
+    where = torch.device("cpu")
+
+    def on_device(self, images: torch.Tensor) -> torch.Tensor:
+        """Logits."""
+        try:
+            return torch.from_numpy(self.infer(images.numpy()))
+        except NotFinite as error:
+            return torch.from_numpy(error.outputs)
+
+
+@pytest.mark.parametrize("kind", [Spoiled, SpoiledOnDevice])
+@pytest.mark.parametrize("tile", [False, True])
+def test_an_image_without_an_answer_is_named_and_gets_no_mask(kind: type[Spoiled], tile: bool, tmp_path: Path) -> None:
+    images = [photo(64, 96, seed) for seed in range(4)]
+    images[2][:8, :8] = 255
+    for name, image in zip("abcd", images, strict=True):
+        Image.fromarray(image).save(tmp_path / f"{name}.png")
+    (tmp_path / "bb.png").write_bytes(b"no image")
+    predictor, out = Predictor(kind(card()), tile=tile), tmp_path / "out"
+    document, failures = predict_files(predictor, Path("m"), find_sources([str(tmp_path)]), out, 3, overlays=False)
+    assert [Path(entry["file"]).name for entry in document["images"]] == ["a.png", "b.png", "bb.png", "c.png", "d.png"]
+    assert ["error" in entry for entry in document["images"]] == [False, False, True, True, False]
+    assert "c.png: The network answers NaN or Inf" in failures[1]
+    assert sorted(path.name for path in out.glob("*.png")) == ["a.mask.png", "b.mask.png", "d.mask.png"]
+    for name, image in (("b", images[1]), ("d", images[3])):
+        with Image.open(out / f"{name}.mask.png") as mask:
+            assert np.array_equal(np.asarray(mask), predictor.predict(image).mask)
+    with pytest.raises(InputError, match="^Image 3: The network answers NaN"):
+        predictor.predict_batch(images)
+    with pytest.raises(InputError, match="^The network answers NaN"):
+        predictor.predict(images[2])
+    assert predictor.predict_batch([]) == []
+    with pytest.raises(InputError, match="c.png: The network answers NaN"):
+        predictor.predict(str(tmp_path / "c.png"))
+
+
+def test_a_frame_without_an_answer_ends_a_video(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_video(monkeypatch, [photo(32, 48), np.full((32, 48, 3), 255, np.uint8), photo(32, 48)])
+    with pytest.raises(InputError, match=r"clip\.mp4, frame 2: The network answers NaN"):
+        predict_video(Predictor(SpoiledOnDevice(card())), "clip.mp4", tmp_path / "clip.overlay.mp4", batch=2)
+    assert not (tmp_path / "clip.overlay.mp4").exists()
+
+
 @pytest.mark.parametrize(("overlap", "expected", "tiles"), [(None, 8, 9), (0, 0, 4), (8, 8, 9), (16, 16, 9)])
 def test_tiles_overlap_by_what_is_asked_for(overlap: int | None, expected: int, tiles: int) -> None:
-    seen: list[int] = []
-    predictor = Predictor(Pointwise(card()), tile=True, overlap=overlap)
-    infer = predictor._infer
-    predictor._infer = lambda images: (seen.append(len(images)), infer(images))[1]  # type: ignore[method-assign]
+    runtime = Pointwise(card())
+    predictor = Predictor(runtime, tile=True, overlap=overlap)
     predictor.predict(photo(64, 96))
-    assert (predictor.overlap, sum(seen)) == (expected, tiles)
+    assert (predictor.overlap, sum(count for count, *_ in runtime.batches)) == (expected, tiles)
     assert describe(predictor, Path("model"))["tile"] == {"overlap": expected}
 
 
@@ -376,9 +430,10 @@ def test_a_network_reads_rgb_and_a_video_is_written_as_it_was_read(
     red = Prediction(np.zeros((6, 8), np.uint8), ("thing",), ((255, 0, 0),))
 
     class Red(Predictor):
-        def predict_batch(self, images: Any) -> list[Prediction]:
-            seen.extend(images)
-            return [red] * len(images)
+        def predict_batches(self, batches: Any) -> Any:
+            for images in batches:
+                seen.extend(images)
+                yield [red] * len(images)
 
     found = predict_frames(Red(Pointwise(card())), capture, "clip.mp4", target, batch=2)
     assert (found["frames"], found["frames_per_s"], found["height"], found["width"]) == (3, 10.0, 6, 8)
@@ -453,18 +508,18 @@ def fake_video(monkeypatch: pytest.MonkeyPatch, frames: list[Any]) -> MagicMock:
 
 def test_a_video_has_the_mean_share_of_each_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     frames = [np.full((32, 48, 3), 0, np.uint8) for _ in range(3)]
-    predictor = Predictor(Pointwise(card()))
+    runtime = Pointwise(card())
     numbers = iter((1, 2, 2))  # the class of each frame
 
-    def infer(images: list[Any]) -> Array:
+    def infer(images: Array) -> Array:
         outputs = np.zeros((len(images), 4, 32, 48), np.float32)
         for each in outputs:
             each[next(numbers)] = 1
         return outputs
 
     fake_video(monkeypatch, frames)
-    monkeypatch.setattr(predictor, "_infer", infer)
-    found = predict_video(predictor, "clip.mp4", tmp_path / "clip.overlay.mp4", batch=2)
+    monkeypatch.setattr(runtime, "infer", infer)
+    found = predict_video(Predictor(runtime), "clip.mp4", tmp_path / "clip.overlay.mp4", batch=2)
     assert [(each["id"], each["share"]) for each in found["classes"]] == [
         (2, pytest.approx(2 / 3)),
         (1, pytest.approx(1 / 3)),
@@ -474,11 +529,11 @@ def test_a_video_has_the_mean_share_of_each_class(tmp_path: Path, monkeypatch: p
 def test_a_video_of_a_detector_counts_boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writing = fake_video(monkeypatch, [photo(20, 30, seed)[..., ::-1] for seed in range(3)])
     head = DetectionHead("fcos", classes=3)
-    predictor = Predictor(Pointwise(dataclasses.replace(card(), task="detection", head=head)))
+    runtime = Pointwise(dataclasses.replace(card(), task="detection", head=head))
     boxes = Detections(np.array([[1, 1, 9, 9]] * 3, np.float32), np.array([2, 2, 1]), np.ones(3, np.float32))
-    monkeypatch.setattr(predictor, "_infer", lambda images: np.zeros((len(images), 1, 1, 1), np.float32))
+    monkeypatch.setattr(runtime, "infer", lambda images: np.zeros((len(images), 1, 1, 1), np.float32))
     monkeypatch.setattr(module, "decode_boxes", lambda *_: boxes)
-    found = predict_video(predictor, "clip.mp4", tmp_path / "clip.overlay.mp4", batch=2)
+    found = predict_video(Predictor(runtime), "clip.mp4", tmp_path / "clip.overlay.mp4", batch=2)
     assert found["classes"] == [
         {"id": 2, "name": "green", "objects": 6},
         {"id": 1, "name": "red", "objects": 3},

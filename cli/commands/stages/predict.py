@@ -169,7 +169,7 @@ def _report(failures: list[str], count: int, out: Path) -> None:
     for failure in failures[:5]:
         note(f"  {failure}")
     if failures:
-        raise InputError(f"{len(failures)} of {count} files could not be read; the others are in {shown(out)}.")
+        raise InputError(f"{len(failures)} of {count} files could not be predicted; the others are in {shown(out)}.")
 
 
 def _predictor(

@@ -18,7 +18,16 @@ from torch.utils._pytree import tree_leaves
 from fp4deploy import __version__
 from fp4deploy.bench.environment import cpu_name
 from fp4deploy.bench.latency import time_cpu, time_cuda
-from fp4deploy.bench.runtimes.ports import Outputs, Port, fed, in_batches, named, warn_of_others
+from fp4deploy.bench.runtimes.ports import (
+    Outputs,
+    Port,
+    fed,
+    in_batches,
+    named,
+    require_fitting,
+    require_one_input,
+    warn_of_others,
+)
 from fp4deploy.bench.runtimes.precision import of_layers, of_rest
 from fp4deploy.bench.runtimes.protocol import EXPORT_AGAIN, Array, Given, described, finite
 from fp4deploy.graph.capture import file_names
@@ -80,19 +89,21 @@ class PackedRuntime:
 
     def on_device(self, images: torch.Tensor) -> torch.Tensor:
         """Logits of images that lie there; on a GPU the next call overwrites them."""
-        return first_output(self._network.prepared(images)())
+        require_one_input(self.inputs, self._path)
+
+        def first(part: torch.Tensor) -> torch.Tensor:
+            require_fitting(self.inputs[0], np.dtype(np.float32), part.shape, self._path)
+            return first_output(self._network.prepared(part)() if part is images else self._network(part))
+
+        if self._network.network.file.card is None:
+            warn_of_others(self._names, self._path)
+        found: torch.Tensor = in_batches(self.inputs, images, first, self._path, EXPORT_AGAIN)
+        return found
 
     def infer(self, images: Array) -> Array:
         """Logits float32 [N, classes, H, W]."""
-        outputs: Array = in_batches(self.inputs, images, self._first, self._path, EXPORT_AGAIN)
-        if self._network.network.file.card is None:
-            warn_of_others(self._names, self._path)
-        return finite(outputs, images, self._path)
-
-    def _first(self, images: Array) -> Array:
-        """The first output of one call."""
-        found: Array = first_output(self._network(*self._given([images]))).float().cpu().numpy()
-        return found
+        given = torch.from_numpy(np.ascontiguousarray(images, np.float32)).to(self._device)
+        return finite(self.on_device(given).float().cpu().numpy(), images, self._path)
 
     def __call__(self, *inputs: object) -> Outputs:
         """The output of these inputs, or several by name (`ports`)."""

@@ -66,10 +66,10 @@ def fixed_batch(ports: Sequence[Port]) -> int | None:
     return extents[0] if extents and isinstance(extents[0], int) else None
 
 
-def in_batches(
-    ports: Sequence[Port], images: NDArray[Any], run: Callable[[NDArray[Any]], Any], source: object, advice: str
-) -> Any:
-    """Run a file on images, in parts where its batch is fixed; the last image is repeated to fill one.
+def in_batches(ports: Sequence[Port], images: Any, run: Callable[[Any], Any], source: object, advice: str) -> Any:
+    """Run a file on images, an array or a tensor, in parts where its batch is fixed.
+
+    The last image is repeated to fill a part; where there is one part, it is `images`.
 
     Raises:
         InputError: what it gives has not one entry for each image.
@@ -77,14 +77,16 @@ def in_batches(
     batch = fixed_batch(ports) or len(images)
 
     def part(at: int) -> Any:
-        own = images[at : at + batch]
-        found = run(np.concatenate([own, own[-1:].repeat(batch - len(own), 0)]))
-        if not isinstance(found, np.ndarray) or found.shape[:1] != (batch,):
+        chosen = [min(number, len(images) - 1) for number in range(at, at + batch)]
+        found = run(images if batch == len(images) else images[chosen])
+        if not isinstance(found, np.ndarray | torch.Tensor) or found.shape[:1] != (batch,):
             raise InputError(f"{source}: its first output is no array with one entry for each image. {advice}")
-        return found[: len(own)]
+        return found[: len(images) - at]
 
     parts = [part(at) for at in range(0, len(images), batch)]
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts) if isinstance(images, torch.Tensor) else np.concatenate(parts)
 
 
 def fed(ports: Sequence[Port], given: Sequence[object], source: object) -> dict[str, NDArray[Any]]:
@@ -165,11 +167,20 @@ def _array(port: Port, value: object, source: object) -> NDArray[Any]:
         value = value.float() if value.dtype == torch.bfloat16 else value
         value = value.numpy()
     array = np.asarray(value)
-    if not _same_kind(array.dtype, port.dtype):
-        raise InputError(f"{source}: the input '{port.name}' takes {port.form}, and was given {array.dtype}.")
-    if not port.takes(array.shape):
-        raise InputError(f"{source}: the input '{port.name}' takes {port.form}, and was given {list(array.shape)}.")
+    require_fitting(port, array.dtype, array.shape, source)
     return np.ascontiguousarray(array, port.dtype)
+
+
+def require_fitting(port: Port, dtype: np.dtype[Any], shape: Sequence[int], source: object) -> None:
+    """Refuse a type or shape that does not fit.
+
+    Raises:
+        InputError: with what would; `source` begins the message.
+    """
+    if not _same_kind(dtype, port.dtype):
+        raise InputError(f"{source}: the input '{port.name}' takes {port.form}, and was given {dtype}.")
+    if not port.takes(shape):
+        raise InputError(f"{source}: the input '{port.name}' takes {port.form}, and was given {list(shape)}.")
 
 
 def _same_kind(given: np.dtype[Any], wanted: np.dtype[Any]) -> bool:

@@ -45,7 +45,7 @@ class Runtime(Protocol):
         """Logits [N, classes, H, W] of normalised images [N, 3, H, W]; any N. Of volumes with D before H.
 
         Raises:
-            InputError: NaN or Inf of finite images (`finite`).
+            NotFinite: NaN or Inf of finite images.
         """
         ...
 
@@ -106,11 +106,19 @@ def finite(outputs: Array, images: Array, source: object) -> Array:
     """Outputs of finite images, where they are finite: the largest of NaNs is class 0, and a score like any other.
 
     Raises:
-        InputError: NaN or Inf; `source` begins the message.
+        NotFinite: NaN or Inf; `source` begins the message.
     """
     if not np.isfinite(outputs).all() and np.isfinite(images).all():
-        raise InputError(
+        raise NotFinite(source, outputs)
+    return outputs
+
+
+class NotFinite(InputError):
+    """Outputs with NaN or Inf of finite images, perhaps of one of them alone."""
+
+    def __init__(self, source: object, outputs: Array | None = None) -> None:
+        self.outputs = outputs
+        super().__init__(
             f"{source} answers NaN or Inf for finite images: its weights hold such values, or it computes some beyond "
             "FP16's largest, 65504. Export an earlier checkpoint or, for the latter: fp4deploy export --rest auto"
         )
-    return outputs

@@ -20,11 +20,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from fp4deploy.bench.environment import cpu_name
 from fp4deploy.bench.latency import time_cpu, time_cuda
-from fp4deploy.bench.runtimes.ports import Outputs, fed, image_port
+from fp4deploy.bench.runtimes.ports import Outputs, fed, image_port, require_fitting
 from fp4deploy.bench.runtimes.precision import of_layers, of_rest
 from fp4deploy.bench.runtimes.protocol import Array, Given, described, finite
 from fp4deploy.errors import InputError, UnavailableError
@@ -81,6 +82,7 @@ class TorchRuntime:
 
     def on_device(self, images: torch.Tensor) -> torch.Tensor:
         """Logits of images that lie there; of a form that is a CUDA graph the next call overwrites them."""
+        require_fitting(self.inputs[0], np.dtype(np.float32), images.shape, self._path)
         if not self._graph:
             return self._forward(images)
         if self._run is None or self._run[0].shape != images.shape:

@@ -108,6 +108,11 @@ def place_image(image: Pixels, placement: Placement, target: tuple[int, int], pa
 class LetterboxTransform(NumberedEvalTransform):
     """Letterbox and normalise; the sample's index, int64 [], stands for its labels."""
 
+    def part(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Of an image's own aspect ratio."""
+        placement = letterbox(size, (self.height, self.width))
+        return placement.rows, placement.columns
+
     def compact(self, sample: Sample, epoch: int = 0, index: int = 0) -> tuple[Tensor, Tensor]:
         """(Image uint8 [H, W, 3], index int64 [])."""
         target = (self.height, self.width)

@@ -102,6 +102,10 @@ class EvalTransform:
         """An image is evaluated alone."""
         return ()
 
+    def part(self, size: tuple[int, int]) -> tuple[int, int]:
+        """What an image of `size`, (height, width), is resized to, at the top left of the input."""
+        return self.height, self.width
+
     def compact(self, sample: Sample, epoch: int = 0, index: int = 0) -> tuple[Tensor, Tensor]:
         """(Image uint8 [H, W, 3], labels uint8 [H, W] or int32 [2, H, W])."""
         height, width = sample.mask.shape

@@ -32,7 +32,7 @@ from fp4deploy.errors import InputError, UnavailableError, suggest
 from fp4deploy.plugins.runtime.cache import cache_folder, keep_entry, key, one_process, read_entry
 from fp4deploy.system import children
 
-SOURCES = tuple(sorted(Path(__file__).resolve().parents[1].glob("*/cuda")))  # of quantize, gemm, losses
+SOURCES = tuple(sorted(Path(__file__).resolve().parents[1].glob("*/cuda")))  # of frames, gemm, losses, quantize
 HEADERS = (".cuh", ".h", ".hpp")
 FLAGS = ("-std=c++17", "-O3", "-fmad=false", "-lineinfo")
 TOOLKIT = "/usr/local/cuda"

@@ -113,10 +113,23 @@ FAULTS: dict[str, Seeded] = {
         "if CHANNELS_LAST.get(tensor.ndim) == layout:",
     ),
     "predict: rounding of resized frames is down": Seeded(
-        "fp4deploy/predict/pipeline.py", "x = (total + (1 << BITS - 1)) >> BITS", "x = total >> BITS"
+        "fp4deploy/plugins/frames/prepare.py", "total = torch.full((), 1 << BITS - 1,", "total = torch.full((), 0,"
+    ),
+    "predict: NaN is a mask of class 0": Seeded(
+        "fp4deploy/predict/pipeline.py", "[output.clone().numpy() if good else None for", "[output.clone().numpy() for"
+    ),
+    "predict: frames of all sizes get masks of the first": Seeded(
+        "fp4deploy/predict/pipeline.py",
+        "[classes_of(part, _size(run)) for part, run in zip(parts, runs, strict=True)]",
+        "[classes_of(part, _size(runs[0])) for part in parts]",
+    ),
+    "predict: a letterboxed frame is stretched": Seeded(
+        "fp4deploy/plugins/frames/prepare.py",
+        "pixels = resized(frames, part)\n",
+        "pixels = resized(frames, part := size)\n",
     ),
     "predict: classes are decided before the frame's size is reached": Seeded(
-        "fp4deploy/plugins/classes/class_map.py",
+        "fp4deploy/plugins/frames/class_map.py",
         "return first.mul_(1 - share).add_(second.mul_(share))",
         "return torch.where(share < 0.5, first, second)",
     ),

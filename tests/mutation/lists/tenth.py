@@ -139,10 +139,10 @@ FAULTS: dict[str, Seeded] = {
         "torch.where(finite, moved,",
     ),
     "predict: the number of frames is a multiple of the batch": Seeded(
-        "fp4deploy/predict/video.py", "frames += len(chosen)", "frames += batch"
+        "fp4deploy/predict/video.py", "frames += 1", "frames += batch"
     ),
     "predict: a class map is enlarged with aligned corners": Seeded(
-        "fp4deploy/plugins/classes/class_map.py",
+        "fp4deploy/plugins/frames/class_map.py",
         "at = ((torch.arange(target, dtype=torch.float32) + 0.5) * (source / target) - 0.5).clamp(0, source - 1)",
         "at = (torch.arange(target, dtype=torch.float32) * ((source - 1) / max(1, target - 1))).clamp(0, source - 1)",
     ),

@@ -151,7 +151,7 @@ FAULTS: dict[str, Seeded] = {
         "run = latest_run()",
     ),
     "predict: classes are enlarged from the corners of pixels": Seeded(
-        "fp4deploy/plugins/classes/class_map.py",
+        "fp4deploy/plugins/frames/class_map.py",
         "at = ((torch.arange(target, dtype=torch.float32) + 0.5) * (source / target) - 0.5).clamp(0, source - 1)",
         "at = (torch.arange(target, dtype=torch.float32) * (source / target)).clamp(0, source - 1)",
     ),

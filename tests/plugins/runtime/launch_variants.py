@@ -17,7 +17,8 @@ from unittest import mock
 import torch
 
 from fp4deploy.formats import quantize_nvfp4
-from fp4deploy.plugins.classes.class_map import class_map_kernel
+from fp4deploy.plugins.frames.class_map import class_map_kernel
+from fp4deploy.plugins.frames.prepare import prepare_kernel
 from fp4deploy.plugins.gemm import gemv
 from fp4deploy.plugins.gemm.convolution import block_scaled, depthwise, direct, narrow_wgrad, plain, small_k, warpgroup
 from fp4deploy.plugins.gemm.convolution.decoded_weight import decode_weight
@@ -265,6 +266,11 @@ def _class_map(classes: int, dtype: torch.dtype, layout: torch.memory_format, si
     return lambda: class_map_kernel(logits, (4, 5) if side == 4 else (side, side), mask)
 
 
+def _prepared() -> object:
+    frames, three = torch.zeros(2, 4, 5, 3, dtype=torch.uint8), torch.zeros(3)
+    return prepare_kernel(frames, (3, 7), (3, 2), (1, 2, 3), three, three)
+
+
 def _direct(channels: tuple[int, ...], outputs: int, packed: bool = False) -> Callable[[], object]:
     def exercise() -> None:
         sources = tuple(quantize_nvfp4(torch.zeros(1, 4, 4, each)) for each in channels)
@@ -391,6 +397,7 @@ EXERCISES: list[Callable[[], object]] = [
     _class_map(19, BFLOAT, torch.channels_last, 3),
     _class_map(12, FLOAT, torch.contiguous_format, 9),
     _class_map(300, HALF, torch.channels_last, 8),
+    _prepared,
     _packed_norms,
     _row_norms,
     _elementwise_layers,

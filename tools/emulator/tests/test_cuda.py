@@ -64,6 +64,26 @@ FAULTS = {
         "a logit is of another class": planted.replaced(r"(ld\.global\.u16\s+\S+\s+\[%rd\d+)\]", r"\1+2]", 0),
         "gradients are shifted": planted.replaced(r"(st\.global\.u16\s+\[%rd\d+)\]", r"\1+2]", None),
     },
+    "preparation of frames": {
+        "sums are cut off": planted.replaced(r"2097152;", "0;", None),
+        "pixels behind the last are read": planted.replaced(r"min\.s32(\s+%r\d+, %r\d+), %r\d+;", r"mov.b32\1;", None),
+        "red is green": planted.replaced(r"(ld\.global\.nc\.u8\s+%rs\d+, \[%rd\d+)\]", r"\1+1]", None),
+        "products and sums are one": planted.replaced(
+            r"mul\.rn\.f32\s+(%f\d+), (%f\d+, %f\d+);([\s\S]*?)add\.rn\.f32(\s+%f\d+, )\1, (%f\d+);",
+            r"\3fma.rn.f32\4\2, \5;",
+            0,
+        ),
+        "stores are shifted": planted.replaced(r"(st\.global\.f32\s+\[%rd\d+)\]", r"\1+4]", None),
+    },
+    "preparation of frames, the height first": {
+        "the width is first": planted.replaced(
+            r"ld\.param\.u32(\s+%r\d+), \[prepare_frames_param_15\];", r"mov.b32\1, 0;", 0
+        ),
+    },
+    "preparation of frames, letterboxed": {
+        "the padding is of one colour": planted.replaced(r"shr\.u32(\s+%r\d+, %r\d+), \d+;", r"mov.b32\1;", None),
+        "the padding is one column less": planted.replaced(r"setp\.ge\.s32", "setp.gt.s32", 3),
+    },
     "classes of frames": {
         "rows are read before they have come": planted.replaced(r"cp\.async\.wait_all;", "", 0),
         "a barrier is missing": planted.without_barrier(0),

@@ -530,7 +530,7 @@ __device__ __forceinline__ void store(
             const unsigned long long place = 8 * (at + half * right);
             if (PACKED) {
                 float v[channels::VECTOR];
-                channels::widen<DTYPE>(words[half], v);
+                channels::widened<DTYPE>(words[half], v);
                 target.put(v, global, place, has);
             } else if (has) {
                 *reinterpret_cast<uint4*>(target.values + place) = words[half];

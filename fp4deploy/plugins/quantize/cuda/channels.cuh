@@ -26,7 +26,7 @@ template <> struct Pair<__nv_bfloat16> {
     static constexpr unsigned INFINITE = 0x7F807F80u;
 };
 
-template <typename T> __device__ __forceinline__ void widen(uint4 raw, float (&values)[VECTOR]) {
+template <typename T> __device__ __forceinline__ void widened(uint4 raw, float (&values)[VECTOR]) {
     using P = typename Pair<T>::type;
     const P* pairs = reinterpret_cast<const P*>(&raw);
 #pragma unroll
@@ -38,7 +38,7 @@ template <typename T> __device__ __forceinline__ void widen(uint4 raw, float (&v
 }
 
 template <typename T> __device__ __forceinline__ void load(const T* source, float (&values)[VECTOR]) {
-    widen<T>(*reinterpret_cast<const uint4*>(source), values);
+    widened<T>(*reinterpret_cast<const uint4*>(source), values);
 }
 
 __device__ __forceinline__ void load(const float* source, float (&values)[VECTOR]) {
@@ -136,7 +136,7 @@ struct Normalized {
     template <typename T> __device__ __forceinline__ void apply(float (&x)[VECTOR]) const {
 #pragma unroll
         for (int i = 0; i < VECTOR; ++i) x[i] = fp4::nan_max(__fmaf_rn(scale[i], x[i], shift[i]), 0.f);
-        widen<T>(narrowed<T>(x), x);
+        widened<T>(narrowed<T>(x), x);
     }
 };
 
@@ -173,7 +173,7 @@ template <typename T> struct Biased {
         const P* added = reinterpret_cast<const P*>(&bias);
 #pragma unroll
         for (int i = 0; i < VECTOR / 2; ++i) pairs[i] = __hadd2(pairs[i], added[i]);
-        channels::widen<T>(raw, values);
+        channels::widened<T>(raw, values);
     }
 };
 

@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(256) concat(
 #if BIASED
             biased.widen(raw[k], v);
 #else
-            channels::widen<DTYPE>(raw[k], v);
+            channels::widened<DTYPE>(raw[k], v);
 #endif
 #if NORMALIZED
             if (first) normalized.apply<DTYPE>(v);
@@ -140,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(256) separate(
         for (int k = 0; k < BATCH; ++k) {
             if (!walk.has(trip + k)) break;
             float g[VECTOR];
-            channels::widen<DTYPE>(raw[k], g);
+            channels::widened<DTYPE>(raw[k], g);
 #pragma unroll
             for (int i = 0; i < VECTOR; ++i)
                 if (!(bits[k] >> i & 1)) g[i] = 0.f;

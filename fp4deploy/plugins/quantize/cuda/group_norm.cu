@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(256) moments(
             if (!walk.has(trip + at)) break;
             range.add(raw[at]);
             float v[VECTOR];
-            channels::widen<DTYPE>(raw[at], v);
+            channels::widened<DTYPE>(raw[at], v);
 #pragma unroll
             for (int i = 0; i < VECTOR; ++i) {
                 float d = v[i] - k[i];
@@ -58,8 +58,8 @@ extern "C" __global__ void __launch_bounds__(256) moments(
         }
     }
     float high[VECTOR], low[VECTOR];
-    channels::widen<DTYPE>(range.high, high);
-    channels::widen<DTYPE>(range.low, low);
+    channels::widened<DTYPE>(range.high, high);
+    channels::widened<DTYPE>(range.low, low);
     float* out = partial + ((long long)blockIdx.y * gridDim.x + blockIdx.x) * 4 * C;
 #pragma unroll
     for (int kind = 0; kind < 4; ++kind) {
@@ -205,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(256) apply(
         for (int at = 0; at < BATCH; ++at) {
             if (trip + at >= walk.trips) break;
             float v[VECTOR];
-            channels::widen<DTYPE>(raw[at], v);
+            channels::widened<DTYPE>(raw[at], v);
 #pragma unroll
             for (int i = 0; i < VECTOR; ++i) v[i] = fp4::nan_max(__fmaf_rn(a[i], v[i], b[i]), 0.f);
 #if QUANTIZE
@@ -267,8 +267,8 @@ struct Gradients {
         }
     }
     __device__ __forceinline__ void widen(int at, float (&v)[VECTOR], float (&g)[VECTOR]) const {
-        channels::widen<DTYPE>(values[at], v);
-        channels::widen<DTYPE>(gradients[at], g);
+        channels::widened<DTYPE>(values[at], v);
+        channels::widened<DTYPE>(gradients[at], g);
     }
     __device__ __forceinline__ void advance() {
         x.advance(BATCH);

@@ -55,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(256) layer_norm(
             for (int j = 0; j < VECTOR; ++j) s[i][j] += added[j];
             const uint4 rounded = channels::narrowed<DTYPE>(s[i]);
             *reinterpret_cast<uint4*>(sum + start + channel) = rounded;
-            channels::widen<DTYPE>(rounded, s[i]);
+            channels::widened<DTYPE>(rounded, s[i]);
         }
 #pragma unroll
         for (int j = 0; j < VECTOR; ++j) total += s[i][j];
@@ -89,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(256) layer_norm(
             rounded = channels::narrowed<DTYPE>(y);
             if (plain) *reinterpret_cast<uint4*>(plain + start + channel) = rounded;
         }
-        channels::widen<DTYPE>(rounded, y);
+        channels::widened<DTYPE>(rounded, y);
 #pragma unroll
         for (int j = 0; j < VECTOR; ++j) largest = fp4::nan_max(largest, fabsf(y[j]));
         largest = fp4::nan_max(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 1));

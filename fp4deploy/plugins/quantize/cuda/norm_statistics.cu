@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(256) chunk_moments(
         for (int at = 0; at < BATCH; ++at) {
             if (!walk.has(trip + at)) break;
             float v[VECTOR];
-            channels::widen<DTYPE>(raw[at], v);
+            channels::widened<DTYPE>(raw[at], v);
 #pragma unroll
             for (int i = 0; i < VECTOR; ++i) {
                 const float d = v[i] - k[i];

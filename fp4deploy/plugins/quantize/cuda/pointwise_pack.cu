@@ -92,13 +92,13 @@ struct Pointwise {
         return raw;
     }
     __device__ __forceinline__ void operator()(const Raw& raw, float (&v)[VECTOR]) const {
-        channels::widen<DTYPE>(raw.x, v);
+        channels::widened<DTYPE>(raw.x, v);
 #if FIRST
         first(v);
 #endif
 #if SECOND
         float r[VECTOR];
-        channels::widen<DTYPE>(raw.other, r);
+        channels::widened<DTYPE>(raw.other, r);
 #if SECOND == 2
         second(r);
 #endif

@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(256) pool_gradient(
     if (walk.active) normalized.load(ab, C, walk.channel);
 #endif
     const auto widen = [&](uint4 raw, float (&v)[VECTOR]) {
-        channels::widen<DTYPE>(raw, v);
+        channels::widened<DTYPE>(raw, v);
 #if NORMALIZED
         normalized.apply<DTYPE>(v);
 #endif
@@ -90,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(256) pool_gradient(
             taps[tap] = channels::load_if(y + at, has);
             skips[tap] = channels::load_if(dskip + at, has && dskip);
         }
-        channels::widen<DTYPE>(channels::load_if(in + walk.pixel(trip) * C, has), g);
+        channels::widened<DTYPE>(channels::load_if(in + walk.pixel(trip) * C, has), g);
         widen(taps[0], best);
 #pragma unroll
         for (int tap = 1; tap < 4; ++tap) {
@@ -115,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(256) pool_gradient(
         for (int tap = 0; tap < 4; ++tap) {
             long long at = item + corner.base + (tap & 1) * corner.right + (tap >> 1) * corner.below;
             float d[VECTOR];
-            channels::widen<DTYPE>(skips[tap], d);
+            channels::widened<DTYPE>(skips[tap], d);
 #pragma unroll
             for (int i = 0; i < VECTOR; ++i)
                 if (from[i] == tap) d[i] += g[i];

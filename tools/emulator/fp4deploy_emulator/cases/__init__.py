@@ -17,7 +17,7 @@
 | `plain` | FP16 convolutions and copies |
 | `channels_last` | feature maps in channels_last: GroupNorm, pooling, concatenation, gradients, packing |
 | `losses` | sums over the pixels of a segmentation, and their gradient |
-| `classes` | the classes of frames, from logits of another size |
+| `frames` | frames before a network: resized and normalised; and after it: classes, from logits of another size |
 
 `case` says what a case is.
 """
@@ -30,12 +30,12 @@ from fp4deploy.errors import InputError, suggest
 from fp4deploy_emulator.cases import (
     block_scaled,
     channels_last,
-    classes,
     contractions,
     cuda,
     decoded,
     depthwise,
     direct,
+    frames,
     gemms,
     losses,
     narrow_wgrad,
@@ -52,7 +52,7 @@ CUDA = (
     *cuda.CASES,
     *channels_last.CASES,
     *losses.CASES,
-    *classes.CASES,
+    *frames.CASES,
     *plain.CASES,
     *small_k.CASES,
     *narrow_wgrad.CASES,

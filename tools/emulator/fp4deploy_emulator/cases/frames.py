@@ -1,4 +1,4 @@
-"""Cases of the classes of frames: `class_map.cu`, every byte that of the reference.
+"""Cases of frames: `prepare.cu` before a network, `class_map.cu` after it, every byte that of the reference.
 
 A map has a NaN, an infinity, and equal logits of two classes; its mask has every byte set before.
 """
@@ -10,11 +10,12 @@ from unittest import mock
 
 import torch
 
-from fp4deploy.plugins.classes import class_map
+from fp4deploy.data.augmentation.transforms import scale_and_offset
+from fp4deploy.plugins.frames import class_map, prepare
 from fp4deploy_emulator.cases.case import Case, Outcome, Setting, normal
 from fp4deploy_emulator.cases.cuda import BFLOAT, FLOAT, HALF, emulated
 
-FAMILY = "classes of frames"
+FAMILY, BEFORE = "classes of frames", "preparation of frames"
 LAST, FIRST = torch.channels_last, torch.contiguous_format
 Size = tuple[int, int]
 
@@ -48,7 +49,29 @@ class Frames:
         outcome.compare(found, class_map.class_map_reference(x, self.size, self.mask))
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """shape: N, H, W of the frames; size: of the input; part: of that the frames take, all by default."""
+
+    shape: tuple[int, int, int]
+    size: Size
+    part: Size | None = None
+
+    def __call__(self, setting: Setting, outcome: Outcome) -> None:
+        """Launch, execute, compare."""
+        frames = normal(setting, *self.shape, 3).mul(70).add(128).clamp(0, 255).byte()
+        normalisation = scale_and_offset(torch.device("cpu"), (0.48, 0.45, 0.4), (0.23, 0.22, 0.21))
+        given = (frames, self.size, self.part or self.size, (124, 116, 104), *normalisation)
+        with emulated(setting, outcome):
+            found = prepare.prepare_kernel(*given)
+        outcome.compare(found, prepare.prepare_reference(*given))
+
+
 CASES = (
+    Case("preparation of frames", BEFORE, Prepared((2, 23, 31), (11, 37))),
+    Case("preparation of frames, the height first", BEFORE, Prepared((1, 40, 9), (9, 7))),
+    Case("preparation of frames, letterboxed", BEFORE, Prepared((2, 30, 20), (12, 35), (12, 8))),
+    Case("preparation of frames, the same size", BEFORE, Prepared((1, 9, 33), (9, 33))),
     Case("classes of frames", FAMILY, Frames((2, 20, 9, 13), (13, 35))),
     Case("classes of frames, 19, rows of any address", FAMILY, Frames((1, 19, 7, 11), (10, 37))),
     Case("classes of frames, NCHW", FAMILY, Frames((2, 20, 5, 11), (7, 17), BFLOAT, FIRST)),

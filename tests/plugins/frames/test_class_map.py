@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fp4deploy.plugins.classes import class_map as module
-from fp4deploy.plugins.classes.class_map import class_map, class_map_kernel, class_map_reference, supports
+from fp4deploy.plugins.frames import class_map as module
+from fp4deploy.plugins.frames.class_map import class_map, class_map_kernel, class_map_reference, supports
 from fp4deploy.plugins.runtime.launch import substituted
 
 ONE, HALF = np.float32(1), np.float32(0.5)

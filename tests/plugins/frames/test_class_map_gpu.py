@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fp4deploy.plugins import available
-from fp4deploy.plugins.classes import class_map as module
-from fp4deploy.plugins.classes.class_map import class_map, class_map_kernel, class_map_reference
-from tests.plugins.classes.test_class_map import sample
+from fp4deploy.plugins.frames import class_map as module
+from fp4deploy.plugins.frames.class_map import class_map, class_map_kernel, class_map_reference
+from tests.plugins.frames.test_class_map import sample
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,1 +1,0 @@
-"""Classes of pixels from logits."""

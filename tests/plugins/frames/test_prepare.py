@@ -1,0 +1,50 @@
+"""Frames as a network reads them: Pillow's bytes, the padding of a letterbox, and the host's normalisation."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fp4deploy.data import EvalTransform, LetterboxTransform
+from fp4deploy.data.augmentation.transforms import scale_and_offset
+from fp4deploy.data.sample import IMAGE_MEAN, IMAGE_STD, Sample
+from fp4deploy.plugins.frames.prepare import prepare, resized, supports
+
+SIZES = [
+    *[((97, 131), (32, 48)), ((480, 640), (352, 480)), ((30, 41), (64, 96)), ((64, 50), (64, 32)), ((7, 9), (3, 1))],
+    *[((100, 90), (60, 100)), ((64, 48), (51, 52)), ((50, 37), (48, 48)), ((60, 50), (40, 40)), ((61, 50), (40, 40))],
+]
+
+
+def frames(count: int, height: int, width: int) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(height).integers(0, 256, (count, height, width, 3), np.uint8))
+
+
+@pytest.mark.parametrize(("size", "target"), SIZES)
+def test_frames_are_resized_as_by_pillow(size: tuple[int, int], target: tuple[int, int]) -> None:
+    given = frames(2, *size)
+    images = [Image.fromarray(each.numpy()).resize(target[::-1], Image.Resampling.BILINEAR) for each in given]
+    assert torch.equal(resized(given, target), torch.from_numpy(np.stack([np.asarray(each) for each in images])))
+
+
+@pytest.mark.parametrize("kind", [EvalTransform, LetterboxTransform])
+@pytest.mark.parametrize(("size", "target"), SIZES)
+def test_a_network_reads_what_it_was_evaluated_on(
+    kind: type[EvalTransform], size: tuple[int, int], target: tuple[int, int]
+) -> None:
+    """Bit for bit."""
+    transform, given = kind(*target), frames(1, *size)
+    (expected, _) = transform(Sample(given[0].numpy(), np.zeros(size, np.uint8), ""))
+    normalisation = scale_and_offset(given.device, IMAGE_MEAN, IMAGE_STD)
+    found = prepare(given, target, transform.part(size), transform.padding, *normalisation)
+    assert torch.equal(found, expected[None])
+
+
+def test_what_the_kernel_takes() -> None:
+    x = torch.empty(1, 4, 5, 3, dtype=torch.uint8, device="meta")
+    assert supports(x, (5, 6))
+    assert not supports(x[:0], (5, 6))
+    assert not supports(x.expand(1 << 16, 4, 5, 3), (5, 6))
+    assert not supports(torch.empty(1, 1 << 15, 1 << 15, 3, device="meta"), (5, 6))
