@@ -97,7 +97,8 @@ def gated(y: Result) -> Result:
 
 
 def unequal(y: Result) -> Result:
-    return F.relu(y)[..., :64].reshape(*y.shape[:-1], 2, 32).sum(-2) * y[..., 64:]
+    wide = F.relu(y).narrow(-1, 0, 64)  # whose axis is counted from the end
+    return wide.reshape(*y.shape[:-1], 2, 32).sum(-2) * y[..., 64:]
 
 
 def whole(y: Result) -> Result:
