@@ -1,4 +1,4 @@
-"""Every count of multiply-accumulates is torch's own, layer by layer: of unequal channels, groups, strides and a batch."""
+"""Every count of multiply-accumulates is torch's own: of unequal channels, groups, strides, transposed, of a batch."""
 
 from __future__ import annotations
 
