@@ -54,7 +54,7 @@ def test_a_file_of_modelopt_is_read_without_it(quantized: Quantized) -> None:
 @pytest.mark.parametrize(("layer", "count"), [("2", 16), ("2", 1), ("9", 16), ("9", 1)])
 def test_a_weight_that_a_scale_of_its_input_divides_is_whole_again(layer: str, count: int, tmp_path: Path) -> None:
     """As of SmoothQuant and AWQ: a scale for each input channel, or one for all."""
-    content = torch.load(FILE, weights_only=True)  # noqa: TID251  tensors alone
+    content = torch.load(FILE, weights_only=True)
     weights, scale = content["model_state_dict"], torch.linspace(0.5, 2.5, count)
     weight = weights[f"{layer}.weight"].clone()
     weights[f"{layer}.weight"] = weight / scale.view(1, -1, *(1,) * (weight.ndim - 2))

@@ -228,7 +228,7 @@ def test_an_image_that_is_too_large_does_not_stop_the_others(tmp_path: Path, mon
 
 
 class Placed(Pointwise):
-    """Answers of each place of a tile what it always does, the other way round for a network that is higher than wide."""
+    """Always answers the same, the other way round where the network is higher than wide."""
 
     def infer(self, images: Array) -> Array:
         """Logits [N, 4, H, W]."""
@@ -241,7 +241,7 @@ def test_an_upright_network_cuts_an_upright_image_as_a_wide_one_a_wide_image(bat
     wide, upright = (Predictor(Placed(card(*size)), tile=True, batch=batch) for size in ((32, 48), (48, 32)))
     image = photo(70, 133)
     expected, found = wide.predict(image).mask, upright.predict(np.ascontiguousarray(image.swapaxes(0, 1))).mask
-    assert (found.T == expected).mean() > 0.999  # tiles are added in another order
+    assert (expected == found.T).mean() > 0.999  # tiles are added in another order
 
 
 @pytest.mark.parametrize(("overlap", "expected", "tiles"), [(None, 8, 9), (0, 0, 4), (8, 8, 9), (16, 16, 9)])
