@@ -135,6 +135,18 @@ def test_an_input_that_is_always_zero_is_no_obstacle() -> None:
     assert found.isfinite().all()
 
 
+@pytest.mark.parametrize("scale", [2.0**-20, 1.0, 2.0**20])
+def test_gptq_depends_on_no_unit_of_its_inputs_and_on_none_that_is_always_zero(scale: float) -> None:
+    """Damping is a share of those that are there: small inputs beside dead ones are not rounded to nearest."""
+    torch.manual_seed(6)
+    rows, hessian, amax = torch.randn(6, 80), torch.zeros(80, 80), torch.tensor(4.0)
+    live = [*range(32), *range(48, 80)]  # blocks around one whose inputs are always 0
+    hessian[torch.tensor(live)[:, None], live] = correlated(300, 64)
+    found = gptq(rows, amax, scale * hessian)
+    assert not found[:, 32:48].any()
+    assert torch.equal(found[:, live], gptq(rows[:, live], amax, hessian[live][:, live]))
+
+
 @pytest.mark.parametrize(
     "layer",
     [
