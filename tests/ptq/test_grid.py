@@ -18,7 +18,7 @@ from fp4deploy.ptq.grid import (
     is_fixed_point,
     steps,
 )
-from fp4deploy.ptq.matrix import WeightMatrix, blocks, input_rows
+from fp4deploy.ptq.matrix import WeightMatrix, blocks, has_hessian, input_rows
 from fp4deploy.ptq.reconstruct import neighbours
 
 
@@ -178,6 +178,30 @@ def test_rows_times_matrix_is_the_layer(layer: nn.Module) -> None:
     else:
         flat = expected if x.ndim == 2 else expected.movedim(1, -1).flatten(0, -2)
         assert torch.allclose(found, flat, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        *(nn.Conv2d(16, 4, 3, padding=1, padding_mode=mode) for mode in ("zeros", "reflect", "replicate", "circular")),
+        nn.Conv2d(16, 4, 3, padding="same"),
+        nn.Conv2d(16, 4, 3, padding=1, groups=2),
+        nn.Conv1d(16, 4, 3, padding=1, padding_mode="reflect"),
+    ],
+    ids=repr,
+)
+def test_a_layer_has_a_hessian_where_rows_give_what_it_does(layer: nn.Module) -> None:
+    """Zeros around the input are no input of a layer that reflects it: its H would be another layer's."""
+    torch.manual_seed(6)
+    matrix, x = WeightMatrix.of(layer), torch.randn(2, 16, *(7, 9)[: layer.weight.ndim - 2])  # type: ignore[union-attr]
+    try:
+        rows = input_rows(layer, x, torch.Generator(), most=10_000)
+        found = rows @ matrix.rows(layer.weight.detach()).T  # type: ignore[union-attr, operator]
+        expected = (layer(x) - layer.bias.view(-1, *[1] * (x.ndim - 2))).movedim(1, -1).flatten(0, -2)  # type: ignore[operator, union-attr]
+        gives = torch.allclose(found, expected, atol=1e-5)
+    except (RuntimeError, TypeError, ValueError):
+        gives = False
+    assert has_hessian(layer) == gives
 
 
 def test_neighbours_of_the_format() -> None:
