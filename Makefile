@@ -65,7 +65,7 @@ fuzz: install-dev
 mutants: install-dev
 	$(INSTALL) --editable '.[mutation]'
 	$(BIN)/python -m tests.mutation.seeded --jobs 2
-	-for set in FIRST SECOND THIRD FOURTH FIFTH SIXTH SEVENTH EIGHTH NINTH TENTH ELEVENTH; do $(BIN)/python -m tests.mutation.unseen --set $$set --jobs 2; done
+	-for set in FIRST SECOND THIRD FOURTH FIFTH SIXTH SEVENTH EIGHTH NINTH TENTH ELEVENTH TWELFTH THIRTEENTH; do $(BIN)/python -m tests.mutation.unseen --set $$set --jobs 2; done
 	$(BIN)/python -m tests.mutation.sampled --jobs 2
 
 release rehearsal: install-dev

@@ -8,15 +8,18 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 from fp4deploy.bench.runtimes import packed
 from fp4deploy.bench.runtimes.open import open_runtime
+from fp4deploy.bench.runtimes.ort import OrtRuntime
 from fp4deploy.bench.runtimes.pytorch import FORMS
 from fp4deploy.errors import InputError, UnavailableError
+from fp4deploy.models.card import CARD_KEY
 from fp4deploy.plugins.runtime.fallback import Fallback, in_torch
 from fp4deploy.plugins.runtime.nvcc import LaunchError
 from fp4deploy.runs import Run
+from tests.fuzz.predicted import DETECTION
 
 
 @pytest.fixture
@@ -135,6 +138,49 @@ def test_onnx_without_a_card_says_so(tmp_path: Path) -> None:
     assert np.array_equal(runtime.infer(images), np.maximum(images, 0))
     with pytest.raises(InputError, match="no fp4deploy model card"):
         _ = runtime.card
+
+
+BOXES = {  # of two images, as `export.onnx.boxes` writes them
+    "images": np.array([0, 1, 1]), "boxes": np.array([[0, 1, 9, 8], [2, 2, 5, 30], [1, 0, 31, 9]], np.float32),
+    "classes": np.array([1, 2, 1]), "scores": np.array([0.9, 1.0, 0.0], np.float32),
+}  # fmt: skip
+
+
+def detector(path: Path, **changed: np.ndarray) -> OrtRuntime:
+    """A file that answers these boxes, whatever it is given."""
+    constants = {"raw": np.zeros((2, 7, 84), np.float32), **BOXES, **changed}
+    nodes = [
+        helper.make_node("Constant", [], [name], value=numpy_helper.from_array(each))
+        for name, each in constants.items()
+    ]
+    outputs = [
+        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(each.dtype), each.shape)
+        for name, each in constants.items()
+    ]
+    image = helper.make_tensor_value_info("image", TensorProto.FLOAT, ["N", 3, 32, 32])
+    graph = helper.make_graph(nodes, "detector", [image], outputs)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    helper.set_model_props(model, {CARD_KEY: DETECTION.to_json()})
+    onnx.save(model, path)
+    return OrtRuntime(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("classes", np.array([1, 2, 0])), ("classes", np.array([1, 3, 1])), ("classes", np.array([1, 2])),
+        ("scores", np.array([0.9, 1.01, 0.0], np.float32)), ("scores", np.array([0.9, -0.1, 0.0], np.float32)),
+        ("scores", np.array([0.9, np.nan, 0.0], np.float32)), ("boxes", np.full((3, 4), np.inf, np.float32)),
+        ("boxes", np.zeros((3, 5), np.float32)), ("boxes", np.zeros((3, 4), np.int64)),
+        ("images", np.zeros(3, np.float32)),
+    ],
+)  # fmt: skip
+def test_boxes_of_a_file_are_boxes_of_its_classes(name: str, value: np.ndarray, tmp_path: Path) -> None:
+    given = np.zeros((2, 3, 32, 32), np.float32)
+    first, second = detector(tmp_path / "right.onnx").detect(given)
+    assert (first[1].tolist(), second[1].tolist(), second[0].tolist()) == ([1], [2, 1], BOXES["boxes"][1:].tolist())
+    with pytest.raises(InputError, match="answers no boxes of its classes"):
+        detector(tmp_path / "wrong.onnx", **{name: value}).detect(given)
 
 
 def test_a_loop_without_an_end_is_stopped(untrained: Run, tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import torch
 from fp4deploy.cli.deferred import with_fields
 from safetensors.torch import save_file
 
-from fp4deploy.runs import Run
+from fp4deploy.errors import GateError, InputError
+from fp4deploy.runs import Run, create_run
 from tests.bench.perfect import perfect
 from tests.cli.command_line import Invoke
 
@@ -344,3 +345,25 @@ def test_every_number_is_finite_and_every_timer_is_one_of_the_system(app: Any, i
             assert option in result.stderr
     for command, option in (("bench", "--timeout"), ("sweep", "--minutes")):
         assert invoke(command, "x", option, "1e300").exit_code == 2
+
+
+@pytest.mark.parametrize("first", ["fp16", "nvfp4"])
+def test_of_several_failures_a_gate_decides_the_exit_code(
+    first: str, invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script that watches for 1 hears of it, whichever model is exported first."""
+    run = create_run(tmp_path / "run")
+    run.config_path.write_text("{}")
+    for model in ("fp16", "nvfp4"):
+        run.model_dir(model).mkdir()
+        run.checkpoint(model).write_bytes(b"")
+
+    def fail(checkpoint: Path, *_: object, **__: object) -> None:
+        model = checkpoint.parent.name
+        kind = GateError if model == first else InputError
+        raise kind(f"{kind.__name__} of {model}.")
+
+    monkeypatch.setattr("fp4deploy.export.export_checkpoint", fail)
+    result = invoke("export", run.path, "--no-verify")
+    assert result.exit_code == 1, result.stderr
+    assert result.stderr.count("Error of fp16.") == result.stderr.count("Error of nvfp4.") == 1

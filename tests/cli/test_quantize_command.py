@@ -100,7 +100,9 @@ def test_a_drop_that_is_not_excluded_fails_the_command(
     for one, other in ((checkpoint, "other.safetensors"), ("other.safetensors", checkpoint)):
         given = ("--engine", one, "--baseline", other, "--data", shapes, "--iterations", 1, "--max-drop", 0)
         result = invoke("bench", *given, "--json", "out.json")
-        failed = not json.loads((tmp_path / "out.json").read_text())["gate"][0]["passed"]
+        (gate,) = json.loads((tmp_path / "out.json").read_text())["gate"]
+        assert gate["max_drop"] == 0  # a number like any other, not the default
+        failed = not gate["passed"]
         assert result.exit_code == failed, result.stderr
         codes.append(result.exit_code)
     assert 1 in codes

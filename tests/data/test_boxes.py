@@ -38,11 +38,18 @@ def dataset(root: Path, annotations: list[dict[str, Any]], images: int = 2) -> P
 
 
 def test_boxes_without_segmentations(tmp_path: Path) -> None:
-    root = dataset(tmp_path, [{"bbox": [10, 5, 20, 10]}, {"bbox": [1, 1, 2, 3], "category_id": 9, "iscrowd": 1}])
+    root = dataset(
+        tmp_path,
+        [
+            {"bbox": [10, 5, 20, 10]},
+            {"bbox": [1, 1, 2, 3], "category_id": 9, "iscrowd": 1},
+            {"bbox": [0, 0, 8, 9], "area": 37.5},
+        ],
+    )
     data = open_boxes(root, "train")
     boxes = data.load(0).boxes
     assert boxes is not None
-    assert boxes.tolist() == [[1, 10, 5, 30, 15], [255, 1, 1, 3, 4]]
+    assert boxes.tolist() == [[1, 10, 5, 30, 15], [255, 1, 1, 3, 4], [1, 0, 0, 8, 9]]
     empty = data.load(1).boxes
     assert empty is not None
     assert empty.shape == (0, 5)
@@ -50,6 +57,7 @@ def test_boxes_without_segmentations(tmp_path: Path) -> None:
     assert [(each["bbox"], each["area"], each["iscrowd"]) for each in truth] == [
         ([10, 5, 20, 10], 200, 0),
         ([1, 1, 2, 3], 6, 1),
+        ([0, 0, 8, 9], 37.5, 0),  # that of the object, by which COCO calls it small, not that of its box
     ]
 
 

@@ -122,7 +122,8 @@ def test_degenerate_polygons_draw_nothing(make_coco):
 )
 def test_images_of_any_mode_become_rgb(make_coco, mode, suffix):
     root = make_coco(lambda content: content["images"][0].update(file_name=f"b.{suffix}"))
-    pixels = np.tile(np.where(np.arange(WIDTH) < 8, 0, 255).astype(np.uint8), (HEIGHT, 1))
+    grey = np.arange(WIDTH) // 8 * 255 if mode in ("1", "P") else np.arange(WIDTH) * 17  # what a mode can show
+    pixels = np.tile(grey.astype(np.uint8), (HEIGHT, 1))
     source = Image.fromarray(pixels.astype(np.uint16) * 257) if mode == "I;16" else Image.fromarray(pixels)
     source = source if mode == "I;16" else source.convert("RGB").convert(mode)
     source.save(root / "train2017" / f"b.{suffix}")

@@ -250,7 +250,7 @@ def nnunet(root: Path, about: dict[str, Any]) -> Path:
 
 
 def test_images_of_nnunet(tmp_path: Path) -> None:
-    source = nnunet(tmp_path / "in", {"labels": {"background": 0, "road": 1, "ignore": 2}})
+    source = nnunet(tmp_path / "in", {"labels": {"ignore": 2, "road": 1, "background": 0}})  # numbers say the order
     import_folder(source, None, None, tmp_path / "out", val_share=0.4)
     assert open_dataset(tmp_path / "out", "val").class_names == ("background", "road")
     for about, said in (

@@ -62,6 +62,15 @@ def test_header_of_the_image_goes_with_the_mask(tmp_path: Path) -> None:
     assert voxels.dtype == np.float32
 
 
+@pytest.mark.parametrize("size", [(3, 3, 7), (3, 6, 7), (12, 3, 14)])
+def test_labels_are_resampled_as_the_most_likely_of_their_scores(size: tuple[int, int, int]) -> None:
+    """Halved sides have voxels in which shares are equal: the smaller label wins, as of a network's scores."""
+    values = np.array([0, 2, 5, 255], np.uint8)
+    labels = values[np.random.default_rng(0).integers(0, 4, (6, 6, 7))]
+    scores = (labels == values[:, None, None, None]).astype(np.float32)
+    np.testing.assert_array_equal(resample_labels(labels, size), values[most_likely(scores, size)])
+
+
 def test_sizes_follow_the_spacing_and_labels_stay_labels() -> None:
     assert size_at((10, 20, 30), (3.0, 1.0, 1.0), (1.0, 1.0, 2.0)) == (30, 20, 15)
     labels = np.zeros((6, 8, 8), np.uint8)

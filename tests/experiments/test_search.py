@@ -20,6 +20,8 @@ from fp4deploy.experiments.search.choose import least_cost, least_error
 from fp4deploy.experiments.search.costs import LayerCost, layer_costs, measured_layers, with_measured
 from fp4deploy.experiments.search.files import pareto_front, recipe, save_search
 from fp4deploy.experiments.search.run import Budget, Point, search
+from fp4deploy.experiments.search.study import Measurements, Record
+from fp4deploy.metrics import SegmentationScore
 from fp4deploy.models import read_card
 from fp4deploy.peaks import find_gpu
 from fp4deploy.precisions import LAYER_FORMATS
@@ -86,6 +88,26 @@ def test_costs_of_layers_by_hand() -> None:
 def test_a_budget_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="--budget is"):
         Budget.parse(text)
+
+
+def test_a_record_answers_of_every_placement_what_would_be_measured(tmp_path: Path) -> None:
+    """Placements of the same layers in other precisions, and parts of them, each have a score of their own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 1), nn.Conv2d(16, 4, 1)).eval()
+    images = [torch.randn(2, 3, 12, 20, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    with torch.no_grad():
+        labelled = [(each, model(each).argmax(1)) for each in images]  # of which each precision loses some
+
+    def measured(record: Record) -> Measurements:
+        return Measurements(model, images, labelled, lambda: SegmentationScore(4, "abcd"), "miou", "amax", record)
+
+    common = measured(Record(tmp_path / "common.jsonl", {}))
+    placements = [[], [("2", "FP4")], [("2", "FP8")], [("2", "FP4"), ("3", "FP8")], [("2", "FP8"), ("3", "FP4")]]
+    scores = [common.score(placement) for placement in placements]
+    assert len(set(scores)) == len(placements)
+    for number, (placement, score) in enumerate(zip(placements, scores, strict=True)):
+        assert common.score(reversed(placement)) == score
+        assert measured(Record(tmp_path / f"{number}.jsonl", {})).score(placement) == score
 
 
 def test_a_search_writes_a_recipe_and_can_go_on(untrained: Run, shapes: Path, tmp_path: Path) -> None:

@@ -70,6 +70,19 @@ def swept(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     return folder, results, said
 
 
+def test_the_nearest_setting_wins(tmp_path: Path) -> None:
+    """A variant's over the command's, those over the sweep's, over its configuration's; the seed is the run's."""
+    (tmp_path / "base.yaml").write_text("seed: 9\ntrain: {lr: 0.1, epochs: 2, batch_size: 2, warmup: 0.2}\n")
+    common = "config: base.yaml\nset: {train.lr: 0.2, train.epochs: 3, train.batch_size: 3}\nseeds: [4]\n"
+    own = "variants: {plain: {model: fp16}, mine: {model: fp16, set: {train.lr: 0.4, seed: 5}}}\n"
+    (tmp_path / "sweep.yaml").write_text(common + own)
+    sweep = load_sweep(tmp_path / "sweep.yaml", ("train.lr=0.3", "train.epochs=4"))
+    for name, rate in (("plain", 0.3), ("mine", 0.4)):
+        config = sweep.config(sweep.variant(name), 4)
+        train = config.train
+        assert (train.lr, train.epochs, train.batch_size, train.warmup, config.seed) == (rate, 4, 3, 0.2, 4)
+
+
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.name)
 def test_shipped_sweeps_are_valid_and_open_with_their_command(path: Path) -> None:
     sweep = load_sweep(path)

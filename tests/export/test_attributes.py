@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fp4deploy as fd
+from fp4deploy.errors import InputError
 from fp4deploy.packed import PackedNetwork, read_packed
 from fp4deploy.qat.load import deployed
 
@@ -60,6 +61,7 @@ def activations() -> list[nn.Module]:
         nn.PReLU(16, init=0.4),
         nn.ELU(0.7),
         nn.CELU(0.6),
+        nn.SELU(),
         nn.Hardtanh(-0.4, 0.8),
         nn.Softplus(2.0, 1.0),
         nn.GELU("tanh"),
@@ -132,3 +134,10 @@ def test_every_attribute_counts(kind: Callable[[], list[nn.Module]], tmp_path: P
     for part, one, other in zip(parts, expected, packed, strict=True):
         error = float((other.float() - one).abs().max())
         assert error <= 4e-3 * float(one.abs().max()), f"{part} differs by {error}"
+
+
+@pytest.mark.parametrize("scales", [(1.5, 1.0), (1.0, 1.5)])
+def test_an_attribute_that_a_file_has_no_field_for_is_refused(scales: tuple[float, float], tmp_path: Path) -> None:
+    model = network([Call(lambda x: torch._C._nn.elu(x, 0.7, *scales))])
+    with pytest.raises(InputError, match="an ELU with scales, which has no packed form"):
+        fd.pack(model, tmp_path / "a.fp4", example_inputs=torch.randn(2, 16, 9, 11), verify=False)

@@ -15,7 +15,7 @@ from torch import nn
 import fp4deploy as fd
 from fp4deploy.errors import GateError, InputError
 from fp4deploy.export.to_packed import pack_model
-from fp4deploy.export.verify.nodes import compare_nodes
+from fp4deploy.export.verify.nodes import NodeComparison, compare_nodes
 from fp4deploy.export.verify.tensors import leaves
 from fp4deploy.packed import PackedFile, PackedNetwork, activation_bytes, full_precision, packed_file, read_packed
 from fp4deploy.packed.describe import describe_packed
@@ -253,3 +253,9 @@ def test_the_gate_compares_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(GateError, match=r"first node to differ is blocks\.0\.0, by"):
         fd.pack(model, tmp_path / "own.fp4", example_inputs=x)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_node_that_gives_no_number_is_wrong() -> None:
+    """NaN is neither more nor less than what is allowed."""
+    errors = {"right": 0.0, "NaN": float("nan"), "infinite": float("inf"), "far": 0.5}
+    assert {*NodeComparison(errors, []).wrong} == {"NaN", "infinite", "far"}

@@ -129,6 +129,22 @@ def test_the_class_is_that_of_most_of_the_probability_inside() -> None:
     assert 0.4 < found.scores[0] < 0.8
 
 
+@pytest.mark.parametrize("method", ["centres", "set"])
+def test_an_object_is_of_the_likeliest_thing_where_nothing_is_sure(method: str) -> None:
+    """Background and stuff may each be likelier than any one thing, where all things together are likelier."""
+    head = InstanceHead(method, 5, masks=0 if method == "centres" else 3, stuff=(2,))  # type: ignore[arg-type]
+    labels = blobs((2, 2, 12, 14), (16, 20, 38, 34))
+    outputs = perfect_outputs(labels, head)[0]
+    semantic = head.semantic(outputs)
+    semantic[:], inside = torch.tensor([3.0, 0, 0, 0, 0])[:, None, None], labels[0, 1]
+    semantic[:, inside == 1] = torch.tensor([0.45, 0.05, 0.01, 0.3, 0.19]).log()[:, None]
+    semantic[:, inside == 2] = torch.tensor([0.02, 0.32, 0.42, 0.04, 0.2]).log()[:, None]
+    found = decode(outputs, head, (40, 40))
+    assert found.classes.tolist() == [1, 3]
+    assert found.scores == pytest.approx([0.32, 0.3], rel=0.01)
+    assert [found.semantic[found.ids == number][0] for number in (1, 2)] == [2, 0]
+
+
 def test_a_centre_lies_in_the_middle_of_its_place() -> None:
     """Maps of a quarter of the size; two neighbouring places divide the pixels that vote for themselves."""
     head = InstanceHead("centres", 2, nms=1)

@@ -51,6 +51,22 @@ def test_a_file_of_modelopt_is_read_without_it(quantized: Quantized) -> None:
     assert quantized.version == "0.47.0"
 
 
+@pytest.mark.parametrize(("layer", "count"), [("2", 16), ("2", 1), ("9", 16), ("9", 1)])
+def test_a_weight_that_a_scale_of_its_input_divides_is_whole_again(layer: str, count: int, tmp_path: Path) -> None:
+    """As of SmoothQuant and AWQ: a scale for each input channel, or one for all."""
+    content = torch.load(FILE, weights_only=True)
+    weights, scale = content["model_state_dict"], torch.linspace(0.5, 2.5, count)
+    weight = weights[f"{layer}.weight"].clone()
+    weights[f"{layer}.weight"] = weight / scale.view(1, -1, *(1,) * (weight.ndim - 2))
+    weights[f"{layer}.input_quantizer._pre_quant_scale"] = scale
+    torch.save(content, tmp_path / "smoothed.pt")
+    torch.testing.assert_close(read_modelopt(tmp_path / "smoothed.pt").tensors[f"{layer}.weight"], weight)
+    weights[f"{layer}.input_quantizer._pre_quant_scale"] = torch.ones(3)
+    torch.save(content, tmp_path / "other.pt")
+    with pytest.raises(InputError, match=f"{layer} multiplies its input by a scale .3. that its weight"):
+        read_modelopt(tmp_path / "other.pt")
+
+
 def test_weights_amaxes_and_formats_are_kept_and_the_rest_is_named(quantized: Quantized) -> None:
     model = network()
     found = {each.layer: each for each in from_modelopt(model, quantized)}

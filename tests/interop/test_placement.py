@@ -149,6 +149,20 @@ def test_codes_without_a_zero_point_reach_as_far_on_either_side(zero: int, dtype
     assert tensors[quantizer.input[2]] == 0
 
 
+@pytest.mark.parametrize("scales", [(0.02, 0.5, 0.03), (0.5, 0.02, 0.03)])
+def test_a_concatenation_is_quantised_with_its_largest_scale(scales: tuple[float, ...]) -> None:
+    """Any other one cuts off what a part holds."""
+    net = Quantized(SIZE)
+    parts = [net.pair(net.node("Relu", net.layer(net.pair("image"))), scale) for scale in scales]
+    model, _ = with_placed_quantizers(net.model(net.layer(net.node("Concat", *parts, axis=1), 48)))
+    makers = {output: node for node in model.graph.node for output in node.output}
+    last = next(node for node in reversed(model.graph.node) if node.op_type == "Conv")
+    quantizer = makers[makers[last.input[0]].input[0]]
+    held = {each.name: onnx.numpy_helper.to_array(each) for each in model.graph.initializer}
+    assert (quantizer.op_type, makers[quantizer.input[0]].op_type) == ("QuantizeLinear", "Concat")
+    assert float(held[quantizer.input[1]]) == pytest.approx(0.5)
+
+
 def test_a_value_without_a_range_is_left_as_it_is() -> None:
     net = Quantized(SIZE, opset=21)
     model = net.model(net.layer(net.node("Relu", net.layer(net.pair("image")))))

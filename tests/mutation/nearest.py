@@ -15,15 +15,15 @@ FEW, MOST = 2, 4  # files beside them
 
 @cache
 def _tests() -> dict[str, tuple[str, set[str]]]:
-    """Test file -> its text, and the modules and names of the package that it imports."""
+    """Test file -> its text, and the modules that it imports, and names with the module that it has them from."""
     found = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         text = path.read_text(encoding="utf-8")
-        names = set(re.findall(r"\bfd\.(\w+)", text))
+        names = {f"fp4deploy.{name}" for name in re.findall(r"\bfd\.(\w+)", text)}
         for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fp4deploy"):
-                names |= {str(node.module), *(f"{node.module}.{each.name}" for each in node.names)}
-                names |= {each.name for each in node.names}
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ("cli", "fp4deploy"):
+                place = f"fp4deploy.{node.module}" if str(node.module).startswith("cli") else str(node.module)
+                names |= {place, *(f"{place}.{each.name}" for each in node.names)}
         if not path.stem.endswith("_gpu"):
             found[path.relative_to(ROOT).as_posix()] = text, names
     return found
@@ -39,18 +39,20 @@ def nearest(file: str) -> tuple[str, ...]:
     defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     command = f'"{stem.replace("_", "-")}"' if ".commands." in module else ""
     own = re.compile(rf"tests/{room}/(.*/)?test_(\w+_)?{stem}(_\w+)?\.py$")
-    found = {}
+    parts, found = module.split("."), {}
+    places = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]  # from which a name of it may be imported
     for test, (text, names) in _tests().items():
-        named = (defined & names) | ({stem} if module in names or module in text else set())
+        named = {name for name in defined if names & {f"{place}.{name}" for place in places}}
+        named |= {stem} if module in names or module in text else set()
         count = sum(text.count(name) for name in named) + (text.count(command) if command else 0)
         if test not in FAMILIES and (count or own.search(test)):
-            found[test] = not own.search(test), -count
+            found[test] = not own.search(test), not test.startswith(f"tests/{room}/"), -count
     near = sorted(found, key=found.__getitem__)[:MOST]
     if len(near) < FEW:  # those of its folder, with a word of its name first
         folder = Path("tests", *module.split(".")[1:-1])
         while not (ROOT / folder).is_dir():
             folder = folder.parent
-        words = {*stem.split("_"), folder.name}
+        words = {*stem.split("_"), *parts[1:-1]}
         beside = [test for test in _tests() if Path(test).parent == folder and test not in near]
         near += sorted(beside, key=lambda test: -len(words & set(Path(test).stem.split("_"))))
     return (*near[:MOST], *FAMILIES)

@@ -95,6 +95,17 @@ KERNELS = {
 }
 
 
+@pytest.mark.parametrize("factors", [(1, 1), (0.5, 2.0), (0, 1.5), (2.0, 1), (1, 0.25)])
+@pytest.mark.parametrize("added", [(3,), (1,), (1, 3), (5, 1), (5, 3)])
+def test_what_is_added_has_its_factor(added: tuple[int, ...], factors: tuple[float, float]) -> None:
+    beta, alpha = factors
+    given, x, y = draw(*added), draw(5, 7), draw(7, 3)
+    found = REPLACED[aten.addmm.default](given, x, y, beta=beta, alpha=alpha)
+    torch.testing.assert_close(found, torch.addmm(given, x, y, beta=beta, alpha=alpha))
+    found = REPLACED[aten.baddbmm.default](given, x[None], y[None], beta=beta, alpha=alpha)
+    torch.testing.assert_close(found, torch.baddbmm(given, x[None], y[None], beta=beta, alpha=alpha))
+
+
 def test_its_bias_is_contiguous() -> None:
     """The kernel has no stride for it."""
     given: list[torch.Tensor] = []

@@ -190,6 +190,40 @@ def test_pooling_is_a_form_of_what_a_step_writes(size: tuple[int, int]) -> None:
         assert torch.equal(one, other)
 
 
+class OtherPools(nn.Module):
+    """Everything but maxima of 2x2 pixels that lie beside one another, of what a step writes."""
+
+    pools = (
+        nn.MaxPool2d(2, ceil_mode=True),
+        nn.MaxPool2d(2, 1),
+        nn.MaxPool2d((2, 3), 2),
+        nn.MaxPool2d(2, 2, dilation=2),
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 16, 3, bias=False), nn.BatchNorm2d(16)
+        self.body, self.head = nn.Conv2d(16, 16, 1), nn.Conv2d(16, 5, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = F.relu(self.norm(self.stem(x)))
+        return tuple(self.head(self.body(pool(y))) for pool in self.pools)
+
+
+def test_only_maxima_of_two_by_two_pixels_are_a_form() -> None:
+    """Of sides that are odd, which is where some of the others differ."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 13, 19)
+    file = packed_file(Path("own.fp4"), None, *pack_model(deployed(OtherPools(), x), x, dynamic_size=False))
+    network, planned = PackedNetwork(file), PackedNetwork(file)
+    inputs, found = plan(file.graph)
+    assert len([step for step in found if isinstance(step, Pool)]) == len(OtherPools.pools)
+    planned.schedule(inputs, found)
+    planned.pack = packed_form
+    for one, other in zip(leaves(planned(x)), leaves(network(x)), strict=True):
+        assert torch.equal(one, other)
+
+
 class Position(nn.Module):
     """A learned map of the size of the feature map, which a file holds once for all items of a batch."""
 

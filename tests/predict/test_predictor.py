@@ -283,6 +283,23 @@ def test_a_frame_without_an_answer_ends_a_video(tmp_path: Path, monkeypatch: pyt
     assert not (tmp_path / "clip.overlay.mp4").exists()
 
 
+class Placed(Pointwise):
+    """Always answers the same, the other way round where the network is higher than wide."""
+
+    def infer(self, images: Array) -> Array:
+        """Logits [N, 4, H, W]."""
+        fixed = np.random.default_rng(0).standard_normal((4, 32, 48), np.float32)
+        return np.stack([fixed if self.card.height < self.card.width else fixed.swapaxes(1, 2)] * len(images))
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_an_upright_network_cuts_an_upright_image_as_a_wide_one_a_wide_image(batch: int) -> None:
+    wide, upright = (Predictor(Placed(card(*size)), tile=True, batch=batch) for size in ((32, 48), (48, 32)))
+    image = photo(70, 133)
+    expected, found = wide.predict(image).mask, upright.predict(np.ascontiguousarray(image.swapaxes(0, 1))).mask
+    assert (expected == found.T).mean() > 0.999  # tiles are added in another order
+
+
 @pytest.mark.parametrize(("overlap", "expected", "tiles"), [(None, 8, 9), (0, 0, 4), (8, 8, 9), (16, 16, 9)])
 def test_tiles_overlap_by_what_is_asked_for(overlap: int | None, expected: int, tiles: int) -> None:
     runtime = Pointwise(card())

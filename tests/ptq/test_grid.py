@@ -18,7 +18,7 @@ from fp4deploy.ptq.grid import (
     is_fixed_point,
     steps,
 )
-from fp4deploy.ptq.matrix import WeightMatrix, blocks, input_rows
+from fp4deploy.ptq.matrix import WeightMatrix, blocks, has_hessian, input_rows
 from fp4deploy.ptq.reconstruct import neighbours
 
 
@@ -135,6 +135,18 @@ def test_an_input_that_is_always_zero_is_no_obstacle() -> None:
     assert found.isfinite().all()
 
 
+@pytest.mark.parametrize("scale", [2.0**-20, 1.0, 2.0**20])
+def test_gptq_depends_on_no_unit_of_its_inputs_and_on_none_that_is_always_zero(scale: float) -> None:
+    """Damping is a share of those that are there: small inputs beside dead ones are not rounded to nearest."""
+    torch.manual_seed(6)
+    rows, hessian, amax = torch.randn(6, 80), torch.zeros(80, 80), torch.tensor(4.0)
+    live = [*range(32), *range(48, 80)]  # blocks around one whose inputs are always 0
+    hessian[torch.tensor(live)[:, None], live] = correlated(300, 64)
+    found = gptq(rows, amax, scale * hessian)
+    assert not found[:, 32:48].any()
+    assert torch.equal(found[:, live], gptq(rows[:, live], amax, hessian[live][:, live]))
+
+
 @pytest.mark.parametrize(
     "layer",
     [
@@ -166,6 +178,30 @@ def test_rows_times_matrix_is_the_layer(layer: nn.Module) -> None:
     else:
         flat = expected if x.ndim == 2 else expected.movedim(1, -1).flatten(0, -2)
         assert torch.allclose(found, flat, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        *(nn.Conv2d(16, 4, 3, padding=1, padding_mode=mode) for mode in ("zeros", "reflect", "replicate", "circular")),
+        nn.Conv2d(16, 4, 3, padding="same"),
+        nn.Conv2d(16, 4, 3, padding=1, groups=2),
+        nn.Conv1d(16, 4, 3, padding=1, padding_mode="reflect"),
+    ],
+    ids=repr,
+)
+def test_a_layer_has_a_hessian_where_rows_give_what_it_does(layer: nn.Module) -> None:
+    """Zeros around the input are no input of a layer that reflects it: its H would be another layer's."""
+    torch.manual_seed(6)
+    matrix, x = WeightMatrix.of(layer), torch.randn(2, 16, *(7, 9)[: layer.weight.ndim - 2])  # type: ignore[union-attr]
+    try:
+        rows = input_rows(layer, x, torch.Generator(), most=10_000)
+        found = rows @ matrix.rows(layer.weight.detach()).T  # type: ignore[union-attr, operator]
+        expected = (layer(x) - layer.bias.view(-1, *[1] * (x.ndim - 2))).movedim(1, -1).flatten(0, -2)  # type: ignore[operator, union-attr]
+        gives = torch.allclose(found, expected, atol=1e-5)
+    except (RuntimeError, TypeError, ValueError):
+        gives = False
+    assert has_hessian(layer) == gives
 
 
 def test_neighbours_of_the_format() -> None:

@@ -245,6 +245,21 @@ def test_norm_correction_is_the_regression_of_the_channel() -> None:
         assert torch.allclose(found[channel], fitted[:, 0], atol=1e-4)
 
 
+def test_a_channel_is_scaled_by_no_more_than_two() -> None:
+    """A channel of noise, or of next to nothing, has a slope that says nothing."""
+    torch.manual_seed(4)
+    reference = nn.Sequential(nn.Conv2d(4, 5, 1, bias=False), nn.BatchNorm2d(5)).eval()
+    model, x = copy.deepcopy(reference), [torch.randn(3, 4, 6, 6)]
+    with torch.no_grad():
+        model[0].weight *= torch.tensor([10.0, 1.25, 1.0, 0.8, 0.1]).view(-1, 1, 1, 1)
+    correct(model, reference, x, "norm")
+    with torch.no_grad():
+        slopes = model[1].weight / reference[1].weight
+        means = [each(x[0]).mean((0, 2, 3)) for each in (model, reference)]
+    torch.testing.assert_close(slopes, torch.tensor([0.5, 0.8, 1.0, 1.25, 2.0]), rtol=1e-4, atol=0)
+    torch.testing.assert_close(*means, rtol=0, atol=1e-5)
+
+
 def test_what_cannot_be_is_refused(images: list[torch.Tensor]) -> None:
     with pytest.raises(InputError, match="--method is 'gtpq'. Did you mean 'gptq'"):
         quantize(network(), images, "gtpq")

@@ -153,7 +153,7 @@ def test_weights_and_buffers_beyond_it_are_named(kind: str, tmp_path: Path) -> N
     model, images = network(1.0)
     fd.calibrate(model, images)
     if kind == "weight":
-        nn.init.constant_(model.last.weight, 70000.0)  # type: ignore[arg-type, union-attr]
+        nn.init.constant_(model.last.weight, -70000.0)  # type: ignore[arg-type, union-attr]
     else:
         model.attention.register_buffer("bias", torch.tensor([0.0, 70000.0]))  # type: ignore[operator, union-attr]
     place = "last.weight" if kind == "weight" else "attention.bias"

@@ -10,6 +10,7 @@ from torch import nn
 
 from fp4deploy.errors import InputError
 from fp4deploy.export import export_onnx
+from fp4deploy.export.to_packed import pack
 from fp4deploy.formats import ZEROS_AMAX
 from fp4deploy.models import ModelCard, save_checkpoint
 from fp4deploy.models.build import network_for
@@ -76,6 +77,24 @@ def test_zeros_are_not_never(tmp_path: Path, percentile: float) -> None:
     layer.input_amax.zero_()
     layer.track(torch.empty(0, 32, 8, 8))
     assert layer.input_amax == 0, "no value was seen"
+
+
+@pytest.mark.parametrize("amax", [float("nan"), float("inf"), -1.0, 0.0])
+def test_what_is_no_amax_gives_an_error_and_no_numbers(amax: float, tmp_path: Path) -> None:
+    """Of the module, of an ONNX file and of a packed one, by the layer's name."""
+    model = prepare(nn.Sequential(nn.Conv2d(3, 16, 1), nn.Conv2d(16, 16, 1), nn.Conv2d(16, 4, 1))).eval()
+    x = torch.rand(2, 3, 8, 8)
+    calibrate(model, x)
+    assert model(x).isfinite().all()
+    model[1].input_amax.fill_(amax)
+    for action in (
+        lambda: model(x),
+        lambda: export_onnx(model, x, str(tmp_path / "m.onnx"), verify=False),
+        lambda: pack(model, tmp_path / "m.fp4", example_inputs=x, verify=False),
+    ):
+        with pytest.raises(InputError, match=r"\b1\b"):
+            action()
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_checkpoint_is_loaded_and_exported_and_one_that_saw_nothing_is_refused(tmp_path: Path) -> None:

@@ -100,6 +100,21 @@ def test_a_run_without_scores_takes_no_class_from_the_others(pair: tuple[Run, Ru
     assert "four: FP16 reaches 60.00 % mIoU, 10.00 points below three (70.00 %)." in only["summary"]
 
 
+def test_settings_that_change_no_result_are_said_to(tmp_path: Path) -> None:
+    same = {"nvfp4": [{"cat": 0.3, "dog": 0.5}]}
+    one = make(
+        tmp_path / "one", same, train__lr=0.1, telemetry__every=5, data__workers=0, telemetry__trackers=["jsonl"]
+    )
+    two = make(
+        tmp_path / "two", same, train__lr=0.2, telemetry__every=9, data__workers=2, telemetry__trackers=["mlflow"]
+    )
+    found = compared(one, two)
+    assert {each["key"]: each["changes_results"] for each in found["differences"]} == {
+        "train.lr": True, "telemetry.every": False, "data.workers": False, "telemetry.trackers": False
+    }  # fmt: skip
+    assert "Settings that differ: train.lr (3 more without effect on results)." in found["summary"]
+
+
 def test_settings_that_differ(pair: tuple[Run, Run]) -> None:
     found = compared(*pair)
     assert found["differences"] == [{"key": "train.lr", "values": [0.002, 0.1], "changes_results": True}]

@@ -271,7 +271,10 @@ def test_a_folder_is_replaced_where_it_was_written_by_the_same_function(tmp_path
     written(tmp_path / "empty")
 
 
-@pytest.mark.parametrize("change", ["added", "changed", "link", "list removed", "list link", "deep"])
+ADDED = ("added", "hidden", "deep", "linked folder", "dangling link")
+
+
+@pytest.mark.parametrize("change", [*ADDED, "changed", "link", "list removed", "list link"])
 def test_what_somebody_added_or_changed_is_not_replaced(tmp_path: Path, change: str) -> None:
     path, other = tmp_path / "folder", tmp_path / "other"
     other.write_text("content")
@@ -279,6 +282,13 @@ def test_what_somebody_added_or_changed_is_not_replaced(tmp_path: Path, change: 
     match change:
         case "added":
             (path / "2").write_text("mine")
+        case "hidden":
+            (path / "1" / ".mine").write_text("mine")
+        case "linked folder":
+            (tmp_path / "mine").mkdir()
+            (path / "1" / "mine").symlink_to(tmp_path / "mine")
+        case "dangling link":
+            (path / "mine").symlink_to(tmp_path / "nowhere")
         case "changed":
             (path / "1" / "file").write_text("mine")
         case "link":

@@ -215,6 +215,28 @@ def test_the_heatmap_loss_is_divided_by_the_mass_of_the_peaks() -> None:
     assert loss(outputs, labels).item() == pytest.approx(0.01 / MIN_MASS, rel=1e-4)
 
 
+@pytest.mark.parametrize("parts", [(1.0, 0.0), (0.0, 1.0), (0.7, 3.0)])
+def test_the_centre_loss_is_the_formula(parts: tuple[float, float]) -> None:
+    """Pixel by pixel: of images of other sides, with void, objects of several classes, and none."""
+    labels = torch.cat([scene(count=2, size=20, objects=3, seed=1), torch.zeros((1, 2, 20, 20), dtype=torch.int64)])
+    labels = labels[..., 4:]
+    head, semantic = InstanceHead("centres", 3), SegmentationLoss()
+    outputs = torch.randn(3, 6, 20, 16, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    targets, error, apart, peaks, pixels, things = centre_targets(labels[:, 1], 0.3), 0.0, 0.0, 0.0, 0, 0
+    for n, row, column in itertools.product(range(3), range(20), range(16)):
+        place = n, slice(None), row, column
+        if labels[place][0] != 255:
+            truth, pixels = float(targets.heatmap[n, row, column]), pixels + 1
+            error, peaks = error + (float(outputs[place][3]) - truth) ** 2, peaks + truth
+        if labels[place][1] > 0:
+            things += 1
+            apart += sum(abs(float(x - y)) for x, y in zip(outputs[place][4:], targets.offsets[place], strict=True)) / 2
+    expected = float(semantic(outputs[:, :3], labels[:, 0]))
+    expected += parts[0] * error / max(peaks, MIN_MASS * pixels, 1.0) + parts[1] * apart / things
+    loss = CentreLoss(head, semantic, *parts, sigma=0.3)
+    assert float(loss(outputs, labels)) == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.parametrize("make", [lambda: set_loss(4), centre_loss])
 def test_half_precision_outputs_are_summed_in_full(make) -> None:
     labels, loss = scene(size=64), make()

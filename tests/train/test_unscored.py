@@ -44,6 +44,16 @@ def test_the_last_weights_are_kept_and_it_is_said(
     assert capfd.readouterr().err.count("the validation split has no miou: nothing in it can be scored") == 2
 
 
+def test_of_equal_scores_the_first_is_the_best(tiny: Config, tmp_path: Path) -> None:
+    """As the history of a run says: what is trained longer has to be better to be kept."""
+    run = create_run(tmp_path / "run")
+    train_models(with_settings(tiny, ["train.lr=1e-30", "train.epochs=3"]), run, ("fp16",))
+    lines = [json.loads(line) for line in (run.model_dir("fp16") / "metrics.jsonl").read_text().splitlines()]
+    assert len({line["miou"] for line in lines}) == 1
+    with safe_open(run.checkpoint("fp16"), framework="pt") as file:
+        assert file.metadata()["fp4deploy.epoch"] == "1"
+
+
 @pytest.mark.parametrize(("loss", "batches", "said"), [(0.0, 3, True), (1e-9, 3, False), (0.0, 0, False)])
 def test_a_loss_of_0_is_no_success(loss: float, batches: int, said: bool) -> None:
     warning = EpochStatistics(loss=loss, batches=batches).warning()

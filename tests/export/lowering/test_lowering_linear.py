@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from onnx import numpy_helper
 from torch import nn
 from torch.nn import functional as F
 
@@ -149,6 +150,25 @@ def test_parts_give_the_numbers_of_the_whole(name: str) -> None:
     expected, got = run(canonical), run(lowered)
     assert np.linalg.norm(expected) > 0.1
     assert np.linalg.norm(got - expected) < 0.005 * np.linalg.norm(expected)
+
+
+def test_axes_may_be_counted_from_the_end() -> None:
+    """As tools that simplify a file write them."""
+    model = canonical_of("unequal")
+    graph = model.graph
+    ranks = {each.name: len(each.type.tensor_type.shape.dim) for each in (*graph.input, *graph.value_info)}
+    held = {each.name: numpy_helper.to_array(each) for each in graph.initializer}
+    changed = 0
+    for number, node in enumerate(graph.node):
+        rank = ranks.get(node.input[0] if node.input else "")
+        if rank and node.op_type == "Slice" and (held[node.input[3]] >= 0).all():
+            axes = numpy_helper.from_array(held[node.input[3]] - rank, f"axes.{number}")
+            graph.initializer.append(axes)
+            node.input[3] = axes.name
+            changed += 1
+    assert changed > 0
+    layer = next(layer for layer in lower(model, "auto", "tensorrt").layers if layer.name == "project")
+    assert (layer.compute, len(layer.compute_nodes)) == ("FP4", CASES["unequal"][1])
 
 
 def test_a_layer_of_four_axes_is_multiplied_as_it_is_quantised() -> None:

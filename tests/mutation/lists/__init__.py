@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-from tests.mutation.lists import eighth, eleventh, fifth, first, fourth, ninth, second, seventh, sixth, tenth, third
+from tests.mutation.lists import (
+    eighth,
+    eleventh,
+    fifth,
+    first,
+    fourth,
+    ninth,
+    second,
+    seventh,
+    sixth,
+    tenth,
+    third,
+    thirteenth,
+    twelfth,
+)
 from tests.mutation.seeded import Seeded
 
 SETS: dict[str, dict[str, Seeded]] = {
@@ -17,4 +31,6 @@ SETS: dict[str, dict[str, Seeded]] = {
     "NINTH": ninth.FAULTS,
     "TENTH": tenth.FAULTS,
     "ELEVENTH": eleventh.FAULTS,
+    "TWELFTH": twelfth.FAULTS,
+    "THIRTEENTH": thirteenth.FAULTS,
 }

@@ -158,7 +158,9 @@ FAULTS: dict[str, Seeded] = {
         "fp4deploy/serving/repository.py", "min(most, ledger.batch[2])", "max(most, ledger.batch[2])"
     ),
     "serving: height and width of a mask are exchanged": Seeded(
-        "fp4deploy/serving/postprocess.py", ".resize((width, height)", ".resize((height, width)"
+        "fp4deploy/serving/postprocess.py",
+        "_resized(_resized(output, height, 1), width, 2)",
+        "_resized(_resized(output, width, 1), height, 2)",
     ),
     "system: a file may be one byte larger than its limit": Seeded(
         "fp4deploy/system/schema.py", "    if len(content) > most:", "    if len(content) > most + 1:"

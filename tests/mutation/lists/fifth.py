@@ -110,10 +110,10 @@ FAULTS: dict[str, Seeded] = {
         "own[key] = own.get(key, 0.0) + row.ms / network.batch",
         "own[key] = row.ms / network.batch",
     ),
-    "search: outputs are written in the precision of the operands": Seeded(
-        "fp4deploy/experiments/search/costs.py",
-        "MOVED[precision] * work.read + FP16 * work.written",
-        "MOVED[precision] * (work.read + work.written)",
+    "time model: outputs are written in the precision of the operands": Seeded(
+        "fp4deploy/timing/launches.py",
+        "(PACKED if self.packed else FP16) * self.rows * self.places * self.outputs",
+        "PACKED * self.rows * self.places * self.outputs",
     ),
     "sensitivity: an error is a power": Seeded(
         "fp4deploy/experiments/sensitivity/study.py",
@@ -122,8 +122,8 @@ FAULTS: dict[str, Seeded] = {
     ),
     "sensitivity: inputs are sampled along the width": Seeded(
         "fp4deploy/experiments/sensitivity/study.py",
-        "x.movedim(1, -1).flatten(0, -2) if x.ndim == 4",
-        "x.flatten(0, -2) if x.ndim == 4",
+        "x.movedim(channel_axis(layer, x), -1).flatten(0, -2)",
+        "x.flatten(0, -2)",
     ),
     "sweep: a setting of the workers makes a base of its own": Seeded(
         "fp4deploy/experiments/sweep/spec.py",
@@ -219,11 +219,6 @@ FAULTS: dict[str, Seeded] = {
         "fp4deploy/export/packing/operators.py",
         "math.copysign(writer.rest.largest, value)",
         "writer.rest.largest",
-    ),
-    "packed: an old file's stride is not its image's": Seeded(
-        "fp4deploy/packed/legacy.py",
-        "size = max(activation.stride for",
-        "size = min(activation.stride for",
     ),
     "report: what is lost is won": Seeded(
         "fp4deploy/report/summary.py",

@@ -169,8 +169,8 @@ FAULTS: dict[str, Seeded] = {
     ),
     "data: the thick axis is resampled by splines": Seeded(
         "fp4deploy/data/volumes/resample.py",
-        "((3, [not each for each in thick]), (1, thick))",
-        "((1, [not each for each in thick]), (3, thick))",
+        "[1 if step > ANISOTROPIC * min(spacing) else 3",
+        "[3 if step > ANISOTROPIC * min(spacing) else 1",
     ),
     "data: intensities are those of the background, too": Seeded(
         "fp4deploy/data/volumes/plan.py",
@@ -238,9 +238,9 @@ FAULTS: dict[str, Seeded] = {
         "ignored |= (inside & crowd[..., None]).any(1) & found",
     ),
     "ptq: a model comes back in training mode": Seeded(
-        "fp4deploy/ptq/quantize.py",
-        "model.train(was_training)",
-        "model.train()",
+        "fp4deploy/graph/modes.py",
+        "module.training = before.get(module, before[model])",
+        "module.training = True",
     ),
     "ptq: the percentile is always the default": Seeded(
         "fp4deploy/ptq/quantize.py",

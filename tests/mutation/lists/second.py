@@ -52,8 +52,8 @@ FAULTS: dict[str, Seeded] = {
     ),
     "ptq: every layer is chosen": Seeded(
         "fp4deploy/ptq/quantize.py",
-        "prepare(model, chosen.recipe, include, exclude,",
-        "prepare(model, chosen.recipe, None, exclude,",
+        "            prepare(model, chosen.recipe, include, exclude, example_inputs=example, **formats)\n        say(",
+        "            prepare(model, chosen.recipe, None, exclude, example_inputs=example, **formats)\n        say(",
     ),
     "interop: operands of two formats are taken over": Seeded(
         "fp4deploy/interop/modelopt.py",

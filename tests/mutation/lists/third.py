@@ -44,8 +44,8 @@ FAULTS: dict[str, Seeded] = {
     ),
     "train: a teacher drops out": Seeded(
         "fp4deploy/train/losses/auxiliary.py",
-        "memory_format=layout).eval().requires_grad_(False)",
-        "memory_format=layout).requires_grad_(False)",
+        "place(self.teacher, device, layout).eval().requires_grad_(False)",
+        "place(self.teacher, device, layout).requires_grad_(False)",
     ),
     "train: minutes between two states are seconds": Seeded(
         "fp4deploy/train/state.py",
