@@ -9,9 +9,6 @@ tensor core of a sub-core, over the cycles that the warps of the sub-core take f
 Architecture whitepaper, appendix A): 4,096 operations a cycle of a multiprocessor, 1,024 of each of its four sub-cores.
 mma.m16n8k64 has 2 x 16 x 8 x 64 = 16,384, so that a sub-core takes one in 16 cycles.
 
-**By issue.** The cycles are those in which all warps of the sub-core issue the instructions of a step, or those of the
-multiplications if they are more.
-
 **Scheduled.** The warps that are resident on one sub-core run their loops, cycle by cycle. An instruction is issued if
 its warp has waited out the stall count of the one before, the scoreboards that it waits for are free, and the tensor
 core is, if it multiplies; one instruction a cycle, of the warps in turn. Shared memory moves 128 bytes a cycle of a
@@ -19,8 +16,17 @@ multiprocessor, which all four sub-cores share. What has no fixed latency takes 
 `BARRIER` (both assumed; the last column has twice as much). Producer warps run up to as many steps ahead as there are
 stages.
 
-Copies from global memory have always come: neither L2 nor DRAM limits anything. Pixels that are copied once for all
-taps, outside of the loop, are left out. So the shares are upper bounds.
+Copies from global memory have always come: neither L2 nor DRAM limits anything. It is the steady state of the innermost
+loop, not of a layer: prologue and epilogue, the loops around it (over rows of a filter and chunks of channels in ours,
+whose producers also copy the pixels of a tile there, once for all taps; Triton's has none) and bank conflicts are left
+out. So the shares are upper bounds, and 98 % of a filter with four steps says less than of one with 72.
+
+| in a row | |
+|---|---|
+| mma, issued, stall | of one warp in a step: multiplications, instructions, the sum of their stall counts |
+| issued_copying | instructions of a producer warp in a step |
+| resident | blocks of a multiprocessor |
+| copied_bytes_a_cycle | of a multiprocessor, if tensor cores multiplied all the time |
 """
 
 from __future__ import annotations
@@ -134,7 +140,6 @@ class Kernel:
         """What the table has."""
         registers, stack = resources(self.cubin)
         loop = self.loop(False)
-        issued = sum(len(each.body) for each in self.warps())
         matrix, resident = sum(each & 0xFFF == OMMA for each in loop), self.resident()
         tensor = MMA_CYCLES * matrix * resident * self.consumers / SUB_CORES
 
@@ -153,7 +158,6 @@ class Kernel:
             "stall": sum(each >> 105 & 15 for each in loop),
             "issued_copying": len(self.loop(True)) if self.producers else 0,
             "copied_bytes_a_cycle": resident * self.copied / tensor,
-            "by_issue": tensor / max(tensor, issued),
             "scheduled": shares[0],
             "at_twice_the_latency": shares[1],
         }

@@ -222,7 +222,7 @@ class _Network:
         shape: list[int],
         bias: torch.Tensor | None,
     ) -> FeatureMap:
-        """By the kernel of packed weights, as `dispatch.conv2d` and `conv_transpose2d` launch it."""
+        """By the kernel of packed weights: `conv_transpose2d` of `dispatch`, and `conv2d` that is not `measured`."""
         transposed, names = isinstance(node, ConvTranspose2d), weight_names(node)
         codes, scales = (self.recording.constant("bytes", name, self.like(name)) for name in names[:2])
         weight = Nvfp4Tensor(

@@ -19,7 +19,7 @@ same elements.
 **Layers in FP16.** Convolutions whose sum has few elements, the first and the last layer of most networks, come from
 `plugins.gemm.convolution.small_k` on a GPU; torch (cuDNN) computes the others. With `plain="kernel"` convolutions of
 one group come from `plugins.gemm.convolution.plain`, whose bytes do not depend on a library: those that the C library
-gives (`fp4deploy.native`).
+gives (`fp4deploy.native`). Packed convolutions of SM120 are Triton's then, whichever was measured to be faster.
 
 With FP4DEPLOY_NVTX=on every node is an NVTX range, for Nsight Systems; FP4DEPLOY_GRAPHS=off launches node by node, so
 that kernels lie in their ranges.
@@ -486,7 +486,7 @@ class PackedNetwork:
         else:
             place = cast(Conv2d, node)
             geometry = (place.stride, place.padding, dilation_of(place, self._taps[node.layer]))
-            y = conv2d(tuple(inputs), weight, bias, *geometry, place.relu, dtype=self.dtype, out_amax=amax)
+            y = conv2d(tuple(inputs), weight, bias, *geometry, place.relu, self.dtype, amax, measured=not self._own)
         if isinstance(y, Nvfp4Tensor):
             return [y]
         return self.forms(y if isinstance(node, Linear) else y.movedim(-1, 1), node.outputs)

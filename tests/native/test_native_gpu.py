@@ -46,7 +46,7 @@ def test_the_bytes_of_the_python_runtime(library: Library, everything: bool, res
     gpu = Gpu(Architecture.of_device(0), properties.name, properties.multi_processor_count)
     write_bundle(tmp_path / "unet.kernels", file, [record(file, gpu, shape) for shape in SHAPES])
     native = library.network(file.path, tmp_path / "unet.kernels")
-    python = PackedNetwork(file, "cuda", plain="torch" if everything else "kernel")
+    python = PackedNetwork(file, "cuda", plain="kernel")
     for shape in SHAPES:
         run, x = native.run(shape), torch.randn(shape, device="cuda")
         expected: Any = python(x)

@@ -97,6 +97,7 @@ def conv2d(
     relu: bool = False,
     dtype: torch.dtype = torch.float16,
     out_amax: torch.Tensor | None = None,
+    measured: bool = True,
 ) -> Output:
     """relu(conv2d(concatenated sources, weight) + bias), groups = 1, over two spatial axes, or one or three.
 
@@ -108,6 +109,8 @@ def conv2d(
         stride, padding: of all axes, or of each.
         dilation: of all axes.
         dtype, out_amax: as `matmul`; blocks of a packed output run along O.
+        measured: by the kernel that was measured to be faster (`convolution.fastest`); else by Triton's, whose order of
+            the sum does not depend on times.
 
     Returns:
         [N, OH, OW, O] or [N, OD, OH, OW, O], channels last in memory and in shape, or packed.
@@ -146,6 +149,8 @@ def conv2d(
     extent, places = (n, *lead, *sizes), (n, *lead, *pixels)
     whole = (n, *pixels, outputs)
     by_triton = partial(launch_gemm, sources, weight, bias, extent, places, whole, dtype, out_amax, **geometry)
+    if not measured:
+        return by_triton()
     return convolve_packed(sources, weight, bias, steps, around, dilation, relu, dtype, out_amax, by_triton)
 
 

@@ -140,7 +140,7 @@ def launch(
     """
     _ready(kernel, code, shared)
     stream = raw_stream(kernel.device)
-    record = _record(weight) if enabled and not _capturing(kernel.device) else None
+    record = _record(weight) if enabled and not is_capturing(kernel.device) else None
     secondary = record is not None and stream in record.streams
     config = _config((grid, 1, 1), (block, 1, 1), shared, stream, secondary)
     _submit(kernel, config, kernel.arguments(args))
@@ -190,8 +190,9 @@ def _version(x: torch.Tensor) -> int | None:
     return None if x.is_inference() else x._version
 
 
-def _capturing(device: int) -> bool:
-    if torch.cuda.current_device() == device:
+def is_capturing(device: int | None) -> bool:
+    """Whether a CUDA graph is captured on a device's current stream; None: on that of the current device."""
+    if device is None or torch.cuda.current_device() == device:
         return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fp4deploy.errors import UnavailableError
 from fp4deploy.formats import Nvfp4Tensor, quantize_nvfp4
+from fp4deploy.plugins.gemm import dispatch
 from fp4deploy.plugins.gemm.convolution import block_scaled, fastest
 from fp4deploy.plugins.gemm.reference import Output, conv2d_reference
 from fp4deploy.plugins.runtime import nvcc
@@ -60,10 +64,23 @@ def test_no_gpu_runs_nothing() -> None:
 
 
 @pytest.mark.skipif(NVCC is None, reason="there is no nvcc")
-@pytest.mark.parametrize("arch", ["sm_120a", "sm_121a"])
-def test_the_machine_code_multiplies_fp4_and_spills_nothing(arch: str) -> None:
-    chosen = block_scaled.variant((128,), 128, (3, 3), 1, 1, (1, 200, 200), 170)
-    macros = chosen.macros(torch.float16, False, 128)
+@pytest.mark.parametrize(
+    ("arch", "channels", "outputs", "size", "stride", "packed"),
+    [
+        ("sm_120a", 128, 128, 3, 1, False),
+        ("sm_121a", 128, 128, 3, 1, False),
+        ("sm_120a", 128, 128, 3, 1, True),
+        ("sm_120a", 128, 64, 3, 1, True),
+        ("sm_120a", 128, 64, 1, 1, False),
+        ("sm_120a", 96, 128, 3, 2, False),
+        ("sm_120a", 96, 64, 3, 1, True),
+    ],
+)
+def test_the_machine_code_multiplies_fp4_and_spills_nothing(
+    arch: str, channels: int, outputs: int, size: int, stride: int, packed: bool
+) -> None:
+    chosen = block_scaled.variant((channels,), outputs, (size, size), stride, 1, (1, 400, 400), 170)
+    macros = chosen.macros(torch.float16, packed, outputs)
     cubin = nvcc.compile_cubin(block_scaled.SOURCE, arch, macros)
     registers, stack = resources(cubin)
     assert stack == 0
@@ -113,3 +130,30 @@ def test_other_gpus_measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     y = conv2d_reference((x,), weight)
     place = ((1, 1), (0, 0), 1, False, torch.float16, None)
     assert fastest.convolve_packed((x,), weight, None, *place, lambda: y) is y
+
+
+def test_what_triton_lacks_is_no_refusal_of_the_other_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    x, weight = quantize_nvfp4(torch.ones(1, 3, 3, 16)), quantize_nvfp4(torch.ones(8, 1, 1, 16))
+    monkeypatch.setenv("FP4DEPLOY_CACHE", str(tmp_path))
+    monkeypatch.setattr(block_scaled, "fallback", Fallback("Test kernels", "Triton's"))
+    monkeypatch.setattr(block_scaled, "is_available", lambda _: True)
+    monkeypatch.setattr(fastest, "_choices", {})
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    place = ((1, 1), (0, 0), 1, False, torch.float16, None)
+
+    def by_triton() -> Output:
+        raise UnavailableError("Triton has no binary")
+
+    with pytest.raises(UnavailableError, match="no binary"):
+        fastest.convolve_packed((x,), weight, None, *place, by_triton)
+    assert not block_scaled.fallback.refused(x.codes.device)
+
+
+def test_the_order_of_sums_can_be_one_that_no_time_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = quantize_nvfp4(torch.ones(1, 3, 3, 16)), quantize_nvfp4(torch.ones(8, 1, 1, 16))
+    monkeypatch.setattr(dispatch, "runs_kernels", lambda _: True)
+    monkeypatch.setattr(dispatch, "launch_gemm", lambda *_, **__: "Triton's")
+    monkeypatch.setattr(dispatch, "convolve_packed", lambda *_: "measured")
+    assert dispatch.conv2d((x,), weight) == "measured"
+    assert dispatch.conv2d((x,), weight, measured=False) == "Triton's"

@@ -69,7 +69,8 @@ WIDE, TALL, SMALL = Tile(8, 16, 128, 4, 2), Tile(16, 16, 64, 4, 2), Tile(8, 8, 6
 class Variant:
     """What the kernel is compiled for, but for the dtype and the form of the output.
 
-    halo: a tile of pixels lies in shared memory with its border, for all taps, else a stage has the pixels of its tap;
+    halo: a tile of pixels lies in shared memory with its border, for all taps, which is for stride 1; else a stage has
+    the pixels of its tap;
     whole: sources have whole chunks of channels; sources: how many; stages: of weights.
     """
 
@@ -85,12 +86,9 @@ class Variant:
     @property
     def buffer_bytes(self) -> int:
         """Of the pixels of a chunk."""
-        (kh, kw), across = self.taps, self.tile.width
-        rows = self.tile.height
-        if self.halo:
-            across = self.stride * (across + (kw - 1) * self.dilation // self.stride)
-            rows = (rows - 1) * self.stride + (kh - 1) * self.dilation + 1
-        return -(-rows * across * CHUNK_BYTES // 128) * 128
+        border = [(taps - 1) * self.dilation if self.halo else 0 for taps in self.taps]
+        pixels = (self.tile.height + border[0]) * (self.tile.width + border[1])
+        return -(-pixels * CHUNK_BYTES // 128) * 128
 
     @property
     def stage_bytes(self) -> int:
@@ -154,7 +152,7 @@ def variant(
     whole = all(count % CHUNK == 0 for count in channels)
     dilation = 1 if taps == (1, 1) else dilation
     room = SHARED // tile.resident - RESERVED
-    for halo in (True, False) if math.prod(taps) > 1 else (False,):
+    for halo in (True, False) if math.prod(taps) > 1 and stride == 1 else (False,):
         form = Variant(tile, taps, stride, dilation, halo, whole, len(channels), 0)
         stages = min(MAX_STAGES, (room - form.fixed_bytes) // (form.stage_bytes + 16))
         if stages >= FEWEST_STAGES or not halo:

@@ -37,6 +37,8 @@ from fp4deploy.plugins.gemm.reference import Output
 from fp4deploy.plugins.runtime.cache import key
 from fp4deploy.plugins.runtime.choices import fastest, milliseconds, remember, remembered
 from fp4deploy.plugins.runtime.fallback import Fallback
+from fp4deploy.plugins.runtime.nvcc import SOURCES, find_nvcc, nvcc_version
+from fp4deploy.plugins.runtime.pdl import is_capturing
 
 Pair = tuple[int, int]
 Run = Callable[[], torch.Tensor]
@@ -178,9 +180,7 @@ def _faster(
     known = (*timed, device.index)
     choice = _choices.get(known)
     if choice is None:
-        with fallback.guard(device):
-            choice = _choice(timed, by_torch, own, operands, worth)
-        choice = _settled(known, choice)
+        choice = _settled(known, _choice(timed, by_torch, own, operands, fallback, worth))
     if choice == OWN:
         with fallback.guard(device):
             return own()
@@ -190,7 +190,7 @@ def _faster(
 
 def _settled(known: tuple[Any, ...], choice: str | None) -> str | None:
     """Remember a choice in this process: torch's of a kernel that missed, which is not measured again in each call."""
-    if choice is None and not torch.cuda.is_current_stream_capturing():
+    if choice is None and not is_capturing(known[-1]):
         choice = TORCH
     if choice is not None:
         _choices[known] = choice
@@ -202,17 +202,14 @@ def _choice(
     by_torch: Callable[[], Output],
     own: Callable[[], Output],
     operands: Sequence[torch.Tensor],
+    fallback: Fallback,
     worth: float,
 ) -> str | None:
-    """What was kept for this GPU, or is measured now; None while a CUDA graph is captured.
-
-    Raises:
-        UnavailableError: the kernel does not compile or launch here.
-    """
+    """What was kept for this GPU, or is measured now; None while a CUDA graph is captured, or where `own` missed."""
     device = operands[0].device
     kept = key(["convolution 2", str(timed), torch.cuda.get_device_name(device), versions(), _source()])
     choice = remembered(kept, (TORCH, OWN))
-    if choice is not None or torch.cuda.is_current_stream_capturing():
+    if choice is not None or is_capturing(device.index):
         return choice
     y = by_torch()  # and cuDNN has chosen
     written = y.codes if isinstance(y, Nvfp4Tensor) else y
@@ -221,15 +218,17 @@ def _choice(
         if milliseconds(by_torch) < floor + worth:
             remember(kept, TORCH)
             return TORCH
-    own()  # compiled
-    return fastest(kept, {TORCH: by_torch, OWN: own}, device)
+    with fallback.guard(device):
+        own()  # compiled
+        return fastest(kept, {TORCH: by_torch, OWN: own}, device)
+    return None
 
 
 @lru_cache
 def _source() -> str:
-    """Of the kernels."""
-    folder = Path(__file__).parents[1] / "cuda"
-    return key(
-        (folder / name).read_bytes()
-        for name in ("small_k_conv.cu", "narrow_wgrad.cu", block_scaled.SOURCE, "tensor_core.cuh")
-    )
+    """Of the kernels, of what chooses their variants, and of what compiles them."""
+    nvcc, folder = find_nvcc(), Path(__file__).parents[1] / "cuda"
+    files = [folder / name for name in ("small_k_conv.cu", "narrow_wgrad.cu", block_scaled.SOURCE)]
+    files += [header for each in SOURCES for header in sorted(each.glob("*.cuh"))]
+    files += [Path(str(module.__file__)) for module in (small_k, narrow_wgrad, block_scaled)]
+    return key([nvcc_version(nvcc) if nvcc else "", *(file.read_bytes() for file in files)])

@@ -12,8 +12,7 @@
 //   chunk         64 channels of a source, K of one mma: 32 bytes of codes and 4 scales of a pixel, or of an output
 //   weights       STAGES stages of [OUTPUTS, 32] codes and [OUTPUTS, 4] scales: one tap of one chunk; without HALO with
 //                 the pixels of the tap
-//   pixels        with HALO, BUFFERS buffers of one chunk: [rows, STRIDE phases, ACROSS], codes and scales. Columns are in
-//                 the order of column % STRIDE, so that neighbours of an output row are neighbours here, too
+//   pixels        with HALO, which is for STRIDE 1, BUFFERS buffers of one chunk: [DOWN, ACROSS], codes and scales
 //   banks         16 bytes of a row exchange places with the other 16 by bit 2 of its index: eight rows in sequence, which
 //                 ldmatrix reads at a time, lie in different banks
 //   mbarriers     full: all copies of a stage have come (cp.async.mbarrier.arrive); empty: every consumer warp has read it
@@ -95,8 +94,8 @@ constexpr int ALONG_M = TH * TW / 64, CONSUMERS = ALONG_M * (OUTPUTS / 64), THRE
 constexpr int CODES = 32, SCALES = 4;                     // bytes of a chunk
 constexpr int PIECE = WHOLE ? 16 : 8, PIECES = CODES / PIECE;  // that one copy has, and copies of a row
 constexpr int AT_A_TIME = WHOLE ? 2 : 1;  // copies of pixels, as many as producers have registers for
-constexpr int ACROSS = HALO ? TW + (KW - 1) * DILATION / STRIDE : TW, PITCH = HALO ? STRIDE * ACROSS : TW;
-constexpr int DOWN = HALO ? (TH - 1) * STRIDE + (KH - 1) * DILATION + 1 : TH, PIXELS = DOWN * PITCH;
+constexpr int ACROSS = TW + (HALO ? (KW - 1) * DILATION : 0), DOWN = TH + (HALO ? (KH - 1) * DILATION : 0);
+constexpr int PIXELS = DOWN * ACROSS;
 constexpr int PIXEL_BYTES = (PIXELS * (CODES + SCALES) + 127) / 128 * 128, WEIGHT_BYTES = OUTPUTS * (CODES + SCALES);
 constexpr int STAGE_BYTES = WEIGHT_BYTES + (HALO ? 0 : PIXEL_BYTES);
 constexpr int BARRIERS = STAGES * STAGE_BYTES + (HALO ? BUFFERS * PIXEL_BYTES : 0);  // where they begin
@@ -105,6 +104,7 @@ constexpr int PRODUCER_REGISTERS = 48, CONSUMER_REGISTERS = 208;  // together wh
 // Copies arrive for each producer thread; scales that are stored by the threads themselves arrive with them.
 constexpr int COPYING = 32 * PRODUCERS, ARRIVALS = COPYING * (WHOLE ? 1 : 2);
 
+static_assert(!HALO || STRIDE == 1, "a step copies what its tap reads of a larger stride");
 static_assert(TH * TW % 64 == 0 && TW % 8 == 0 && OUTPUTS % 64 == 0, "consumer warps have 64 pixels and 64 outputs");
 
 // A ring of COUNT slots, each with an mbarrier `full` and one `empty`.
@@ -175,9 +175,7 @@ __device__ __forceinline__ void copy_scales(uint32_t to, const uint8_t* from, in
 __device__ __forceinline__ void load_pixels(
     uint32_t to, const Source& source, int chunk, int top, int left, int H, int W, int thread) {
     const auto pixel = [&](int position, long long& at) {
-        const int row = position / PITCH, column = position % PITCH;
-        const int y = top + (HALO ? row : row * STRIDE);
-        const int x = left + (column % ACROSS * STRIDE + column / ACROSS);
+        const int y = top + position / ACROSS * STRIDE, x = left + position % ACROSS * STRIDE;
         at = (long long)y * W + x;
         return y >= 0 && y < H && x >= 0 && x < W;
     };
@@ -285,7 +283,7 @@ struct Fragments {
 };
 
 // Where pixel m of the tile is in shared memory, for the first tap.
-__device__ __forceinline__ int row_of(int m) { return HALO ? m / TW * STRIDE * PITCH + m % TW : m; }
+__device__ __forceinline__ int row_of(int m) { return m / TW * ACROSS + m % TW; }
 
 }  // namespace
 
@@ -343,6 +341,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) block_scaled_con
                 }
             }
         }
+        for (int i = 0; i < STAGES; ++i, stages.next()) stages.wait_empty();  // no thread exits with copies under way
         return;
     }
 
@@ -381,8 +380,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) block_scaled_con
                     const uint32_t stage = memory + stages.slot * STAGE_BYTES;
                     const uint32_t pixels = HALO ? memory + STAGES * STAGE_BYTES + buffers.slot * PIXEL_BYTES
                                                  : stage + WEIGHT_BYTES;
-                    const int across = kx * DILATION;
-                    const int tap = HALO ? ky * DILATION * PITCH + across % STRIDE * ACROSS + across / STRIDE : 0;
+                    const int tap = HALO ? (ky * ACROSS + kx) * DILATION : 0;
                     Fragments fragments;
                     stages.wait_full();
                     fragments.load(pixels, stage, rows, scale_rows, tap, first_row);

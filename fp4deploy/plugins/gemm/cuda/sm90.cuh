@@ -1,5 +1,5 @@
-// SM90 instructions that gemv_tma.cu uses, each as a function: TMA, mbarriers, clusters, dependent launch, tensor
-// cores.
+// Instructions of SM90 and later, each as a function: TMA, mbarriers, clusters, dependent launch, registers of
+// warpgroups (gemv_tma.cu, warpgroup_conv.cu, block_scaled_conv.cu).
 //
 // Addresses are 32-bit addresses of shared memory. An mbarrier has phases. A phase completes when the expected number
 // of arrivals has come and the transaction count is zero, that is, all announced bytes have arrived; `mbarrier_wait`

@@ -1,5 +1,5 @@
 // mma.m16n8k16 of FP16 or BF16 with FP32 sums, ldmatrix and copies to shared memory (direct_conv.cu, small_k_conv.cu,
-// narrow_wgrad.cu, class_map.cu).
+// narrow_wgrad.cu, block_scaled_conv.cu, class_map.cu).
 //
 // With lane = 4 g + q: registers a0, a1 have elements 2 q, 2 q + 1 of rows g and g + 8 of A, a2, a3 elements 2 q + 8,
 // 2 q + 9; b0, b1 the same elements of column g of B; d0, d1 columns 2 q, 2 q + 1 of row g, d2, d3 of row g + 8. Which

@@ -19,11 +19,11 @@ SMS = {SMALL: 1 << 20, WIDE: 1, TALL: 1}  # multiprocessors of a GPU for which t
 
 @dataclass(frozen=True)
 class Convolution:
-    """A convolution of these tiles. amax: of a packed output."""
+    """A convolution of these tiles. amax: of a packed output; zeros: the source that is 0."""
 
     channels: tuple[int, ...] = (64,)
     outputs: int = 72
-    size: int = 3
+    taps: tuple[int, int] = (3, 3)
     image: tuple[int, int, int] = (1, 9, 17)
     stride: int = 1
     padding: tuple[int, int] = (1, 1)
@@ -33,16 +33,17 @@ class Convolution:
     bias: bool = True
     amax: float | None = None
     tile: Tile = SMALL
+    zeros: int | None = None
 
     def variant(self) -> Variant:
         """What the kernel is compiled for."""
-        taps = (self.size, self.size)
-        sizes = output_sizes(self.image[1:], taps, self.stride, self.padding, self.dilation)
+        sizes = output_sizes(self.image[1:], self.taps, self.stride, self.padding, self.dilation)
         pixels = (self.image[0], sizes[0], sizes[1])
-        if (self.size, self.stride, self.padding) == (1, 1, (0, 0)):
+        if (self.taps, self.stride, self.padding) == ((1, 1), 1, (0, 0)):
             pixels = (1, 1, self.image[0] * self.image[1] * self.image[2])
         channels = tuple(-(-count // 16) * 16 for count in self.channels)
-        return block_scaled.variant(channels, self.outputs, taps, self.stride, self.dilation, pixels, SMS[self.tile])
+        geometry = (self.taps, self.stride, self.dilation)
+        return block_scaled.variant(channels, self.outputs, *geometry, pixels, SMS[self.tile])
 
     def __call__(self, setting: Setting, outcome: Outcome) -> None:
         """Launch, execute, compare."""
@@ -50,7 +51,10 @@ class Convolution:
             packed(setting, *self.image, channels, power=8 + i, seed=2 + i, binary=True)
             for i, channels in enumerate(self.channels)
         )
-        weight = packed(setting, self.outputs, self.size, self.size, sum(self.channels), seed=1, weight=True)
+        if self.zeros is not None:
+            for part in sources[self.zeros].as_bytes:
+                part.zero_()
+        weight = packed(setting, self.outputs, *self.taps, sum(self.channels), seed=1, weight=True)
         bias = multiples(setting, self.outputs, seed=7) if self.bias else None
         amax = None if self.amax is None else torch.tensor(self.amax)
         place = (self.stride, self.padding, self.dilation, self.relu, self.dtype, amax)
@@ -77,8 +81,8 @@ CASES = tuple(
         ("3x3, 128 outputs", Convolution(channels=(128,), outputs=130, image=(1, 10, 18), tile=WIDE)),
         ("3x3, 64 outputs", Convolution(outputs=63, image=(1, 5, 18), tile=TALL, relu=False, dtype=torch.bfloat16)),
         ("one pixel", Convolution(outputs=8, image=(1, 1, 1), bias=False)),
-        ("1x1", Convolution(channels=(192,), size=1, padding=(0, 0), image=(2, 5, 7), tile=WIDE)),
-        ("1x1, stride 2", Convolution(size=1, padding=(0, 0), image=(2, 5, 9), stride=2)),
+        ("1x1", Convolution(channels=(192,), taps=(1, 1), padding=(0, 0), image=(2, 5, 7), tile=WIDE)),
+        ("1x1, stride 2", Convolution(taps=(1, 1), padding=(0, 0), image=(2, 5, 9), stride=2)),
         ("3x3, stride 2", Convolution(image=(2, 9, 8), stride=2, relu=False)),
         ("3x3, stride 2, 128 outputs", Convolution(outputs=128, image=(1, 9, 8), stride=2, tile=WIDE)),
         ("3x3, dilation 2", Convolution(channels=(128,), image=(1, 8, 9), padding=(2, 2), dilation=2)),
@@ -88,7 +92,11 @@ CASES = tuple(
         ("3x3, packed output", Convolution(channels=(64,), outputs=136, image=(1, 8, 9), amax=24.0, tile=WIDE)),
         ("3x3, two sources", Convolution(channels=(64, 128), image=(1, 8, 9))),
         ("3x3, two sources of 32 and 80", Convolution(channels=(32, 80), image=(1, 8, 9), padding=(1, 0))),
-        ("2x2", Convolution(channels=(256,), size=2, padding=(0, 1), image=(1, 5, 6), outputs=8)),
-        ("5x5, 48 channels", Convolution(channels=(48,), size=5, padding=(2, 2), image=(1, 6, 7), outputs=17)),
+        ("3x3, zeros and a source", Convolution(channels=(64, 64), image=(1, 4, 9), zeros=0)),
+        ("3x3, a source and zeros", Convolution(channels=(64, 64), image=(1, 4, 9), zeros=1, bias=False)),
+        ("5x1", Convolution(taps=(5, 1), padding=(2, 0), image=(1, 6, 9), outputs=24)),
+        ("1x3, dilation 2, stride 2", Convolution(taps=(1, 3), padding=(0, 2), image=(1, 5, 9), stride=2, dilation=2)),
+        ("2x2", Convolution(channels=(256,), taps=(2, 2), padding=(0, 1), image=(1, 5, 6), outputs=8)),
+        ("5x5, 48 channels", Convolution(channels=(48,), taps=(5, 5), padding=(2, 2), image=(1, 6, 7), outputs=17)),
     )
 )
