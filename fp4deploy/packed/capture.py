@@ -155,7 +155,10 @@ class CapturedNetwork:
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.device(self.network.device), torch.cuda.graph(graph, stream=stream):
+            with (
+                torch.cuda.device(self.network.device),
+                torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+            ):
                 outputs = compute(*inputs)
         except (RuntimeError, Fp4DeployError) as error:
             warnings.warn(

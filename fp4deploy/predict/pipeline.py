@@ -33,6 +33,7 @@ from fp4deploy.data.sample import Pixels, Sample, class_type
 from fp4deploy.errors import InputError
 from fp4deploy.plugins.frames.class_map import class_map
 from fp4deploy.plugins.frames.prepare import prepare
+from fp4deploy.plugins.runtime.availability import device_index
 from fp4deploy.system.processors import cores
 from fp4deploy.tasks import task_of
 
@@ -110,7 +111,9 @@ class Pipeline:
         if card.volume is not None:
             raise InputError("A pipeline is of images, and this model reads volumes.")
         on: OnDevice = runtime if hasattr(runtime, "on_device") else _ByHost(runtime)  # type: ignore[assignment]
-        self._card, self.device, self._on_device = card, on.where, on.on_device
+        self._card, self._on_device = card, on.on_device
+        index = device_index(on.where)
+        self.device = on.where if index is None else torch.device("cuda", index)
         self.beside = cpu_name() if isinstance(on, _ByHost) else runtime.device
         transform = task_of(card).transform(card.size, card.mean, card.std)
         assert isinstance(transform, EvalTransform)
@@ -145,9 +148,18 @@ class Pipeline:
         return np.stack(found)
 
     def _begin(self, frames: Frames, classes: bool = True) -> _Begun:
+        if not len(frames):
+            return _Begun([], torch.empty(0, dtype=torch.bool), [], 0, None)
         if self.device.type == "cuda":
-            with self._lock:
-                return self._launched(_runs(frames, pinned=True), classes)
+            try:
+                with self._lock:
+                    return self._launched(_runs(frames, pinned=True), classes)
+            except torch.OutOfMemoryError as error:
+                largest = max(each.shape[0] * each.shape[1] for each in frames)
+                raise InputError(
+                    f"{len(frames)} images of up to {largest:,} pixels do not fit into the memory of {self.device}. "
+                    "Give it fewer at a time (--batch), or tiles (--tile)."
+                ) from error
         runs = _runs(frames)
         logits = self._network(self._prepare(runs))
         outputs = self._outputs(logits, runs, classes)
@@ -160,9 +172,11 @@ class Pipeline:
         main.wait_stream(self._in)
         ready.record_stream(main)
         main.wait_event(self._read)
-        logits = self._network(ready)
-        found = [_are_finite(logits), *self._outputs(logits, runs, classes)]
-        self._read.record(main)
+        try:
+            logits = self._network(ready)
+            found = [_are_finite(logits), *self._outputs(logits, runs, classes)]
+        finally:
+            self._read.record(main)
         self._out.wait_stream(main)
         with torch.cuda.stream(self._out):
             finite, *outputs = [_on_host(each, self._out) for each in found]
@@ -269,6 +283,8 @@ class _ByHost:
         try:
             return torch.from_numpy(self._runtime.infer(images.numpy()))
         except NotFinite as error:  # perhaps of one frame
+            if error.outputs is None:
+                raise
             return torch.from_numpy(error.outputs)
 
 

@@ -41,7 +41,9 @@ from fp4deploy.tasks import task_of
 SCHEMA = "fp4deploy.predictions/1"
 LISTING, OBJECTS = "predictions.json", "instances.json"
 MAX_BYTES = 1 << 30
-THREADS = 4  # that decode images, and that write them; each holds one, which may have half a gigabyte
+# That decode images, and that write them. Of images some more are in memory than these hold: those that wait for the
+# network, three batches on a GPU, and for the thread that writes them.
+THREADS = 4
 
 
 class _Listing(Record):
@@ -276,7 +278,11 @@ def _write_png(path: Path, image: Image.Image) -> None:
 
 def _coco(predictor: Predictor, written: Written) -> dict[str, object]:
     categories = [{"id": number, "name": name} for number, name in enumerate(predictor.class_names) if number]
-    return {"images": written.images, "categories": categories, "annotations": written.annotations}
+    listed = {entry["file"] for entry in written.entries}
+    images = [each for each in written.images if each["file_name"] in listed]
+    numbers = {each["id"] for each in images}
+    annotations = [each for each in written.annotations if each["image_id"] in numbers]
+    return {"images": images, "categories": categories, "annotations": annotations}
 
 
 def mean_shares(entries: Sequence[dict[str, Any]]) -> list[tuple[str, int, float]]:

@@ -62,6 +62,14 @@ def test_runtimes_agree(untrained: Run, images: np.ndarray, model: str) -> None:
     assert all(runtime.card.precision == model for runtime in runtimes)
 
 
+@pytest.mark.parametrize("suffix", ["nvfp4", "fp4"])
+@pytest.mark.parametrize("dtype", [np.int64, np.complex64, np.bool_, np.str_])
+def test_images_of_another_type_are_refused(untrained: Run, images: np.ndarray, suffix: str, dtype: type) -> None:
+    path = untrained.exported("nvfp4").with_suffix(".fp4") if suffix == "fp4" else untrained.checkpoint(suffix)
+    with pytest.raises(InputError, match="takes float32"):
+        open_runtime(path).infer(images.astype(dtype))
+
+
 def test_names_tell_what_runs_where(untrained: Run) -> None:
     torch_runtime = open_runtime(untrained.checkpoint("nvfp4"))
     canonical = open_runtime(untrained.export_dir / "unet.nvfp4.onnx")

@@ -22,12 +22,19 @@ from fp4deploy.errors import InputError
 from fp4deploy.models.heads import ClassHead, InstanceHead
 from fp4deploy.plugins.frames.class_map import class_map_reference
 from fp4deploy.predict.pipeline import PARTS, Pipeline, classes_of, frames_of
+from fp4deploy.predict.predictor import Predictor
 from fp4deploy.runs import Run
 from tests.contract.invoke import fp4deploy
 
 
 def frames(count: int, height: int, width: int) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(height).integers(0, 256, (count, height, width, 3), np.uint8))
+
+
+@pytest.mark.parametrize("tile", [False, True])
+def test_a_batch_of_nothing_has_no_predictions(untrained: Run, tile: bool) -> None:
+    predictor, image = Predictor(open_runtime(untrained.checkpoint("nvfp4")), tile=tile), frames(1, 40, 50).numpy()[0]
+    assert [len(found) for found in predictor.predict_batches([[image], [], [image, image]])] == [1, 0, 2]
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "fp4", "onnx"])

@@ -95,15 +95,20 @@ class PackedRuntime:
             require_fitting(self.inputs[0], np.dtype(np.float32), part.shape, self._path)
             return first_output(self._network.prepared(part)() if part is images else self._network(part))
 
-        if self._network.network.file.card is None:
-            warn_of_others(self._names, self._path)
         found: torch.Tensor = in_batches(self.inputs, images, first, self._path, EXPORT_AGAIN)
         return found
 
     def infer(self, images: Array) -> Array:
         """Logits float32 [N, classes, H, W]."""
-        given = torch.from_numpy(np.ascontiguousarray(images, np.float32)).to(self._device)
-        return finite(self.on_device(given).float().cpu().numpy(), images, self._path)
+        outputs: Array = in_batches(self.inputs, images, self._first, self._path, EXPORT_AGAIN)
+        if self._network.network.file.card is None:
+            warn_of_others(self._names, self._path)
+        return finite(outputs, images, self._path)
+
+    def _first(self, images: Array) -> Array:
+        """The first output of one call."""
+        found: Array = first_output(self._network(*self._given([images]))).float().cpu().numpy()
+        return found
 
     def __call__(self, *inputs: object) -> Outputs:
         """The output of these inputs, or several by name (`ports`)."""

@@ -77,16 +77,19 @@ def in_batches(ports: Sequence[Port], images: Any, run: Callable[[Any], Any], so
     batch = fixed_batch(ports) or len(images)
 
     def part(at: int) -> Any:
-        chosen = [min(number, len(images) - 1) for number in range(at, at + batch)]
-        found = run(images if batch == len(images) else images[chosen])
+        own = images[at : at + batch]
+        filled = own if len(own) == batch else _joined([own, *[own[-1:]] * (batch - len(own))])
+        found = run(images if batch == len(images) else filled)
         if not isinstance(found, np.ndarray | torch.Tensor) or found.shape[:1] != (batch,):
             raise InputError(f"{source}: its first output is no array with one entry for each image. {advice}")
         return found[: len(images) - at]
 
     parts = [part(at) for at in range(0, len(images), batch)]
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat(parts) if isinstance(images, torch.Tensor) else np.concatenate(parts)
+    return parts[0] if len(parts) == 1 else _joined(parts)
+
+
+def _joined(parts: list[Any]) -> Any:
+    return torch.cat(parts) if isinstance(parts[0], torch.Tensor) else np.concatenate(parts)
 
 
 def fed(ports: Sequence[Port], given: Sequence[object], source: object) -> dict[str, NDArray[Any]]:

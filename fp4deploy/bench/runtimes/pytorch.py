@@ -139,7 +139,7 @@ def captured(call: Callable[[], torch.Tensor], device: torch.device) -> Callable
             call()
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device), torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.device(device), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         result = call()
 
     def replay() -> torch.Tensor:

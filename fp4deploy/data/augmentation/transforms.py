@@ -83,7 +83,7 @@ def _whole(labels: Tensor) -> Tensor:
 
 def padding_colour(mean: Rgb) -> tuple[int, ...]:
     """The 8-bit colour that normalisation takes to 0."""
-    return tuple(round(255 * value) for value in mean)
+    return tuple(min(max(round(255 * value), 0), 255) for value in mean)
 
 
 class EvalTransform:
@@ -249,9 +249,10 @@ def recolour(image: Pixels, brightness: float, contrast: float, saturation: floa
 @lru_cache
 def scale_and_offset(device: torch.device, mean: Rgb, std: Rgb) -> tuple[Tensor, Tensor]:
     """Scale and offset of (x / 255 - mean) / std, float32 [3]; cached, because a copy to a GPU synchronises."""
-    deviation = torch.tensor(std, dtype=torch.float32)
-    scale, offset = 1 / deviation / 255, -torch.tensor(mean, dtype=torch.float32) / deviation
-    return scale.to(device), offset.to(device)
+    with torch.inference_mode(False):  # whoever asks first
+        deviation = torch.tensor(std, dtype=torch.float32)
+        scale, offset = 1 / deviation / 255, -torch.tensor(mean, dtype=torch.float32) / deviation
+        return scale.to(device), offset.to(device)
 
 
 def _to_tensors(image: Pixels, labels: Labels) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ COLUMNS, ROWS = 32, 8  # of a block
 Size = tuple[int, int]
 Colour = tuple[int, ...]  # red, green, blue: 0..255
 
-fallback = Fallback("Resized frames", "torch")
+fallback = Fallback("Resized frames", "torch's resizing")
 
 
 def prepare(
@@ -36,7 +36,7 @@ def prepare(
     """Frames at the input size of a network, float32 [N, 3, *size].
 
     Args:
-        frames: uint8 [N, H, W, 3], contiguous.
+        frames: uint8 [N, H, W, 3].
         part: what frames are resized to, at the top left of `size`; the rest has the colour `padding`.
         scale, offset: of the normalisation, float32 [3].
 
@@ -83,12 +83,17 @@ def prepare_kernel(
     """
     (count, height, width, _), (rows, columns) = frames.shape, part
     down, across = _taps(height, rows, frames.device), _taps(width, columns, frames.device)
-    images = torch.empty((count, 3, *size), device=frames.device)
+    images = torch.empty((count, 3, *size), dtype=torch.float32, device=frames.device)
+    if frames.is_cuda:  # those are kept, and other streams may read them as well
+        stream = torch.cuda.current_stream(frames.device)
+        for each in (down, across, scale, offset):
+            each.record_stream(stream)
     run = kernel(SOURCE, "prepare_frames", "PPPPPPiiiiiiiiii", {}, frames.device)
     grid = (-(-size[1] // COLUMNS), -(-size[0] // ROWS), count)
     colour = sum(value << 8 * at for at, value in enumerate(padding))
     counts = (len(down) - 1, len(across) - 1, colour, int(_height_is_first(frames, part)))
-    run.launch(grid, (COLUMNS, ROWS), frames, images, down, across, scale, offset, height, width, *size, *part, *counts)
+    tensors = (frames.contiguous(), images, down, across, scale, offset)
+    run.launch(grid, (COLUMNS, ROWS), *tensors, height, width, *size, *part, *counts)
     return images
 
 

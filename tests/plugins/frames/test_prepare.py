@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,8 @@ from PIL import Image
 from fp4deploy.data import EvalTransform, LetterboxTransform
 from fp4deploy.data.augmentation.transforms import scale_and_offset
 from fp4deploy.data.sample import IMAGE_MEAN, IMAGE_STD, Sample
-from fp4deploy.plugins.frames.prepare import prepare, resized, supports
+from fp4deploy.plugins.frames import prepare as module
+from fp4deploy.plugins.frames.prepare import prepare, prepare_kernel, resized, supports
 
 SIZES = [
     *[((97, 131), (32, 48)), ((480, 640), (352, 480)), ((30, 41), (64, 96)), ((64, 50), (64, 32)), ((7, 9), (3, 1))],
@@ -48,3 +51,41 @@ def test_what_the_kernel_takes() -> None:
     assert not supports(x[:0], (5, 6))
     assert not supports(x.expand(1 << 16, 4, 5, 3), (5, 6))
     assert not supports(torch.empty(1, 1 << 15, 1 << 15, 3, device="meta"), (5, 6))
+
+
+def test_the_kernel_reads_whole_frames_and_writes_float32_whatever_the_default_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launched: list[tuple[Any, ...]] = []
+
+    class Recorder:
+        def launch(self, *arguments: Any) -> None:
+            launched.append(arguments[2:])
+
+    monkeypatch.setattr(module, "kernel", lambda *_: Recorder())
+    given = frames(2, 6, 5).permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float16)
+    try:
+        images = prepare_kernel(given, (4, 7), (4, 7), (0, 0, 0), torch.ones(3), torch.ones(3))
+    finally:
+        torch.set_default_dtype(default)
+    read, written, down, across = launched[0][:4]
+    assert written is images
+    assert images.dtype == torch.float32
+    assert read.is_contiguous()
+    assert torch.equal(read, given)
+    assert down.dtype == across.dtype == torch.int32
+
+
+def test_a_colour_beyond_eight_bits_is_the_nearest() -> None:
+    assert EvalTransform(4, 4, (-0.1, 0.5, 200.0), IMAGE_STD).padding == (0, 128, 255)
+
+
+def test_what_normalises_frames_may_be_trained_through_afterwards() -> None:
+    scale_and_offset.cache_clear()
+    with torch.inference_mode():
+        scale_and_offset(torch.device("cpu"), IMAGE_MEAN, IMAGE_STD)
+    x = torch.ones(3, requires_grad=True)
+    (x * scale_and_offset(torch.device("cpu"), IMAGE_MEAN, IMAGE_STD)[0]).sum().backward()
+    assert x.grad is not None

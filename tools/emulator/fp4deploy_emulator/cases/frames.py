@@ -51,15 +51,21 @@ class Frames:
 
 @dataclass(frozen=True)
 class Prepared:
-    """shape: N, H, W of the frames; size: of the input; part: of that the frames take, all by default."""
+    """shape: N, H, W of the frames; size: of the input; part: of that the frames take, all by default.
+
+    planes: red, green and blue of a frame are apart in memory.
+    """
 
     shape: tuple[int, int, int]
     size: Size
     part: Size | None = None
+    planes: bool = False
 
     def __call__(self, setting: Setting, outcome: Outcome) -> None:
         """Launch, execute, compare."""
         frames = normal(setting, *self.shape, 3).mul(70).add(128).clamp(0, 255).byte()
+        if self.planes:
+            frames = frames.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)
         normalisation = scale_and_offset(torch.device("cpu"), (0.48, 0.45, 0.4), (0.23, 0.22, 0.21))
         given = (frames, self.size, self.part or self.size, (124, 116, 104), *normalisation)
         with emulated(setting, outcome):
@@ -71,6 +77,8 @@ CASES = (
     Case("preparation of frames", BEFORE, Prepared((2, 23, 31), (11, 37))),
     Case("preparation of frames, the height first", BEFORE, Prepared((1, 40, 9), (9, 7))),
     Case("preparation of frames, letterboxed", BEFORE, Prepared((2, 30, 20), (12, 35), (12, 8))),
+    Case("preparation of frames, by planes", BEFORE, Prepared((2, 9, 14), (7, 20), planes=True)),
+    Case("preparation of frames, one pixel", BEFORE, Prepared((1, 1, 1), (3, 5))),
     Case("preparation of frames, the same size", BEFORE, Prepared((1, 9, 33), (9, 33))),
     Case("classes of frames", FAMILY, Frames((2, 20, 9, 13), (13, 35))),
     Case("classes of frames, 19, rows of any address", FAMILY, Frames((1, 19, 7, 11), (10, 37))),
