@@ -165,3 +165,24 @@ def test_threads_share_a_predictor(untrained: Run, suffix: str, own_streams: boo
 
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(repeated, range(8)))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("suffix", ["nvfp4", "fp4"])
+def test_graphs_are_captured_while_other_threads_predict(untrained: Run, suffix: str) -> None:
+    """A batch of another size is another graph, and the last one of a folder is smaller."""
+    batches = [pixels(count, (50, 70), count) for count in (1, 2, 3, 4)]
+    expected = [[each.mask for each in Predictor(opened(untrained, suffix)).predict_batch(batch)] for batch in batches]
+    predictor = Predictor(opened(untrained, suffix))
+
+    def predicted(start: int) -> bool:
+        order = [(start + at) % len(batches) for at in range(len(batches))] * 5
+        found = predictor.predict_batches(batches[at] for at in order)
+        return all(
+            np.array_equal(mask, each.mask)  # type: ignore[union-attr]
+            for at, predictions in zip(order, found, strict=True)
+            for mask, each in zip(expected[at], predictions, strict=True)
+        )
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(predicted, range(4)))
