@@ -44,7 +44,7 @@ from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.plugins.aot.compile import compile_launch, triton_version
 from fp4deploy.plugins.gemm.arguments import gemm_call
 from fp4deploy.plugins.gemm.convolution import block_scaled
-from fp4deploy.plugins.runtime.cubin import resources, shortest_loop
+from fp4deploy.plugins.runtime.cubin import main_loop, resources, shortest_loop
 from fp4deploy.plugins.runtime.nvcc import compile_cubin, find_nvcc, nvcc_version
 
 ARCH, NUM_SMS = "sm_120", 170
@@ -139,9 +139,9 @@ class Kernel:
     def row(self) -> dict[str, Any]:
         """What the table has."""
         registers, stack = resources(self.cubin)
-        loop = self.loop(False)
-        matrix, resident = sum(each & 0xFFF == OMMA for each in loop), self.resident()
-        tensor = MMA_CYCLES * matrix * resident * self.consumers / SUB_CORES
+        loop, resident = main_loop(self.cubin, self.name), self.resident()
+        assert loop is not None, self.name
+        tensor = MMA_CYCLES * loop.matrix * resident * self.consumers / SUB_CORES
 
         shares = [
             tensor / cycles(self.warps(), latency, barrier)
@@ -153,9 +153,9 @@ class Kernel:
             "shared": self.shared,
             "resident": resident,
             "stages": self.stages,
-            "mma": matrix,
-            "issued": len(loop),
-            "stall": sum(each >> 105 & 15 for each in loop),
+            "mma": loop.matrix,
+            "issued": loop.issued,
+            "stall": loop.stall,
             "issued_copying": len(self.loop(True)) if self.producers else 0,
             "copied_bytes_a_cycle": resident * self.copied / tensor,
             "scheduled": shares[0],

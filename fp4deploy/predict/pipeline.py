@@ -244,9 +244,7 @@ class Pipeline:
         row: dict[str, float] = {}
 
         def timed(part: str, call: Callable[[], Found]) -> Found:
-            if (
-                self.device.type == "cuda" and not launches
-            ):  # by the GPU's clock: neither launch nor wait are the part's
+            if self.device.type == "cuda" and not launches:  # by its clock: neither launch nor wait are the part's
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 torch.cuda._sleep(SLEEP)  # meanwhile what follows is launched
                 begin.record()

@@ -84,6 +84,26 @@ class Written:
     annotations: list[dict[str, Any]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
+    def add(self, begun: Begun) -> None:
+        """What predictions.json has of a source, and of one with objects what instances.json has."""
+        entry = begun.entry
+        self.entries.append(entry)
+        if begun.objects is None:
+            return
+        number, size = len(self.images) + 1, {key: entry[key] for key in ("height", "width")}
+        self.images.append({"id": number, "file_name": entry["file"], **size})
+        for each in begun.objects:
+            self.annotations.append({"id": len(self.annotations) + 1, "image_id": number, **each})
+
+
+@dataclass
+class Begun:
+    """A source whose `files` are being written: its entry, and its objects where the model finds some."""
+
+    entry: dict[str, Any]
+    files: list[Future[None]] = field(default_factory=list)
+    objects: list[dict[str, Any]] | None = None
+
 
 def predict_files(
     predictor: Predictor,
@@ -109,13 +129,13 @@ def predict_files(
     """
     require_own(out, *([OBJECTS] if task_of(predictor.card).counts_objects else []))
     written = Written()
-    begun: deque[tuple[dict[str, Any], list[Future[None]]]] = deque()  # entries, and their files that are being written
+    begun: deque[Begun] = deque()
 
     def settle(most: int) -> None:
         while len(begun) > most:
-            for file in begun[0][1]:
+            for file in begun[0].files:
                 file.result()
-            written.entries.append(begun.popleft()[0])
+            written.add(begun.popleft())
 
     try:
         with ThreadPoolExecutor(THREADS) as threads:
@@ -126,7 +146,9 @@ def predict_files(
                     progress(number, str(source.path))
             settle(0)
     finally:  # also after Ctrl-C: what is there is described
-        written.entries += [entry for entry, files in begun if not any(file.exception() for file in files)]
+        for each in begun:
+            if not any(file.exception() for file in each.files):
+                written.add(each)
         document = {**describe(predictor, model), "images": written.entries}
         write_json(out / LISTING, document)
         if task_of(predictor.card).counts_objects:
@@ -244,15 +266,15 @@ def _entry(
     out: Path,
     overlays: bool,
     threads: ThreadPoolExecutor,
-) -> tuple[dict[str, Any], list[Future[None]]]:
+) -> Begun:
     """What predictions.json has of a source, and the files that `threads` write of it."""
     pixels, found = result
     entry: dict[str, Any] = {"file": str(source.path)}
     if isinstance(found, InputError):
         written.failures.append(str(found))
-        return entry | {"error": str(found)}, []
+        return Begun(entry | {"error": str(found)})
     if not isinstance(found, Prediction):
-        return entry | {"overlay": f"{source.name}.overlay.mp4", **found}, []
+        return Begun(entry | {"overlay": f"{source.name}.overlay.mp4", **found})
     assert pixels is not None
     height, width = found.mask.shape
     entry |= {"height": height, "width": width, "mask": None, "overlay": None}
@@ -261,15 +283,11 @@ def _entry(
         images["overlay"] = Image.fromarray(found.overlay(pixels))
     entry |= {kind: f"{source.name}.{kind}.png" for kind in images}
     files = [threads.submit(_write_png, out / entry[kind], image) for kind, image in images.items()]
-    entry["classes"] = found.classes()
+    entry["classes"], objects = found.classes(), None
     if found.counts_objects:
-        number = len(written.images) + 1
-        written.images.append({"id": number, "file_name": str(source.path), "height": height, "width": width})
         objects = found.objects()
-        for each in objects:
-            written.annotations.append({"id": len(written.annotations) + 1, "image_id": number, **each})
         entry["objects"] = len(objects)
-    return entry, files
+    return Begun(entry, files, objects)
 
 
 def _write_png(path: Path, image: Image.Image) -> None:
@@ -278,11 +296,7 @@ def _write_png(path: Path, image: Image.Image) -> None:
 
 def _coco(predictor: Predictor, written: Written) -> dict[str, object]:
     categories = [{"id": number, "name": name} for number, name in enumerate(predictor.class_names) if number]
-    listed = {entry["file"] for entry in written.entries}
-    images = [each for each in written.images if each["file_name"] in listed]
-    numbers = {each["id"] for each in images}
-    annotations = [each for each in written.annotations if each["image_id"] in numbers]
-    return {"images": images, "categories": categories, "annotations": annotations}
+    return {"images": written.images, "categories": categories, "annotations": written.annotations}
 
 
 def mean_shares(entries: Sequence[dict[str, Any]]) -> list[tuple[str, int, float]]:

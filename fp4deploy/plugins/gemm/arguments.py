@@ -62,22 +62,34 @@ def launch_gemm(
     """
     device = weight.codes.device
     require_offsets([source.codes.shape[-1] for source in sources], extent, pixels, shape, **geometry)
-    blocks = -(-shape[-1] // NVFP4_BLOCK)
-    if out_amax is None:
-        out = torch.empty(shape, dtype=dtype, device=device)
-        scales = None
-    else:
-        out = torch.empty((*shape[:-1], 8 * blocks), dtype=torch.uint8, device=device)
-        scales = torch.empty((*shape[:-1], blocks), dtype=torch.uint8, device=device)
+    out, scales = output_buffers(shape, dtype, out_amax, device)
     capability = capability or capability_of(device)
     call = gemm_call(sources, weight, bias, extent, pixels, out, scales, out_amax, dtype, capability, **geometry)
     if launch is None:
         run(call, device)
     else:
         launch(call)
-    if scales is None or out_amax is None:
+    return output_of(out, scales, out_amax, shape)
+
+
+def output_buffers(
+    shape: tuple[int, ...], dtype: torch.dtype, amax: torch.Tensor | None, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What a kernel writes: values of `shape`, or with an amax uint8 codes and scales, in blocks along the last axis."""
+    if amax is None:
+        return torch.empty(shape, dtype=dtype, device=device), None
+    blocks = -(-shape[-1] // NVFP4_BLOCK)
+    codes = torch.empty((*shape[:-1], 8 * blocks), dtype=torch.uint8, device=device)
+    return codes, torch.empty((*shape[:-1], blocks), dtype=torch.uint8, device=device)
+
+
+def output_of(
+    out: torch.Tensor, scales: torch.Tensor | None, amax: torch.Tensor | None, shape: tuple[int, ...]
+) -> torch.Tensor | Nvfp4Tensor:
+    """The tensor, plain or packed, in `output_buffers`."""
+    if scales is None or amax is None:
         return out
-    return Nvfp4Tensor(out, scales.view(torch.float8_e4m3fn), out_amax, torch.Size(shape))
+    return Nvfp4Tensor(out, scales.view(torch.float8_e4m3fn), amax, torch.Size(shape))
 
 
 def launch_weight_only(x: torch.Tensor, weight: Nvfp4Tensor, bias: torch.Tensor | None, relu: bool) -> torch.Tensor:

@@ -19,8 +19,8 @@ from functools import lru_cache
 import torch
 
 from fp4deploy.architecture import Architecture
-from fp4deploy.formats import E2M1_MAX, NVFP4_BLOCK, Nvfp4Tensor
-from fp4deploy.plugins.gemm.arguments import aligned
+from fp4deploy.formats import E2M1_MAX, Nvfp4Tensor
+from fp4deploy.plugins.gemm.arguments import aligned, output_buffers, output_of
 from fp4deploy.plugins.gemm.reference import Output, output_sizes
 from fp4deploy.plugins.runtime.fallback import Fallback
 from fp4deploy.plugins.runtime.launch import kernel, num_sms
@@ -189,14 +189,9 @@ def conv2d(
     if chosen is None:
         channels = tuple(2 * count for count in bytes_of)
         chosen = variant(channels, outputs, (kh, kw), stride, dilation, (n, oh, ow), num_sms(device))
-    tile, blocks = chosen.tile, -(-outputs // NVFP4_BLOCK)
+    tile = chosen.tile
     down, across = -(-oh // tile.height), -(-ow // tile.width)
-    scales = None
-    if out_amax is None:
-        out = torch.empty(shape, dtype=dtype, device=device)
-    else:
-        out = torch.empty((*shape[:-1], 8 * blocks), dtype=torch.uint8, device=device)
-        scales = torch.empty((*shape[:-1], blocks), dtype=torch.uint8, device=device)
+    out, scales = output_buffers(shape, dtype, out_amax, device)
     added = None if bias is None else bias.to(torch.float32).contiguous()
     operands = [
         (aligned(codes), aligned(bytes_), amax)
@@ -214,6 +209,4 @@ def conv2d(
         *(E2M1_MAX * each.e4m3_max for each in (x, second, weight)),
         shared=chosen.shared_bytes,
     )
-    if scales is None or out_amax is None:
-        return out
-    return Nvfp4Tensor(out, scales.view(torch.float8_e4m3fn), out_amax, torch.Size(shape))
+    return output_of(out, scales, out_amax, shape)

@@ -33,12 +33,12 @@ import torch
 from pydantic import Field
 
 from fp4deploy.architecture import Architecture
-from fp4deploy.formats import E2M1_MAX, NVFP4_BLOCK, Nvfp4Tensor
+from fp4deploy.formats import E2M1_MAX, Nvfp4Tensor
 from fp4deploy.graph.sizes import each
 from fp4deploy.plugins.aot import load as aot
 from fp4deploy.plugins.aot.compile import triton_version
 from fp4deploy.plugins.aot.spec import Call, Launch
-from fp4deploy.plugins.gemm.arguments import TYPES, VOLUME, Sizes, flat, require_offsets, run
+from fp4deploy.plugins.gemm.arguments import TYPES, VOLUME, Sizes, flat, output_buffers, output_of, require_offsets, run
 from fp4deploy.plugins.gemm.convolution import direct, warpgroup
 from fp4deploy.plugins.gemm.convolution.decoded_weight import DecodedWeight
 from fp4deploy.plugins.gemm.reference import Sizes as Strides
@@ -197,7 +197,7 @@ def conv2d(
         extent, pixels, taps, strides, paddings = flat(extent, pixels, taps, strides, paddings)
     rows = math.prod(pixels)
     chosen = chosen or chosen_plan(rows, outputs, depths, math.prod(taps), transposed, device)
-    out, scales = _output(shape, dtype, out_amax, device)
+    out, scales = output_buffers(shape, dtype, out_amax, device)
     tall = chosen.tile.bm if chosen.splits == 1 else SUM_TILE.bm
     found, touched = None, 0
     if moments and not transposed:
@@ -214,9 +214,7 @@ def conv2d(
     execute(call)
     if chosen.splits > 1:
         execute(sum_call(target, bias, out, scales, out_amax, found, touched, dtype, relu, shape, asm))
-    if scales is None or out_amax is None:
-        return out, found
-    return Nvfp4Tensor(out, scales.view(torch.float8_e4m3fn), out_amax, torch.Size(shape)), found
+    return output_of(out, scales, out_amax, shape), found
 
 
 Result = tuple[torch.Tensor | Nvfp4Tensor, Moments | None]
@@ -301,7 +299,7 @@ class Convolution:
         )
         if chosen.splits > 1:
             parts, size = out, tuple(out.shape[1:])
-            out, scales = _output(size, self.dtype, self.out_amax, device)
+            out, scales = output_buffers(size, self.dtype, self.out_amax, device)
             found, items = None, 0
             if self.moments:
                 found, items = _moments_of_rows(size[0], math.prod(size[1:-1]), outputs, SUM_TILE.bm, device)
@@ -342,16 +340,6 @@ def _moments_of_rows(
         return None, 0
     parts = torch.empty(-(-items * per_item // tall), 2, 2, channels, dtype=torch.float32, device=device)
     return Moments(parts, tall), 1 if items == 1 or per_item % tall == 0 else 2
-
-
-def _output(
-    shape: tuple[int, ...], dtype: torch.dtype, amax: torch.Tensor | None, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    if amax is None:
-        return torch.empty(shape, dtype=dtype, device=device), None
-    blocks = -(-shape[-1] // NVFP4_BLOCK)
-    codes = torch.empty((*shape[:-1], 8 * blocks), dtype=torch.uint8, device=device)
-    return codes, torch.empty((*shape[:-1], blocks), dtype=torch.uint8, device=device)
 
 
 def conv_call(

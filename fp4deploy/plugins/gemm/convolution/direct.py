@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from fp4deploy.formats import E2M1_MAX, Nvfp4Tensor
+from fp4deploy.plugins.gemm.arguments import output_buffers, output_of
 from fp4deploy.plugins.gemm.convolution.decoded_weight import DecodedWeight
 from fp4deploy.plugins.quantize.statistics import Moments
 from fp4deploy.plugins.runtime.fallback import Fallback
@@ -143,12 +144,7 @@ def conv2d(
     oh, ow = h + 2 * padding[0] - kh + 1, w + 2 * padding[1] - kw + 1
     device, (tiles_y, tiles_x) = x.codes.device, chosen.tiles(oh, ow)
     shape = (n, oh, ow, outputs)
-    scales, found = None, None
-    if out_amax is None:
-        out = torch.empty(shape, dtype=dtype, device=device)
-    else:
-        out = torch.empty((*shape[:-1], outputs // 2), dtype=torch.uint8, device=device)
-        scales = torch.empty((*shape[:-1], outputs // 16), dtype=torch.uint8, device=device)
+    (out, scales), found = output_buffers(shape, dtype, out_amax, device), None
     if moments:
         parts = torch.empty(n * tiles_y * tiles_x, 2, 2, outputs, dtype=torch.float32, device=device)
         found = Moments(parts, math.prod(chosen.tile), tiles_y * tiles_x, chosen.tile)
@@ -166,6 +162,4 @@ def conv2d(
         *(E2M1_MAX * each.e4m3_max for each in (x, second, weight)),
         shared=chosen.shared_bytes,
     )
-    if scales is None or out_amax is None:
-        return out, found
-    return Nvfp4Tensor(out, scales.view(torch.float8_e4m3fn), out_amax, torch.Size(shape)), found
+    return output_of(out, scales, out_amax, shape), found

@@ -180,17 +180,17 @@ def _faster(
     known = (*timed, device.index)
     choice = _choices.get(known)
     if choice is None:
-        choice = _settled(known, _choice(timed, by_torch, own, operands, fallback, worth))
+        choice = _settled(known, device, _choice(timed, by_torch, own, operands, fallback, worth))
     if choice == OWN:
         with fallback.guard(device):
             return own()
-        _settled(known, None)
+        _settled(known, device, None)
     return by_torch()
 
 
-def _settled(known: tuple[Any, ...], choice: str | None) -> str | None:
+def _settled(known: tuple[Any, ...], device: torch.device, choice: str | None) -> str | None:
     """Remember a choice in this process: torch's of a kernel that missed, which is not measured again in each call."""
-    if choice is None and not is_capturing(known[-1]):
+    if choice is None and not is_capturing(device.index):
         choice = TORCH
     if choice is not None:
         _choices[known] = choice

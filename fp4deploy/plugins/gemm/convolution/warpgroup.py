@@ -22,6 +22,7 @@ import torch
 
 from fp4deploy.architecture import Architecture
 from fp4deploy.formats import E2M1_MAX, Nvfp4Tensor
+from fp4deploy.plugins.gemm.arguments import output_buffers
 from fp4deploy.plugins.gemm.convolution.decoded_weight import PAD, DecodedWeight
 from fp4deploy.plugins.quantize.statistics import Moments
 from fp4deploy.plugins.runtime.context import library
@@ -359,11 +360,8 @@ def conv2d(
     if chosen.splits > 1:
         out = torch.empty((chosen.splits, *size), dtype=torch.float32, device=device)
         out_amax = bias = None
-    elif out_amax is None:
-        out = torch.empty(size, dtype=dtype, device=device)
     else:
-        out = torch.empty((*size[:-1], outputs // 2), dtype=torch.uint8, device=device)
-        scales = torch.empty((*size[:-1], outputs // 16), dtype=torch.uint8, device=device)
+        out, scales = output_buffers(size, dtype, out_amax, device)
     if moments and not transposed and chosen.splits == 1:
         per_item = math.prod((*depth, *tiles))
         parts = torch.empty(n * per_item, 2, 2, outputs, dtype=torch.float32, device=device)

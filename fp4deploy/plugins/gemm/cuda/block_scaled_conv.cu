@@ -39,54 +39,6 @@
 #include "sm90.cuh"
 #include "tensor_core.cuh"
 
-#ifndef KH
-#define KH 3
-#endif
-#ifndef KW
-#define KW 3
-#endif
-#ifndef STRIDE
-#define STRIDE 1
-#endif
-#ifndef DILATION
-#define DILATION 1
-#endif
-#ifndef TH
-#define TH 8
-#endif
-#ifndef TW
-#define TW 16
-#endif
-#ifndef OUTPUTS
-#define OUTPUTS 128
-#endif
-#ifndef HALO
-#define HALO 1
-#endif
-#ifndef WHOLE
-#define WHOLE 1
-#endif
-#ifndef SOURCES
-#define SOURCES 1
-#endif
-#ifndef PACKED
-#define PACKED 0
-#endif
-#ifndef EIGHTS
-#define EIGHTS 1
-#endif
-#ifndef STAGES
-#define STAGES 6
-#endif
-#ifndef BUFFERS
-#define BUFFERS 2
-#endif
-#ifndef PRODUCERS
-#define PRODUCERS 4
-#endif
-#ifndef RESIDENT
-#define RESIDENT 2
-#endif
 
 namespace {
 
