@@ -75,7 +75,7 @@ def launch_gemm(
 def output_buffers(
     shape: tuple[int, ...], dtype: torch.dtype, amax: torch.Tensor | None, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What a kernel writes: values of `shape`, or with an amax uint8 codes and scales, in blocks along the last axis."""
+    """What a kernel writes: values of `shape`, or with an amax uint8 codes and scales of blocks along the last axis."""
     if amax is None:
         return torch.empty(shape, dtype=dtype, device=device), None
     blocks = -(-shape[-1] // NVFP4_BLOCK)
