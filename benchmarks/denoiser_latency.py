@@ -5,7 +5,8 @@
 
 A row for each network and batch: milliseconds by CUDA graph, packed as steps and compiled; `best`, the fastest form of
 torch, and the packed networks' times over it, as `packed_latency.py` has them. The runs of a row are in four processes,
-which all compile at the same time and are then timed one after another (`peers.at_once`).
+which compile at the same time and are then timed one after another (`peers.at_once`); those of max-autotune, which
+hold the GPU for minutes to try their kernels, when the others are done.
 """
 
 from __future__ import annotations
@@ -102,32 +103,37 @@ def main() -> None:
         in_turn(options.networks[0], options.batches[0], group, folder, number, options)
         return
     content: dict[str, Any] = {"command": command("--seconds"), "machine": machine(), "rows": []}
-    cases = [(network, batch, group) for network in options.networks for batch in options.batches for group in GROUPS]
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        own = [sys.executable, __file__, "--size", str(options.size), "--scale", str(options.scale)]
-        commands = [
-            [*own, "--networks", network, "--batches", str(batch), "--part", group, name, str(number)]
-            for number, (network, batch, group) in enumerate(cases)
+    own = [sys.executable, __file__, "--size", str(options.size), "--scale", str(options.scale)]
+    end, rows = time.monotonic() + options.seconds, dict[tuple[str, int], dict[str, Any]]()
+    for groups in (list(GROUPS)[:-1], list(GROUPS)[-1:]):
+        cases = [
+            (network, batch, group) for network in options.networks for batch in options.batches for group in groups
         ]
-        late = peers.at_once(commands, folder, options.seconds, 30.0 * len(cases))
-        content["rows"] = rows_of(cases, folder, late)
+        with tempfile.TemporaryDirectory() as name:
+            commands = [
+                [*own, "--networks", network, "--batches", str(batch), "--part", group, name, str(number)]
+                for number, (network, batch, group) in enumerate(cases)
+            ]
+            late = peers.at_once(commands, Path(name), end - time.monotonic(), 30.0 * len(cases))
+            add_runs(rows, cases, Path(name), late)
+    for row in rows.values():
+        compare(row)
+    content["rows"] = list(rows.values())
     for row in content["rows"]:
         print(json.dumps(row))
     if options.json:
         options.json.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def rows_of(cases: list[tuple[str, int, str]], folder: Path, late: list[int]) -> list[dict[str, Any]]:
-    """A row for each network and batch, of the files that the processes left."""
-    rows: dict[tuple[str, int], dict[str, Any]] = {}
+def add_runs(
+    rows: dict[tuple[str, int], dict[str, Any]], cases: list[tuple[str, int, str]], folder: Path, late: list[int]
+) -> None:
+    """Add what the processes left in files to the row of each network and batch."""
     for number, (network, batch, group) in enumerate(cases):
         row = rows.setdefault((network, batch), {"network": network, "batch": batch, "runs": {}})
         path = folder / f"{number}.json"
         missing = {"error": "not compiled in time" if number in late else "ended without a result"}
         row["runs"] |= json.loads(path.read_text()) if path.is_file() else dict.fromkeys(GROUPS[group], missing)
-        compare(row)
-    return list(rows.values())
 
 
 if __name__ == "__main__":

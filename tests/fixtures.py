@@ -64,7 +64,7 @@ def _unets_have_three_levels() -> None:
 
 
 @pytest.fixture
-def whole_unets() -> Iterator[None]:
+def whole_unets(_unets_have_three_levels: None) -> Iterator[None]:
     """All five levels, in a test that is about the network; it reads no checkpoints of the session's."""
     with levels(5):
         yield

@@ -44,6 +44,9 @@ MAX_BYTES = 1 << 30
 # That decode images, and that write them. Of images some more are in memory than these hold: those that wait for the
 # network, three batches on a GPU, and for the thread that writes them.
 THREADS = 4
+# zlib's levels. Measured fact: AMD EPYC, Pillow 12, overlays of 480 x 640 to 3000 x 4000: level 1 takes 0.15 to 0.5 of the
+# time of level 6, Pillow's default, and 1.11 to 1.17 of the bytes; at level 6 a folder's overlays take longer than its network.
+PHOTO_LEVEL, MASK_LEVEL = 1, 6
 
 
 class _Listing(Record):
@@ -177,9 +180,9 @@ def describe(predictor: Predictor, model: Path) -> dict[str, object]:
 
 
 def png_bytes(image: Image.Image) -> bytes:
-    """An image as PNG."""
+    """An image as PNG; a photograph with little compression."""
     target = io.BytesIO()
-    image.save(target, format="PNG")
+    image.save(target, format="PNG", compress_level=PHOTO_LEVEL if image.mode == "RGB" else MASK_LEVEL)
     return target.getvalue()
 
 
