@@ -23,9 +23,9 @@ from fp4deploy.plugins.runtime.launch import kernel
 
 SOURCE = "prepare.cu"
 BITS = 22  # of a weight below one, as Pillow has it
-# Of a block. Measured fact: H200, 2026-11-30, 18b54c4c, events around 20 launches, +-1 %: 16 frames of 480 x 640 to 352 x
-# 480 take 46 us with any block of 128 or 256 threads and 57 with 32; one of 3,000 x 4,000 takes 64 with 32 x 8 and 66 to
-# 75 with others.
+# Of a block. Measured fact: H200, 2026-11-30, 18b54c4c, events around 20 launches, +-1 %: 16 frames of 480 x 640 to
+# 352 x 480 take 46 us with any block of 128 or 256 threads and 57 with 32; one of 3,000 x 4,000 takes 64 with 32 x 8
+# and 66 to 75 with others.
 COLUMNS, ROWS = 32, 8
 Size = tuple[int, int]
 Colour = tuple[int, ...]  # red, green, blue: 0..255
