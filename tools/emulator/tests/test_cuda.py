@@ -160,6 +160,14 @@ FAULTS = {
         "a barrier is missing": planted.without_barrier(0),
         "elements go to another block": planted.replaced(r"(st\.shared\.(?:u32|f32)\s+\[%r\d+)\+4\]", r"\1+8]", 0),
         "a division is no quotient": planted.replaced(r"div\.rn\.f32", "mul.rn.f32", 1),
+        "a word is read from another place": planted.replaced(
+            r"(ld\.global\.v4\.u32\s+[^\[]*\[%rd\d+)\+16\]", r"\1+0]", 0
+        ),
+        "a word goes to another place": planted.replaced(r"(st\.global\.v4\.u32\s+\[%rd\d+)\+16\]", r"\1+0]", 0),
+        "amaxes of other warps are left out": planted.replaced(r"setp\.gt\.u32(\s+%p\d+, %r\d+, )7;", r"setp.gt.u32\g<1>0;", 0),
+    },
+    "MS-EDEN along rows that begin between words": {
+        "words are read from there": planted.replaced(r"and\.b64(\s+%rd\d+, %rd\d+, )15;", r"and.b64\g<1>0;", 0),
     },
     "MS-EDEN along a width of 9": {
         "a wrong atomic": planted.replaced(r"atom\.global\.max\.s32", "atom.global.min.s32", 0),

@@ -60,6 +60,11 @@ template <typename T> __device__ __forceinline__ void store(T* target, const flo
     *reinterpret_cast<uint4*>(target) = narrowed<T>(values);
 }
 
+__device__ __forceinline__ void store(float* target, const float (&values)[VECTOR]) {
+    reinterpret_cast<float4*>(target)[0] = make_float4(values[0], values[1], values[2], values[3]);
+    reinterpret_cast<float4*>(target)[1] = make_float4(values[4], values[5], values[6], values[7]);
+}
+
 // Zeros where there is no pixel: a predicated load, no branch, so that several are on their way before the first is needed.
 template <typename T> __device__ __forceinline__ uint4 load_if(const T* source, bool has) {
     uint4 raw = {0u, 0u, 0u, 0u};

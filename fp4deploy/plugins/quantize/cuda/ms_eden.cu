@@ -3,8 +3,8 @@
 //
 // A thread has 16 elements of a group, a block, and BLOCKS threads a group. The rotation has four stages within a block
 // and log2(BLOCKS) among blocks. For these the elements change hands through shared memory, so that a thread has the same
-// elements of each block, and back. Without INNER (inner = 1) adjacent lanes have a group; with it adjacent lanes have
-// the same block of adjacent inner positions.
+// elements of each block, and back. Without INNER (inner = 1) adjacent lanes have a group, whose blocks are read and written
+// by 16-byte words where rows are whole blocks; with it adjacent lanes have the same block of adjacent inner positions.
 //
 // Macros: DTYPE; BLOCKS (1, 2, 4, 8); INNER; PACKED (codes uint8 [rows, K / 2] and scales uint8 [rows, K / 16] in place
 //   of values DTYPE (outer, K, inner)); MEASURE (only the finite amax of what is rotated, into cell, zero before).
@@ -12,8 +12,7 @@
 //   with the last `middle` of `outer` innermost.
 // Launch: block 256, which has 256 / BLOCKS slots; grid ceil(outer * groups / slots), with INNER
 //   outer * groups * ceil(inner / slots).
-#include "fp4.cuh"
-#include "scalars.cuh"
+#include "channels.cuh"
 
 constexpr int BLOCK = 16, GROUP = BLOCK * BLOCKS, SLOTS = 256 / BLOCKS;
 constexpr int SHARE = BLOCK / BLOCKS;  // elements of each block that a thread has for the stages among blocks
@@ -21,6 +20,9 @@ constexpr int SPREAD = BLOCK + 1;      // of a block in shared memory: no bank c
 constexpr int PITCH = BLOCKS * SPREAD + (INNER ? 1 - BLOCKS % 2 : 0);  // of a group; odd with INNER
 constexpr float NORM = BLOCKS == 8 ? 0.08838834764831845f : BLOCKS == 4 ? 0.125f : BLOCKS == 2 ? 0.17677669529663687f : 0.25f;
 constexpr float SHRINK = 0.98812500000000003f;
+
+using Halves = float[2][BLOCK / 2];
+__device__ __forceinline__ Halves& halves(float (&v)[BLOCK]) { return reinterpret_cast<Halves&>(v); }
 
 // a + b and a - b of elements that are First, 2 First, 4 First ... apart.
 template <int First> __device__ __forceinline__ void butterflies(float (&v)[BLOCK]) {
@@ -47,7 +49,7 @@ __device__ __forceinline__ float round_stochastically(float d, uint32_t byte) {
 extern "C" __global__ void __launch_bounds__(256) ms_eden(
     const DTYPE* x, const float* amax, const uint64_t* rotation, const uint64_t* random, void* out, uint8_t* scales,
     int* cell, long long outer, long long K, long long inner, long long middle) {
-    __shared__ float shared[BLOCKS > 1 ? SLOTS * PITCH : 1], sums[2][SLOTS][BLOCKS + 1];
+    __shared__ float shared[BLOCKS > 1 ? SLOTS * PITCH : 1];
     const int slot = INNER ? threadIdx.x % SLOTS : threadIdx.x / BLOCKS;
     const int block = INNER ? threadIdx.x / SLOTS : threadIdx.x % BLOCKS;
     const long long groups = (K + GROUP - 1) / GROUP;
@@ -65,8 +67,14 @@ extern "C" __global__ void __launch_bounds__(256) ms_eden(
     const long long k = group * GROUP + block * BLOCK, padded = groups * GROUP;
     const DTYPE* source = x + (o * K + k) * inner + in;
     float v[BLOCK];
+    const bool words = !INNER && K % BLOCK == 0 && reinterpret_cast<uint64_t>(x) % 16 == 0;
+    if (words && has && k < K) {
+        channels::load(source, halves(v)[0]);
+        channels::load(source + BLOCK / 2, halves(v)[1]);
+    } else {
 #pragma unroll
-    for (int i = 0; i < BLOCK; ++i) v[i] = has && k + i < K ? widen(source[i * inner]) : 0.f;
+        for (int i = 0; i < BLOCK; ++i) v[i] = !words && has && k + i < K ? widen(source[i * inner]) : 0.f;
+    }
 
     const fp4::Words signs = fp4::philox(block, rotation[0], rotation[1]);
 #pragma unroll
@@ -97,8 +105,14 @@ extern "C" __global__ void __launch_bounds__(256) ms_eden(
     float measured = 0.f;
 #pragma unroll
     for (int i = 0; i < BLOCK; ++i) measured = fmaxf(measured, fp4::is_finite(v[i]) ? fabsf(v[i]) : 0.f);
-    fp4::raise_to(cell, measured);
+    // One warp of the block looks at the cell: warps of all blocks would queue for it.
+    __shared__ float largest_of[256 / 32];
+    for (int offset = 16; offset; offset /= 2) measured = fmaxf(measured, __shfl_xor_sync(0xffffffffu, measured, offset));
+    if (threadIdx.x % 32 == 0) largest_of[threadIdx.x / 32] = measured;
+    __syncthreads();
+    if (threadIdx.x < 32) fp4::raise_to(cell, threadIdx.x < 256 / 32 ? largest_of[threadIdx.x] : 0.f);
 #else
+    __shared__ float sums[2][SLOTS][BLOCKS + 1];
     const float shrunk = *amax * SHRINK, scale = shrunk > 0.f ? fminf(256.f / shrunk, fp4::FLOAT_MAX) : 0.f;
     const float d = largest * SHRINK * scale, inverse = 1.f / (6.f * 256.f);
     const float d8 = d == d ? fp4::round_e4m3(fminf(d, 448.f)) : d, step = (d8 * shrunk) * inverse;
@@ -130,10 +144,14 @@ extern "C" __global__ void __launch_bounds__(256) ms_eden(
     const float unit = (rounded * shrunk) * inverse;
     DTYPE* target = static_cast<DTYPE*>(out) + (o * padded + k) * inner + in;
 #pragma unroll
-    for (int i = 0; i < BLOCK; ++i) {
-        const float q = broken ? 0.f : copysignf(fp4::round_e2m1(u[i]), u[i] + 0.f);
-        narrow(unit * q, target[i * inner]);
-    }
+    for (int i = 0; i < BLOCK; ++i) v[i] = unit * (broken ? 0.f : copysignf(fp4::round_e2m1(u[i]), u[i] + 0.f));
+#if INNER
+#pragma unroll
+    for (int i = 0; i < BLOCK; ++i) narrow(v[i], target[i * inner]);
+#else
+    channels::store(target, halves(v)[0]);
+    channels::store(target + BLOCK / 2, halves(v)[1]);
+#endif
 #endif
 #endif
 }

@@ -241,12 +241,15 @@ class MsEden:
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float16
     channels_last: bool = False
+    ahead: int = 0  # elements before it in its memory
 
     def __call__(self, setting: Setting, outcome: Outcome) -> None:
         """Launch, execute, compare."""
         x = normal(setting, *self.shape, seed=5).to(self.dtype)
         if self.channels_last:
             x = x.to(memory_format=torch.channels_last)
+        if self.ahead:
+            x = torch.cat((x.new_zeros(self.ahead), x.flatten()))[self.ahead :].view(self.shape)
         rotation, seed = torch.tensor(setting.seed - 7), torch.tensor((1 << 40) + setting.seed)
         expected = formats.quantize_ms_eden(x, rotation, seed, self.axis)
         values = expected.dequantize(self.dtype).movedim(-1, self.axis)
@@ -338,6 +341,8 @@ PACKING = (
     Case("MS-EDEN along the channels", OPERANDS, MsEden(1, (2, 144, 3, 5), channels_last=True)),
     Case("MS-EDEN along the width", OPERANDS, MsEden(3, (2, 35, 3, 40), channels_last=True)),
     Case("MS-EDEN along rows, FP32", OPERANDS, MsEden(1, (35, 130), torch.float32)),
+    Case("MS-EDEN along rows of whole blocks, FP32", OPERANDS, MsEden(1, (35, 144), torch.float32)),
+    Case("MS-EDEN along rows that begin between words", OPERANDS, MsEden(1, (35, 144), ahead=3)),
     Case("MS-EDEN along tokens, BF16", OPERANDS, MsEden(0, (150, 35), torch.bfloat16)),
     Case("MS-EDEN along 48 channels", OPERANDS, MsEden(1, (2, 48, 3, 5), channels_last=True)),
     Case("MS-EDEN along 30 tokens, BF16", OPERANDS, MsEden(0, (30, 35), torch.bfloat16)),
