@@ -27,6 +27,7 @@ import torch
 from fp4deploy import formats
 from fp4deploy.formats import FourOverSix
 from fp4deploy.plugins.quantize import dispatch
+from fp4deploy.plugins.quantize.ms_eden import fake_quantize_ms_eden, quantize_ms_eden
 
 ops = torch.ops.fp4deploy
 ROTATION = 4
@@ -72,6 +73,7 @@ def cases(dtype: torch.dtype, peers: bool) -> dict[str, tuple[Callable[[int], ob
     amax, read = torch.tensor(AMAX, device="cuda"), xs[0].nbytes
     codes = read // xs[0].element_size() // 2
     packed = read + codes + codes // 8
+    seeds = torch.tensor(1, device="cuda"), torch.tensor(2, device="cuda")
     choice = {
         f"{metric} {'fast' if fast else 'strict'}": FourOverSix(metric, 256, fast)
         for metric in ("mae", "mse")
@@ -100,6 +102,10 @@ def cases(dtype: torch.dtype, peers: bool) -> dict[str, tuple[Callable[[int], ob
             lambda i: dispatch.fake_quantize_nvfp4(xs[i], amax=amax, hadamard=True, mask=False),
             2 * read,
         ),
+    }
+    result |= {
+        "MS-EDEN packed, amax found": (lambda i: quantize_ms_eden(xs[i], *seeds), packed),
+        "MS-EDEN + fake quantise, amax found": (lambda i: fake_quantize_ms_eden(xs[i], *seeds), 2 * read),
     }
     amaxes = {"": amax, **{f", amax {size:g}": torch.tensor(size, device="cuda") for size in TIES}}
     for name, four in choice.items():
@@ -141,7 +147,7 @@ def peer_cases(xs: list[torch.Tensor], amax: torch.Tensor, read: int) -> dict[st
 
 def image_cases() -> dict[str, tuple[Callable[[int], object], int]]:
     """Activations of a UNet of scale 1 at 352 x 480, batch 16, float16, both layouts, amax given."""
-    amax = torch.tensor(4.0, device="cuda")
+    amax, seeds = torch.tensor(4.0, device="cuda"), (torch.tensor(1, device="cuda"), torch.tensor(2, device="cuda"))
     result: dict[str, tuple[Callable[[int], object], int]] = {}
     for channels, height, width in ((64, 352, 480), (128, 176, 240), (256, 88, 120), (512, 44, 60), (1024, 22, 30)):
         xs = [torch.randn(16, channels, height, width, device="cuda").half() for _ in range(ROTATION)]
@@ -149,6 +155,9 @@ def image_cases() -> dict[str, tuple[Callable[[int], object], int]]:
             ys = [x.to(memory_format=layout) for x in xs]
             run = lambda i, ys=ys: ops.quantize_along(ys[i], 1, amax, None, PLAIN, False)  # noqa: E731
             result[f"{name} {channels} x {height} x {width}"] = (run, 2 * ys[0].nbytes)
+        for axis, along in ((1, "the channels"), (3, "the width")):
+            run = lambda i, ys=ys, axis=axis: fake_quantize_ms_eden(ys[i], *seeds, axis)  # noqa: E731
+            result[f"MS-EDEN along {along}, channels_last {channels} x {height} x {width}"] = (run, 2 * ys[0].nbytes)
     return result
 
 
@@ -184,9 +193,10 @@ def main() -> None:
         kept = {name: case for name, case in chosen if any(text in name for text in arguments.only)}
         found[str(dtype)] = measure(kept)
         torch.cuda.empty_cache()
-    if arguments.only == [""]:
+    images = {name: case for name, case in image_cases().items() if any(text in name for text in arguments.only)}
+    if images:
         print("\nactivations, float16, amax given")
-        found["activations"] = measure(image_cases())
+        found["activations"] = measure(images)
     if arguments.json:
         machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
         machine["python"] = platform.python_version()

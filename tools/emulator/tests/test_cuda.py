@@ -164,7 +164,9 @@ FAULTS = {
             r"(ld\.global\.v4\.u32\s+[^\[]*\[%rd\d+)\+16\]", r"\1+0]", 0
         ),
         "a word goes to another place": planted.replaced(r"(st\.global\.v4\.u32\s+\[%rd\d+)\+16\]", r"\1+0]", 0),
-        "amaxes of other warps are left out": planted.replaced(r"setp\.gt\.u32(\s+%p\d+, %r\d+, )7;", r"setp.gt.u32\g<1>0;", 0),
+        "amaxes of other warps are left out": planted.replaced(
+            r"setp\.gt\.u32(\s+%p\d+, %r\d+, )7;", r"setp.gt.u32\g<1>0;", 0
+        ),
     },
     "MS-EDEN along rows that begin between words": {
         "words are read from there": planted.replaced(r"and\.b64(\s+%rd\d+, %rd\d+, )15;", r"and.b64\g<1>0;", 0),

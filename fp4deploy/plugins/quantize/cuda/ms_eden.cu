@@ -42,7 +42,9 @@ __device__ __forceinline__ float round_stochastically(float d, uint32_t byte) {
     const float nearest = fp4::round_e4m3(fminf(d, 448.f));
     const uint32_t code = fp4::encode_e4m3(nearest), low = nearest > d && code ? code - 1 : code;
     const float below = fp4::decode_e4m3(low), above = fp4::decode_e4m3(low + 1 < 0x7Eu ? low + 1 : 0x7Eu);
-    const float distance = above > below ? (d - below) / (above - below) : 0.f;
+    // The neighbours are a power of two apart, whose inverse has the bits 0x7F000000 - its own.
+    const float inverse = fp4::from_bits(0x7F000000u - fp4::bits(above - below));
+    const float distance = above > below ? (d - below) * inverse : 0.f;
     return float(byte) * (1.f / 256.f) < distance ? above : below;
 }
 
@@ -76,10 +78,26 @@ extern "C" __global__ void __launch_bounds__(256) ms_eden(
         for (int i = 0; i < BLOCK; ++i) v[i] = !words && has && k + i < K ? widen(source[i * inner]) : 0.f;
     }
 
-    const fp4::Words signs = fp4::philox(block, rotation[0], rotation[1]);
+    // What all groups have: the bits of signs, element i's at the place i, and the scales of the whole.
+    __shared__ uint32_t signs[BLOCKS];
+    __shared__ float global[2];
+    if (threadIdx.x < BLOCKS) {
+        const fp4::Words words = fp4::philox(threadIdx.x, rotation[0], rotation[1]);
+        uint32_t mask = 0;
 #pragma unroll
-    for (int i = 0; i < BLOCK; ++i)
-        if (signs.w[i / 4] >> (8 * (i % 4)) & 1u) v[i] = -v[i];
+        for (int i = 0; i < BLOCK; ++i) mask |= (words.w[i / 4] >> (8 * (i % 4)) & 1u) << i;
+        signs[threadIdx.x] = mask;
+    }
+#if !MEASURE
+    if (threadIdx.x == 32) {
+        const float shrunk = *amax * SHRINK;
+        global[0] = shrunk, global[1] = shrunk > 0.f ? fminf(256.f / shrunk, fp4::FLOAT_MAX) : 0.f;
+    }
+#endif
+    __syncthreads();
+    const uint32_t minus = signs[block];
+#pragma unroll
+    for (int i = 0; i < BLOCK; ++i) v[i] = fp4::from_bits(fp4::bits(v[i]) ^ (minus << (31 - i) & 0x80000000u));
     butterflies<1>(v);
     if (BLOCKS > 1) {
         float* own = shared + slot * PITCH;
@@ -102,9 +120,12 @@ extern "C" __global__ void __launch_bounds__(256) ms_eden(
         largest = fp4::nan_max(largest, fabsf(v[i]));
     }
 #if MEASURE
-    float measured = 0.f;
+    float measured = largest;
+    if (!fp4::is_finite(largest)) {
+        measured = 0.f;
 #pragma unroll
-    for (int i = 0; i < BLOCK; ++i) measured = fmaxf(measured, fp4::is_finite(v[i]) ? fabsf(v[i]) : 0.f);
+        for (int i = 0; i < BLOCK; ++i) measured = fmaxf(measured, fp4::is_finite(v[i]) ? fabsf(v[i]) : 0.f);
+    }
     // One warp of the block looks at the cell: warps of all blocks would queue for it.
     __shared__ float largest_of[256 / 32];
     for (int offset = 16; offset; offset /= 2) measured = fmaxf(measured, __shfl_xor_sync(0xffffffffu, measured, offset));
@@ -113,16 +134,16 @@ extern "C" __global__ void __launch_bounds__(256) ms_eden(
     if (threadIdx.x < 32) fp4::raise_to(cell, threadIdx.x < 256 / 32 ? largest_of[threadIdx.x] : 0.f);
 #else
     __shared__ float sums[2][SLOTS][BLOCKS + 1];
-    const float shrunk = *amax * SHRINK, scale = shrunk > 0.f ? fminf(256.f / shrunk, fp4::FLOAT_MAX) : 0.f;
-    const float d = largest * SHRINK * scale, inverse = 1.f / (6.f * 256.f);
+    const float shrunk = global[0], d = largest * SHRINK * global[1], inverse = 1.f / (6.f * 256.f);
     const float d8 = d == d ? fp4::round_e4m3(fminf(d, 448.f)) : d, step = (d8 * shrunk) * inverse;
     const float encode = step > 0.f ? fminf(1.f / step, fp4::FLOAT_MAX) : 0.f;
-    float squares = 0.f, projection = 0.f, u[BLOCK];
+    float squares = 0.f, projection = 0.f;
 #pragma unroll
     for (int i = 0; i < BLOCK; ++i) {
-        u[i] = v[i] * encode;
+        const float u = v[i] * encode, q = fp4::round_e2m1(u);
         squares += v[i] * v[i];
-        projection += (v[i] * fp4::round_e2m1(u[i])) * step;
+        projection += (v[i] * q) * step;
+        v[i] = PACKED ? u : copysignf(q, u + 0.f);
     }
     sums[0][slot][block] = squares, sums[1][slot][block] = projection;
     __syncthreads();
@@ -131,20 +152,20 @@ extern "C" __global__ void __launch_bounds__(256) ms_eden(
 #pragma unroll
     for (int i = 0; i < BLOCKS; ++i) squares += sums[0][slot][i], projection += sums[1][slot][i];
     const float correction = projection > 0.f ? squares / projection : 1.f;
-    const long long image = o / middle, row = (image * inner + in) * middle + (o - image * middle);
+    const long long image = middle == 1 ? o : o / middle, row = (image * inner + in) * middle + (o - image * middle);
     const long long place = row * groups * BLOCKS + group * BLOCKS + block;
     const uint32_t byte = fp4::philox(place, random[0], random[1]).w[0] & 0xFFu;
     const bool broken = !fp4::is_finite(largest);
     const float rounded = broken ? fp4::quiet_nan() : round_stochastically(d8 * correction, byte);
 #if PACKED
-    uint2 codes = broken ? uint2{} : uint2{fp4::encode_eight(u), fp4::encode_eight(u + 8)};
+    uint2 codes = broken ? uint2{} : uint2{fp4::encode_eight(v), fp4::encode_eight(v + 8)};
     static_cast<uint2*>(out)[place] = codes;
     scales[place] = fp4::encode_e4m3(rounded);
 #else
     const float unit = (rounded * shrunk) * inverse;
     DTYPE* target = static_cast<DTYPE*>(out) + (o * padded + k) * inner + in;
 #pragma unroll
-    for (int i = 0; i < BLOCK; ++i) v[i] = unit * (broken ? 0.f : copysignf(fp4::round_e2m1(u[i]), u[i] + 0.f));
+    for (int i = 0; i < BLOCK; ++i) v[i] *= unit;  // NaN, all of them, where one is not finite
 #if INNER
 #pragma unroll
     for (int i = 0; i < BLOCK; ++i) narrow(v[i], target[i * inner]);
