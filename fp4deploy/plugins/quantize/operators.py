@@ -196,11 +196,13 @@ def _tile_launch(
     planes = [(size, x.stride(at)) for at, size in enumerate(x.shape) if at not in (row_axis, axis)]
     (a, stride_a), (b, stride_b) = [*[(1, 0)] * (2 - len(planes)), *planes]
     rows, size = x.shape[row_axis], x.shape[axis]
-    threads = a * b * -(-rows // 16) * -(-size // 16) * 16
+    along, above, groups = x.stride(axis) == 1, a * b * -(-rows // 16), -(-size // 16)
+    blocks = above * -(-groups * 16 // THREADS) if along else -(-above * groups * 16 // THREADS)
     macros = _macros(x, variant, random) | {"PACKED": packed, "IN_RANGE": int(outputs[2] is not None)}
+    macros |= {"ALONG": int(along)}
     launch = kernel("quantize_tile.cu", "quantize_tiles", "PPPPPPqqqqqqqq", macros, x.device).launch
     sizes = (a, b, rows, size, stride_a, stride_b, x.stride(row_axis), x.stride(axis))
-    launch(-(-threads // THREADS), THREADS, x, amax, random, *outputs, *sizes)
+    launch(blocks, THREADS, x, amax, random, *outputs, *sizes)
 
 
 def _fake_quantize_tiles(x, row_axis, axis, amax, random, variant, inside):  # type: ignore[no-untyped-def]

@@ -21,8 +21,8 @@ void quantize_row(
     float scaled[fp4::GROUP];
     for (int i = 0; i < fp4::GROUP; ++i) {
         float u = scaled[i] = x[i] * block.encode;
-        float q = random ? fp4::round_e2m1(u, fp4::byte_of(*random, i)) : fp4::round_e2m1(u);
-        if (random) packed[i / 8] += fp4::encode_e2m1(q, u) << (4 * (i % 8));
+        float q = random ? fp4::round_e2m1(u, fp4::part_of(*random, i)) : fp4::round_e2m1(u);
+        if (random) packed[i / 8] += fp4::encode_e2m1(u, fp4::part_of(*random, i)) << (4 * (i % 8));
         out.values[row * fp4::GROUP + i] = block.step * q;
         in_range |= uint16_t((std::fabs(u) <= 6.f ? 1u : 0u) << i);
     }
@@ -120,10 +120,9 @@ void choose_groups(
 
 extern "C" {
 
-void round_nearest(const float* u, int64_t count, float* q, uint8_t* from_value, uint8_t* direct) {
+void round_nearest(const float* u, int64_t count, float* q, uint8_t* direct) {
     for (int64_t i = 0; i < count; ++i) {
         q[i] = fp4::round_e2m1(u[i]);
-        from_value[i] = uint8_t(fp4::encode_e2m1(q[i], u[i]));
         direct[i] = uint8_t(fp4::encode_nearest(u[i]));
     }
 }
@@ -144,8 +143,8 @@ void divide_by_range(const float* v, int64_t count, int largest, float* quotient
 
 void round_stochastic(const float* u, const uint8_t* random, int64_t count, float* q, uint8_t* codes) {
     for (int64_t i = 0; i < count; ++i) {
-        q[i] = fp4::round_e2m1(u[i], uint32_t(random[i]));
-        codes[i] = uint8_t(fp4::encode_e2m1(q[i], u[i]));
+        q[i] = fp4::round_e2m1(u[i], fp4::part_of(random[i], 0));
+        codes[i] = uint8_t(fp4::encode_e2m1(u[i], fp4::part_of(random[i], 0)));
     }
 }
 

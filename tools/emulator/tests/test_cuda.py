@@ -49,6 +49,25 @@ FAULTS = {
         "stores are shifted": planted.replaced(r"(st\.global\.u8\s+\[%rd\d+)\]", r"\1+8]", None),
         "stores are misaligned": planted.replaced(r"(st\.global\.v\d\.u32\s+\[%rd\d+)\]", r"\1+4]", None),
     },
+    "blocks of 16 x 16": {
+        "a barrier is missing behind the scale": planted.without_barrier(0),
+        "a barrier is missing behind the rows": planted.without_barrier(1),
+        "half of the rows are left out": planted.replaced(r"(shfl\.sync\.bfly\.b32\s+\S+\s+\S+\s+)16,", r"\g<1>0,", 0),
+        "a word is read from another place": planted.replaced(
+            r"(ld\.global\.v4\.u32\s+[^\[]*\[%rd\d+)\+16\]", r"\1+0]", 0
+        ),
+        "a word goes to another place": planted.replaced(r"(st\.global\.v4\.u32\s+\[%rd\d+)\+16\]", r"\1+0]", 0),
+        "the mask of a row is another's": planted.replaced(r"setp\.le\.f32", "setp.gt.f32", 0),
+    },
+    "blocks of 16 x 16, 4/6, FP32": {
+        "errors are added in another place": planted.replaced(
+            r"(st\.shared\.(?:u32|f32)\s+\[%r\d+)\+512\]", r"\1+516]", 0
+        ),
+    },
+    "blocks of 16 x 16, stochastic": {
+        "sums are rounded": planted.replaced(r"fma\.rz\.f32", "fma.rn.f32", 3),
+        "a byte is another element's": planted.replaced(r"mov\.b32(\s+%r\d+, )30289;", r"mov.b32\g<1>30288;", 0),
+    },
     "GroupNorm, ReLU, fake quantisation": {
         "a barrier is missing": planted.without_barrier(1),
         "another barrier is missing": planted.without_barrier(4),

@@ -65,6 +65,10 @@ __device__ __forceinline__ void store(float* target, const float (&values)[VECTO
     reinterpret_cast<float4*>(target)[1] = make_float4(values[4], values[5], values[6], values[7]);
 }
 
+// A block of 16 as two vectors.
+using Halves = float[2][VECTOR];
+__device__ __forceinline__ Halves& halves(float (&block)[2 * VECTOR]) { return reinterpret_cast<Halves&>(block); }
+
 // Zeros where there is no pixel: a predicated load, no branch, so that several are on their way before the first is needed.
 template <typename T> __device__ __forceinline__ uint4 load_if(const T* source, bool has) {
     uint4 raw = {0u, 0u, 0u, 0u};

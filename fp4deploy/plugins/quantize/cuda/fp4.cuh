@@ -73,22 +73,32 @@ FP4_FUNCTION float round_e2m1(float u) {
     return fmaf(binade, -ROUNDER, fmaf(binade, ROUNDER, u));
 }
 
-FP4_FUNCTION float step_e2m1(float magnitude) { return magnitude >= 4.f ? 2.f : magnitude >= 2.f ? 1.f : 0.5f; }
-
-// Stochastic rounding to one of the two neighbours: up with a probability equal to the distance, in 256ths of a step.
-FP4_FUNCTION float round_e2m1(float u, uint32_t byte) {
-    u = clamp_e2m1(u);
-    float magnitude = fabsf(u);
-    float t = magnitude + (float(byte) * (1.f / 256.f)) * step_e2m1(magnitude);
-    float step = step_e2m1(t), inverse = t >= 4.f ? 0.5f : t >= 2.f ? 1.f : 2.f;
-    float q = minimum(floorf(t * inverse) * step, 6.f);
-    return copysignf(q, u);
+// Stochastic rounding to one of the two neighbours: up with a probability equal to the distance, in 256ths of a step,
+// which is half a binade. `part` is byte / 512: binades of it are added to |u|, and the sum is cut to whole steps: with
+// TRUNCATOR binades, rounded towards zero, it has no bits below a step. NaN is left to the caller, as above.
+constexpr float TRUNCATOR = 4194304.f;  // 2^22
+FP4_FUNCTION float part_of(uint32_t word, int byte) {
+#ifdef __CUDA_ARCH__
+    return from_bits(__byte_perm(word, 0x46800000u, 0x7650u + byte)) - 16384.f;  // 16384 has steps of 1 / 512
+#else
+    return float(word >> (8 * byte) & 0xFFu) * (1.f / 512.f);
+#endif
 }
 
-// The code of q, the value that u was rounded to. A negative u that became 0 has code 8 (-0). Times 2^-126, q is a tiny
-// float whose bits from bit 22 up are the code.
-FP4_FUNCTION uint32_t encode_e2m1(float q, float u) {
-    return (bits(fabsf(q) * from_bits(0x00800000u)) >> 22) | (u < 0.f ? 8u : 0u);
+FP4_FUNCTION float truncated_e2m1(float u, float part, float& binade) {
+    const float magnitude = fminf(fabsf(u), 6.f), t = fmaf(part, binade_of(magnitude), magnitude);  // below 8
+    binade = binade_of(t);
+#ifdef __CUDA_ARCH__
+    return __fmaf_rz(binade, TRUNCATOR, t);
+#else
+    return fmaf(binade, TRUNCATOR, floorf(t * (2.f / binade)) * (binade * 0.5f));
+#endif
+}
+
+FP4_FUNCTION float round_e2m1(float u, float part) {
+    float binade;
+    const float truncated = truncated_e2m1(u, part, binade);
+    return copysignf(fmaf(binade, -TRUNCATOR, truncated), u);
 }
 
 // For 0 <= u < 7, the float u + 1.5 * 2^22 binades contains the code: its low bits count half binades, its bits from
@@ -100,6 +110,13 @@ FP4_FUNCTION uint32_t code_of(float rounded) { return (bits(rounded) & 7u) + (bi
 FP4_FUNCTION uint32_t biased_code(float u) {
     const float magnitude = fminf(fabsf(u), 6.f);
     return code_of(fmaf(binade_of(magnitude), ROUNDER, magnitude));
+}
+
+// The code of u rounded stochastically. A negative u that becomes 0 has code 8 (-0), as it has rounded to nearest.
+FP4_FUNCTION uint32_t encode_e2m1(float u, float part) {
+    float binade;
+    const float truncated = truncated_e2m1(u, part, binade);  // without the half of ROUNDER, which is 1 of CODE_BIAS
+    return code_of(truncated) - (CODE_BIAS - 1u) + ((bits(u + 0.f) >> 28) & 8u);
 }
 
 // The code of u rounded to nearest; NaN is left to the caller.
@@ -317,7 +334,8 @@ FP4_FUNCTION Words philox(uint64_t g, uint64_t seed, uint64_t offset) {
     return {{c0, c1, c2, c3}};
 }
 
-FP4_FUNCTION uint32_t byte_of(const Words& words, int i) { return (words.w[i / 4] >> (8 * (i % 4))) & 0xFFu; }
+// byte / 512 of the element i.
+FP4_FUNCTION float part_of(const Words& words, int i) { return part_of(words.w[i / 4], i % 4); }
 
 FP4_FUNCTION void hadamard(float (&x)[GROUP]) {
 #ifdef __CUDA_ARCH__

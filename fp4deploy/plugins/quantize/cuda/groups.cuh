@@ -102,16 +102,17 @@ __device__ __forceinline__ void quantize(
         for (int i = 0; i < 16; ++i) {
             float u = scaled[i] = v[part * 16 + i] * block.encode;
 #if STOCHASTIC
-            float q = fp4::round_e2m1(u, fp4::byte_of(words, i));
-            packed[i / 8] += fp4::encode_e2m1(q, u) << (4 * (i % 8));
-#else
-            float q = fp4::round_e2m1(u);
+            packed[i / 8] += fp4::encode_e2m1(u, fp4::part_of(words, i)) << (4 * (i % 8));
 #endif
 #if IN_RANGE
             bits |= (fabsf(u) <= 6.f ? 1u : 0u) << i;
 #endif
 #if !PACKED
-            v[part * 16 + i] = block.step * q;
+#if STOCHASTIC
+            v[part * 16 + i] = block.step * fp4::round_e2m1(u, fp4::part_of(words, i));
+#else
+            v[part * 16 + i] = block.step * fp4::round_e2m1(u);
+#endif
 #endif
         }
 #if PACKED

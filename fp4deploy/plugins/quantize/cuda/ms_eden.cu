@@ -21,9 +21,6 @@ constexpr int PITCH = BLOCKS * SPREAD + (INNER ? 1 - BLOCKS % 2 : 0);  // of a g
 constexpr float NORM = BLOCKS == 8 ? 0.08838834764831845f : BLOCKS == 4 ? 0.125f : BLOCKS == 2 ? 0.17677669529663687f : 0.25f;
 constexpr float SHRINK = 0.98812500000000003f;
 
-using Halves = float[2][BLOCK / 2];
-__device__ __forceinline__ Halves& halves(float (&v)[BLOCK]) { return reinterpret_cast<Halves&>(v); }
-
 // a + b and a - b of elements that are First, 2 First, 4 First ... apart.
 template <int First> __device__ __forceinline__ void butterflies(float (&v)[BLOCK]) {
 #pragma unroll
@@ -71,8 +68,8 @@ extern "C" __global__ void __launch_bounds__(256) ms_eden(
     float v[BLOCK];
     const bool words = !INNER && K % BLOCK == 0 && reinterpret_cast<uint64_t>(x) % 16 == 0;
     if (words && has && k < K) {
-        channels::load(source, halves(v)[0]);
-        channels::load(source + BLOCK / 2, halves(v)[1]);
+        channels::load(source, channels::halves(v)[0]);
+        channels::load(source + BLOCK / 2, channels::halves(v)[1]);
     } else {
 #pragma unroll
         for (int i = 0; i < BLOCK; ++i) v[i] = !words && has && k + i < K ? widen(source[i * inner]) : 0.f;
@@ -170,8 +167,8 @@ extern "C" __global__ void __launch_bounds__(256) ms_eden(
 #pragma unroll
     for (int i = 0; i < BLOCK; ++i) narrow(v[i], target[i * inner]);
 #else
-    channels::store(target, halves(v)[0]);
-    channels::store(target + BLOCK / 2, halves(v)[1]);
+    channels::store(target, channels::halves(v)[0]);
+    channels::store(target + BLOCK / 2, channels::halves(v)[1]);
 #endif
 #endif
 #endif

@@ -123,15 +123,10 @@ __device__ __forceinline__ BlockScale scale_of(float largest, const GlobalScale&
     return {encode, (d8 * global.amax) * global.inverse, d8};
 }
 
-// step * E2M1(x * encode), to nearest, or stochastically by a byte of `word`: |u| + r / 256 steps, its mantissa cut after
-// one bit; below 1, where a step is half a binade or more, 1 is added before that, without rounding up.
+// step * E2M1(x * encode), to nearest, or stochastically by a byte of `word`.
 __device__ __forceinline__ float quantized(float x, const BlockScale& block) { return fp4::fake_quantize(x, block); }
 __device__ __forceinline__ float quantized(float x, const BlockScale& block, uint32_t word, int byte) {
-    const float u = fminf(fabsf(x * block.encode), 6.f);
-    const float random = fp4::from_bits(__byte_perm(word, 0x46800000u, 0x7650u + byte)) - 16384.f;  // r / 512
-    const float t = fmaf(random, fp4::binade_of(u), u), one = t < 1.f ? 1.f : 0.f;
-    const float cut = fp4::from_bits(fp4::bits(__fmaf_rz(t, 1.f, one)) & 0xFFC00000u);
-    return copysignf(block.step * (cut - one), x);
+    return block.step * fp4::round_e2m1(x * block.encode, fp4::part_of(word, byte));
 }
 
 // The transform of groups of 16 channels, LANES of them here and the others in the next threads.

@@ -1,77 +1,138 @@
 // NVFP4 in 16 x 16 blocks over two axes of a tensor, so that a matrix and its transpose are quantised to the same
 // values.
 //
-// The tensor is (A, B, R, K) by sizes and strides, K the contraction axis, R the other axis of the tiles. Sixteen lanes
-// hold a tile, one row each, with its sixteen elements along K in order. The errors of 4/6 are added over the rows as a
-// tree.
+// The tensor is (A, B, R, K) by sizes and strides, K the contraction axis, R the other axis of the tiles. A thread has
+// the sixteen elements of a row of a tile, along K in order. The errors of 4/6 are added over the rows as a tree.
 //
-// Macros: DTYPE; FORMAT 0 NVFP4, 1 with 4/6; E; SQUARED, FAST; STOCHASTIC; PACKED 0 or 1; IN_RANGE as in quantize.cu,
-//   but in_range: bool with the strides of x.
+// Macros: DTYPE; ALONG: elements are adjacent along K, so that adjacent lanes have adjacent tiles, and a block 16 of
+//   them (else adjacent lanes have the rows of one); FORMAT 0 NVFP4, 1 with 4/6; E; SQUARED, FAST; STOCHASTIC; PACKED 0
+//   or 1; IN_RANGE as in quantize.cu, but in_range: bool with the strides of x.
 // Arguments: x; amax float32 [1]; random uint64 {seed, offset}; out DTYPE with the strides of x, or codes uint8
 //   [A, B, R, 8 G]; scales uint8 [A, B, R, G], G = ceil(K / 16); in_range; sizes and strides.
-// Launch: block 256, grid ceil(tiles * 16 / 256).
-#include "fp4.cuh"
-#include "scalars.cuh"
+// Launch: block 256, grid A B ceil(R / 16) times G rows of tiles, a sixteenth of them a block: ceil of each row with ALONG.
+#include "channels.cuh"
 
-__device__ __forceinline__ float tree(float value) {
-    for (int offset = 8; offset; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
+#if ALONG
+// Of the sixteen rows of a tile, of which a warp has two, eight apart; `turn`: a part of the memory for each call.
+template <typename Join> __device__ __forceinline__ float over_rows(float value, int turn, Join join) {
+    __shared__ float rows[3][8][16];
+    value = join(value, __shfl_xor_sync(0xffffffffu, value, 16));
+    const int warp = threadIdx.x / 32, tile = threadIdx.x % 16;
+    if (threadIdx.x % 32 < 16) rows[turn][warp][tile] = value;
+    __syncthreads();
+    float v[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] = rows[turn][i][tile];
+#pragma unroll
+    for (int half = 4; half; half /= 2)
+#pragma unroll
+        for (int i = 0; i < half; ++i) v[i] = join(v[i], v[i + half]);
+    return v[0];
+}
+#else
+template <typename Join> __device__ __forceinline__ float over_rows(float value, int, Join join) {
+    for (int offset = 8; offset; offset /= 2) value = join(value, __shfl_xor_sync(0xffffffffu, value, offset));
     return value;
 }
+#endif
 
 extern "C" __global__ void __launch_bounds__(256) quantize_tiles(
     const DTYPE* x, const float* amax, const uint64_t* random, void* out, uint8_t* scales, bool* in_range, long long A,
     long long B, long long R, long long K, long long stride_a, long long stride_b, long long stride_r,
     long long stride_k) {
-    long long thread = (long long)blockIdx.x * blockDim.x + threadIdx.x, tile = thread / 16;
-    long long groups = (K + 15) / 16, tile_rows = (R + 15) / 16;
-    bool has = tile < A * B * tile_rows * groups;
-    long long g = tile % groups, rest = tile / groups, r = rest % tile_rows * 16 + thread % 16, plane = rest / tile_rows;
-    has = has && r < R;
-    long long base = plane / B * stride_a + plane % B * stride_b + r * stride_r + g * 16 * stride_k;
+    const long long groups = (K + 15) / 16;
+    const uint32_t tile_rows = uint32_t((R + 15) / 16);
+#if ALONG
+    const uint32_t chunks = uint32_t((groups + 15) / 16), above = blockIdx.x / chunks;
+    const long long g = (long long)(blockIdx.x - above * chunks) * 16 + threadIdx.x % 16;
+    const uint32_t plane = above / tile_rows;
+    const long long r = (long long)(above - plane * tile_rows) * 16 + threadIdx.x / 32 + threadIdx.x % 32 / 16 * 8;
+    const bool has = r < R && g < groups;
+#else
+    const long long tile = ((long long)blockIdx.x * 256 + threadIdx.x) / 16, above = tile / groups, g = tile % groups;
+    const long long plane = above / tile_rows, r = above % tile_rows * 16 + threadIdx.x % 16;
+    const bool has = r < R && tile < A * B * tile_rows * groups;
+#endif
+    const long long base = plane / B * stride_a + plane % B * stride_b + r * stride_r + g * 16 * stride_k;
+    const uint64_t places = reinterpret_cast<uint64_t>(x) | reinterpret_cast<uint64_t>(out) | reinterpret_cast<uint64_t>(in_range);
+    const bool words = ALONG && K % 16 == 0 && ((places | stride_a | stride_b | stride_r) & 15) == 0;
+    __shared__ fp4::GlobalScale global_scale;
+    if (threadIdx.x == 0) global_scale = fp4::global_scale<E>(*amax);
     float v[16], largest = 0.f;
+    if (words && has) {
+        channels::load(x + base, channels::halves(v)[0]);
+        channels::load(x + base + 8, channels::halves(v)[1]);
+    } else {
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
-        v[i] = has && g * 16 + i < K ? widen(x[base + i * stride_k]) : 0.f;
-        largest = fp4::nan_max(largest, fabsf(v[i]));
+        for (int i = 0; i < 16; ++i) v[i] = has && g * 16 + i < K ? widen(x[base + i * stride_k]) : 0.f;
     }
-    for (int offset = 8; offset; offset /= 2)
-        largest = fp4::nan_max(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
-    const fp4::GlobalScale global = fp4::global_scale<E>(*amax);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) largest = fp4::nan_max(largest, fabsf(v[i]));
+    __syncthreads();
+    const fp4::GlobalScale global = global_scale;
+    largest = over_rows(largest, 0, [](float a, float b) { return fp4::nan_max(a, b); });
 #if FORMAT == 1
-    fp4::Candidates candidates = fp4::four_over_six(largest, global);
-    // Sums over the sixteen rows of the tile, in the order of the reference.
-    float six = tree(fp4::row_error<SQUARED, FAST>(v, candidates.six, global));
-    float four = tree(fp4::row_error<SQUARED, FAST>(v, candidates.four, global));
+    const auto sum = [](float a, float b) { return a + b; };
+    const fp4::Candidates candidates = fp4::four_over_six(largest, global);
+    const float six = over_rows(fp4::row_error<SQUARED, FAST>(v, candidates.six, global), 1, sum);
+    const float four = over_rows(fp4::row_error<SQUARED, FAST>(v, candidates.four, global), 2, sum);
     const fp4::BlockScale block = four < six ? candidates.four : candidates.six;
 #else
     const fp4::BlockScale block = fp4::block_scale(largest, global);
 #endif
     if (!has) return;  // only now: the shuffles above need all lanes
-    long long row = plane * R + r;
+    const long long row = plane * R + r;
 #if STOCHASTIC
-    fp4::Words words = fp4::philox(uint64_t(row) * groups + g, random[0], random[1]);
+    const fp4::Words words_of_row = fp4::philox(uint64_t(row) * groups + g, random[0], random[1]);
 #endif
-    uint32_t packed[2] = {0u, 0u};
+#pragma unroll
+    for (int i = 0; i < 16; ++i) v[i] *= block.encode;
+#if IN_RANGE
+    union {
+        uint4 word;
+        bool each[16];
+    } inside;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) inside.each[i] = fabsf(v[i]) <= 6.f;
+    if (words) {
+        *reinterpret_cast<uint4*>(in_range + base) = inside.word;
+    } else {
+#pragma unroll
+        for (int i = 0; i < 16; ++i)
+            if (g * 16 + i < K) in_range[base + i * stride_k] = inside.each[i];
+    }
+#endif
+#if PACKED
+#if STOCHASTIC
+    uint2 packed = {0u, 0u};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        packed.x += fp4::encode_e2m1(v[i], fp4::part_of(words_of_row, i)) << (4 * i);
+        packed.y += fp4::encode_e2m1(v[8 + i], fp4::part_of(words_of_row, 8 + i)) << (4 * i);
+    }
+#else
+    uint2 packed = {fp4::encode_eight(v), fp4::encode_eight(v + 8)};
+#endif
+    if (block.encode != block.encode) packed = {0u, 0u};  // a block with NaN or Inf: codes 0, scale NaN
+    static_cast<uint2*>(out)[row * groups + g] = packed;
+    scales[row * groups + g] = uint8_t(fp4::encode_e4m3(block.d8));
+#else
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-        float u = v[i] * block.encode;
 #if STOCHASTIC
-        float q = fp4::round_e2m1(u, fp4::byte_of(words, i));
-        packed[i / 8] += fp4::encode_e2m1(q, u) << (4 * (i % 8));
+        v[i] = block.step * fp4::round_e2m1(v[i], fp4::part_of(words_of_row, i));
 #else
-        float q = fp4::round_e2m1(u);
-        packed[i / 8] += fp4::encode_nearest(u) << (4 * (i % 8));
-#endif
-#if !PACKED
-        if (g * 16 + i < K) static_cast<DTYPE*>(out)[base + i * stride_k] = DTYPE(block.step * q);
-#endif
-#if IN_RANGE
-        if (g * 16 + i < K) in_range[base + i * stride_k] = fabsf(u) <= 6.f;
+        v[i] = block.step * fp4::round_e2m1(v[i]);
 #endif
     }
-#if PACKED
-    if (block.encode != block.encode) packed[0] = packed[1] = 0u;  // a block with NaN or Inf: codes 0, scale NaN
-    static_cast<uint2*>(out)[row * groups + g] = make_uint2(packed[0], packed[1]);
-    scales[row * groups + g] = uint8_t(fp4::encode_e4m3(block.d8));
+    DTYPE* target = static_cast<DTYPE*>(out) + base;
+    if (words) {
+        channels::store(target, channels::halves(v)[0]);
+        channels::store(target + 8, channels::halves(v)[1]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 16; ++i)
+            if (g * 16 + i < K) narrow(v[i], target[i * stride_k]);
+    }
 #endif
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -202,19 +203,41 @@ def hadamard(setting: Setting, outcome: Outcome) -> None:
     outcome.compare(values, formats.fake_quantize_nvfp4(rotated, (1,), amax)[0])
 
 
-def tiles(setting: Setting, outcome: Outcome) -> None:
-    """Blocks of 16 x 16: values with their mask, and codes."""
-    x, amax = _values(setting, (24, 40, 3, 3), FLOAT), torch.tensor(AMAX)
-    matrix = _values(setting, (32, 48), HALF)
-    with emulated(setting, outcome):
-        values, mask = operators._quantize_tiles(x, 0, 1, amax, None, PLAIN, True)
-        codes, scales = operators._pack_tiles(matrix, amax, None, PLAIN)
-    expected, inside = formats.fake_quantize_nvfp4(x, (0, 1), amax)
-    outcome.compare(values, expected)
-    outcome.compare(mask, inside)
-    packed = formats.quantize_nvfp4(matrix, "2d", amax)
-    outcome.compare(codes, packed.codes)
-    outcome.compare(scales, packed.scales.view(torch.uint8))
+@dataclass(frozen=True)
+class Tiles:
+    """Blocks of 16 x 16 over the first two axes: values with their mask, and codes of a matrix, one value not finite.
+
+    transposed: adjacent along the first axis; ahead: elements before the tensor in its memory.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = HALF
+    choice: formats.FourOverSix | None = None
+    stochastic: bool = False
+    transposed: bool = False
+    ahead: int = 0
+
+    def __call__(self, setting: Setting, outcome: Outcome) -> None:
+        """Launch, execute, compare."""
+        x, amax = _values(setting, self.shape, self.dtype) / 16, torch.tensor(AMAX)  # not every scale is the largest
+        x = torch.cat((x.new_zeros(self.ahead), x.flatten()))[self.ahead :].view(self.shape)
+        if self.transposed:
+            x = x.transpose(0, 1).contiguous().transpose(0, 1)
+        random, variant = _bits(self.stochastic), _variant(self.choice)
+        options = _options(self.stochastic) | {"four_over_six": self.choice}
+        with emulated(setting, outcome):
+            values, mask = operators._quantize_tiles(x, 0, 1, amax, random, variant, True)
+        expected, inside = formats.fake_quantize_nvfp4(x, (0, 1), amax, **options)
+        outcome.compare(values, expected)
+        outcome.compare(mask, inside)
+        if x.ndim > 2 or self.transposed:
+            return
+        x[3, 7] = float("inf")
+        with emulated(setting, outcome):
+            codes, scales = operators._pack_tiles(x, amax, random, variant)
+        packed = formats.quantize_nvfp4(x, "2d", amax, **options)
+        outcome.compare(codes, packed.codes)
+        outcome.compare(scales, packed.scales.view(torch.uint8))
 
 
 def amaxes(setting: Setting, outcome: Outcome) -> None:
@@ -291,7 +314,13 @@ CASES = (
     Case("fake quantisation, MXFP4 ceil", QUANTIZERS, fake_quantize_mx((16, 64), 1, FLOAT, "ceil")),
     Case("fake quantisation, MXFP4 floor", QUANTIZERS, fake_quantize_mx((2, 32, 4, 6), 1, BFLOAT, "floor", True)),
     Case("random Hadamard transform", QUANTIZERS, hadamard),
-    Case("blocks of 16 x 16", QUANTIZERS, tiles),
+    Case("blocks of 16 x 16", QUANTIZERS, Tiles((40, 288))),
+    Case("blocks of 16 x 16, planes, FP32", QUANTIZERS, Tiles((24, 40, 3, 3), FLOAT)),
+    Case("blocks of 16 x 16, 4/6, FP32", QUANTIZERS, Tiles((33, 64), FLOAT, STRICT)),
+    Case("blocks of 16 x 16, 4/6, transposed", QUANTIZERS, Tiles((40, 33), HALF, STRICT, transposed=True)),
+    Case("blocks of 16 x 16, stochastic", QUANTIZERS, Tiles((17, 48), BFLOAT, stochastic=True)),
+    Case("blocks of 16 x 16, stochastic, ragged, FP32", QUANTIZERS, Tiles((5, 35), FLOAT, stochastic=True)),
+    Case("blocks of 16 x 16, which begin between words", QUANTIZERS, Tiles((32, 32), HALF, ahead=3)),
     Case("amax", QUANTIZERS, amaxes),
     Case("all weights", "weights", all_weights),
     Case("GEMV, 1 row", "GEMV", gemv_case(1, 512, 24, HALF), has_tma),
