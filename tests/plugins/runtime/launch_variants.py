@@ -469,8 +469,8 @@ def _besides(source: str, zeros: tuple[str, ...] = (), **macros: str | int) -> V
 BESIDES = [
     _besides("quantize.cu", _QUANTIZE, DTYPE="float", E=448, FORMAT=2, LINEAR=1, VECTORS=4),
     _besides("pack_rows.cu", _TILES, DTYPE="__half", E=256),
-    _besides("quantize_tile.cu", _TILES, DTYPE="__nv_bfloat16", E=256, FORMAT=1, IN_RANGE=1),
-    _besides("quantize_tile.cu", _TILES, DTYPE="float", E=256, STOCHASTIC=1, PACKED=1),
+    _besides("quantize_tile.cu", _TILES, DTYPE="__nv_bfloat16", ALONG=1, E=256, FORMAT=1, IN_RANGE=1),
+    _besides("quantize_tile.cu", _TILES, DTYPE="float", ALONG=0, E=256, STOCHASTIC=1, PACKED=1),
     _besides("gemv_tma.cu", DTYPE="__nv_bfloat16", ROWS=8, CLUSTER=2),
     _besides("gemv_tma.cu", DTYPE="__half", ROWS=16, CLUSTER=2),
     _besides("gemv_tma.cu", DTYPE="__nv_bfloat16", ROWS=16, CLUSTER=2),
