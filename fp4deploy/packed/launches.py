@@ -1,7 +1,7 @@
 """Which kernels multiply the packed operands of a network's layers, to compile them ahead of time (`plugins.aot`).
 
-Triton's, with every tile that sizes of images and batches can choose; on SM120 and SM121 also those in CUDA C++ that may
-be measured to be faster (`plugins.gemm.convolution.block_scaled`).
+Triton's, with every tile that sizes of images and batches can choose; on SM120 and SM121 also those in CUDA C++ beside
+them (`plugins.gemm.convolution.block_scaled`), of which a layer's first call measures the faster one.
 """
 
 from __future__ import annotations

@@ -41,11 +41,13 @@ def of_layer(stride: int = 1) -> Launch:
 
 
 @pytest.fixture
-def shipped(tmp_path: Path) -> Shipped:
-    """Write the kernel of the layer to a folder, as `fp4deploy kernels --out` does."""
+def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shipped:
+    """Write the kernel of the layer to a folder, as `fp4deploy kernels --out` does; none was kept before."""
 
     def write(arch: str) -> Path:
-        built = build.build_one(of_layer(), arch)
+        with monkeypatch.context() as patched:
+            patched.setattr(store, "own_folder", lambda: tmp_path / "own")
+            built = build.build_one(of_layer(), arch)
         assert built.compiled is not None, built.failure
         assert built.diagnostics() == []
         build._save(built.compiled, built.launch, tmp_path / "kernels")
