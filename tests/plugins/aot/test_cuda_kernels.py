@@ -22,6 +22,8 @@ from fp4deploy.plugins.gemm.reference import conv2d_reference
 from fp4deploy.plugins.runtime import availability, launch, nvcc
 from fp4deploy.plugins.runtime.cache import write_entry
 from fp4deploy.plugins.runtime.fallback import Fallback
+from fp4deploy.selftest import kernels
+from fp4deploy.selftest.kernels import cases_beside
 from tests.plugins.cuda_stand_in import Pycuda
 
 NVCC = nvcc.find_nvcc()
@@ -231,3 +233,16 @@ def test_a_folder_of_cuda_kernels_has_none_of_tritons(
     (folder / "block_scaled_conv-0-nvcc13.0.88.kernel").touch()
     assert block_scaled.is_available(GPU)
     assert "there are no compiled Triton kernels for sm_120" in (aot.why_unavailable(0) or "")
+
+
+def test_the_self_test_asks_for_no_variant_that_a_folder_may_lack(
+    deployed: list[launch.Kernel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "kernels" / "sm_120"
+    folder.mkdir(parents=True)
+    (folder / "block_scaled_conv-0-nvcc13.0.88.kernel").touch()
+    assert block_scaled.is_available(GPU)
+    assert cases_beside(GPU) == []
+    with monkeypatch.context() as patched:
+        patched.setattr(kernels, "why_unavailable", lambda _: None)
+        assert cases_beside(GPU)
