@@ -64,20 +64,31 @@ def compile_launch(launch: Launch, arch: str) -> Compiled:
     arch = store.supported(arch).triton_name
     shipped, own = store.shipped_folders(), store.own_folder()
     version = compiler_version(launch)
+    if version is None:
+        return compiled_before(launch, arch)
     make, altering = (_by_nvcc, nvcc.ALTERING) if launch.compiler == "nvcc" else (_compile, ALTERING)
-    if version and any(os.environ.get(name) for name in altering):
+    if any(os.environ.get(name) for name in altering):
         return make(launch, arch)
     found = store.find(launch, arch, shipped) or store.find(launch, arch, [own], version)
-    if found is None and version is None:
-        raise LaunchError(_not_compiled(launch, arch))
     if found is None:
-        assert version is not None
         entry = own / store.file_name(launch, arch, version)
         with one_process(entry):
             found = store.find(launch, arch, [own], version)
             if found is None:
                 found = make(launch, arch)
                 keep_entry(entry, store.pack(found))
+    return found
+
+
+def compiled_before(launch: Launch, arch: str) -> Compiled:
+    """The kernel for an architecture from a folder or the cache, where nothing compiles it.
+
+    Raises:
+        LaunchError: it is in none; another variant may be.
+    """
+    found = store.find(launch, arch, [*store.shipped_folders(), store.own_folder()])
+    if found is None:
+        raise LaunchError(_not_compiled(launch, arch))
     return found
 
 
@@ -268,11 +279,12 @@ def _not_compiled(launch: Launch, arch: str) -> str:
     folders = [*store.shipped_folders(), store.own_folder()]
     others = [each for each in store.architectures(launch, folders) if each != arch]
     there = f" It is there for {', '.join(others)}; a cubin runs on its own architecture only." if others else ""
-    compiler, install, run = "Triton", INSTALL_TRITON, command(arch)
+    compiler, lacks, install, run = "Triton", "is missing", INSTALL_TRITON, command(arch)
     if launch.compiler == "nvcc":
-        compiler, install, run = "nvcc", nvcc.INSTALL_NVCC, f"{run} --layers FILE.fp4"
+        compiler, lacks, install = "nvcc", "is missing or does not compile for it", nvcc.INSTALL_NVCC
+        run += " --layers FILE.fp4"
     return (
-        f"{launch.kernel} is not compiled for {arch}, and {compiler} is missing. Searched: "
+        f"{launch.kernel} is not compiled for {arch}, and {compiler} {lacks}. Searched: "
         f"{', '.join(map(str, folders))}.{there} On a machine with {compiler} and this version of fp4deploy run: "
         f"{run}; then set FP4DEPLOY_KERNEL_PATH=DIR here. Or: {install}. The variant: {launch}"
     )

@@ -57,6 +57,7 @@ def why_unavailable(device: Device = None) -> str | None:
     return why_no_launch(device) or availability.why(device, lambda index: _no_kernels(index, *folders))
 
 
+@constant_when_compiled
 def any_compiled(device: Device, kernel: str) -> bool:
     """Whether a device can launch what is compiled already, and a folder has some variant of a kernel for it."""
     folders = os.environ.get("FP4DEPLOY_KERNEL_PATH", ""), os.environ.get("FP4DEPLOY_CACHE", "")

@@ -72,8 +72,7 @@ def deployed(pycuda: Pycuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         return launch.kernel(source, name, signature, macros, 0, compiled)
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: (12, 0))
-    for module in (availability, nvcc):
-        monkeypatch.setattr(module, "find_nvcc", lambda: None)
+    monkeypatch.setattr(availability, "find_nvcc", lambda: None)
     monkeypatch.setattr(block_scaled, "kernel", kernel)
     monkeypatch.setattr(block_scaled, "launch_secondary", lambda run, *_, **__: found.append(run))
     monkeypatch.setattr(block_scaled, "fallback", Fallback("Test kernels", "Triton's"))

@@ -23,7 +23,7 @@ import torch
 from fp4deploy.architecture import Architecture
 from fp4deploy.formats import E2M1_MAX, Nvfp4Tensor
 from fp4deploy.plugins.aot import load as aot
-from fp4deploy.plugins.aot.compile import compile_launch
+from fp4deploy.plugins.aot.compile import compiled_before
 from fp4deploy.plugins.aot.spec import Launch
 from fp4deploy.plugins.gemm.arguments import aligned, output_buffers, output_of
 from fp4deploy.plugins.gemm.reference import Output, output_sizes
@@ -141,7 +141,7 @@ def is_available(device: torch.device) -> bool:
 
 
 def _compiled(chosen: Variant, form: tuple[torch.dtype, bool, int], index: int) -> bytes:
-    return compile_launch(chosen.launch(*form), Architecture.of_device(index).triton_name).cubin
+    return compiled_before(chosen.launch(*form), Architecture.of_device(index).triton_name).cubin
 
 
 @lru_cache
