@@ -27,6 +27,7 @@ out. So the shares are upper bounds, and 98 % of a filter with four steps says l
 | issued_copying | instructions of a producer warp in a step |
 | resident | blocks of a multiprocessor |
 | copied_bytes_a_cycle | of a multiprocessor, if tensor cores multiplied all the time |
+| compared, different | values of 9 x 17 pixels in `fp4deploy_emulator`; those that differ from the reference |
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ from fp4deploy.plugins.gemm.arguments import gemm_call
 from fp4deploy.plugins.gemm.convolution import block_scaled
 from fp4deploy.plugins.runtime.cubin import main_loop, resources, shortest_loop
 from fp4deploy.plugins.runtime.nvcc import compile_cubin, find_nvcc, nvcc_version
+from fp4deploy_emulator.cases.block_scaled import Convolution
+from fp4deploy_emulator.cases.case import Case, Setting
+from fp4deploy_emulator.cases.gemms import Gemm
 
 ARCH, NUM_SMS = "sm_120", 170
 SUB_CORES, MMA_CYCLES = 4, 16
@@ -221,12 +225,35 @@ def can_issue(each: Warp, warps: list[Warp], now: int, tensor: int) -> bool:
     return not others or (min(others) + each.ahead > each.step)
 
 
-def ours(layer: Layer) -> Kernel:
-    """By `block_scaled`."""
+def executed(layer: Layer, kernel: str) -> dict[str, int]:
+    """The kernel of a layer on a few pixels, in the emulator, against the reference."""
+    around, amax = layer.size // 2, 24.0 if layer.packed else None
+    place: dict[str, Any] = {"image": (1, 9, 17), "stride": layer.stride, "amax": amax}
+    run: Convolution | Gemm
+    if kernel == "triton":
+        run = Gemm(layer.channels, layer.outputs, layer.size, padding=around, **place)
+    else:
+        tile = block_scaled.WIDE if layer.outputs > 64 else block_scaled.TALL
+        taps = (layer.size, layer.size)
+        run = Convolution(layer.channels, layer.outputs, taps, padding=(around, around), tile=tile, **place)
+        assert run.variant() == variant(layer), layer.name
+    outcome = Case(layer.name, "main loops", run).outcome(Setting(arch=ARCH))
+    assert not outcome.fault, outcome.fault
+    assert not outcome.unavailable, outcome.unavailable
+    return {"compared": outcome.values, "different": outcome.wrong}
+
+
+def variant(layer: Layer) -> block_scaled.Variant:
+    """Of `block_scaled`."""
     side = layer.side // layer.stride
     pixels = (1, side, side) if layer.size > 1 else (1, 1, side * side)
     taps = (layer.size, layer.size)
-    chosen = block_scaled.variant(layer.channels, layer.outputs, taps, layer.stride, 1, pixels, NUM_SMS)
+    return block_scaled.variant(layer.channels, layer.outputs, taps, layer.stride, 1, pixels, NUM_SMS)
+
+
+def ours(layer: Layer) -> Kernel:
+    """By `block_scaled`."""
+    chosen = variant(layer)
     cubin = compile_cubin(block_scaled.SOURCE, f"{ARCH}a", chosen.macros(torch.float16, layer.packed, layer.outputs))
     tile = chosen.tile
     copied = chosen.stage_bytes + (chosen.buffer_bytes / layer.size**2 if chosen.halo else 0)
@@ -263,7 +290,7 @@ def main() -> None:
     rows = []
     for layer in LAYERS:
         for name, make in (("block_scaled", ours), ("triton", tritons)):
-            rows.append({"layer": layer.name, "kernel": name, **make(layer).row()})
+            rows.append({"layer": layer.name, "kernel": name, **make(layer).row(), **executed(layer, name)})
             print(rows[-1], flush=True)
     if arguments.json:
         nvcc = find_nvcc()

@@ -80,11 +80,19 @@ def main_loops() -> str:
     for row in result("main_loops_sm120")["rows"]:
         counts = (row[name] for name in ("registers", "stack", "shared", "resident", "mma", "issued", "stall"))
         shares = (f"{100 * row[name]:.0f} %" for name in ("scheduled", "at_twice_the_latency"))
+        equal = f"{row['different']} differ" if row["different"] else "yes"
         rows.append(
-            [row["layer"], names[row["kernel"]], *map(str, counts), f"{row['copied_bytes_a_cycle']:.1f}", *shares]
+            [
+                row["layer"],
+                names[row["kernel"]],
+                *map(str, counts),
+                f"{row['copied_bytes_a_cycle']:.1f}",
+                *shares,
+                equal,
+            ]
         )
     head = ["layer", "kernel", "registers", "spilled bytes", "shared memory, bytes", "blocks", "mma a step"]
-    head += ["instructions", "stall cycles", "copied bytes a cycle", "scheduled", "at twice the latency"]
+    head += ["instructions", "stall cycles", "copied bytes a cycle", "scheduled", "at twice the latency", "bit-equal"]
     return markdown(head, rows, 2)
 
 

@@ -11,6 +11,7 @@
 | `network` | running the nodes, on a GPU by kernels, on a CPU by decoding |
 | `writer`, `program` | the nodes as operators on decoded values, and these compiled by Inductor |
 | `capture`, `module` | either form as a CUDA graph; and as a torch module |
+| `launches` | the kernels of its packed layers, to be compiled ahead of time |
 | `memory`, `describe` | bytes of weights and activations; the table of `fp4deploy inspect` |
 
 Nothing in the file is code: tensors as safetensors, the network as JSON. This room knows tensors and nodes, not models;
@@ -19,6 +20,7 @@ which layer of a checkpoint becomes which node is decided in `export.to_packed`.
 
 from fp4deploy.packed.file import PackedFile, packed_file, read_packed, write_packed
 from fp4deploy.packed.graph import Graph
+from fp4deploy.packed.launches import packed_launches
 from fp4deploy.packed.memory import activation_bytes, full_precision, plain_bytes
 from fp4deploy.packed.module import PackedModule
 from fp4deploy.packed.network import PackedNetwork
@@ -31,6 +33,7 @@ __all__ = [
     "activation_bytes",
     "full_precision",
     "packed_file",
+    "packed_launches",
     "plain_bytes",
     "read_packed",
     "write_packed",

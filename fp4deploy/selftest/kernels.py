@@ -186,8 +186,11 @@ def cases() -> list[Case]:
 
 
 def cases_beside(device: torch.device) -> list[Case]:
-    """Kernels that a device has beside those of `cases`, whichever was measured to be faster."""
-    if not block_scaled.is_available(device):
+    """Kernels that a device has beside those of `cases`, whichever was measured to be faster.
+
+    They are compiled here: a folder of compiled kernels has the variants of other layers.
+    """
+    if why_unavailable(device) or not block_scaled.is_available(device):
         return []
     place: dict[str, Any] = {"padding": (1, 1), "relu": True}
     conv, exact = block_scaled.conv2d, reference.conv2d_reference

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.main_loops import ARRIVE, BAR, LDSM, MMA_CYCLES, OMMA, Warp, cycles, moved
+from benchmarks.main_loops import ARRIVE, BAR, LDSM, MMA_CYCLES, OMMA, Layer, Warp, cycles, executed, moved
+from fp4deploy.plugins.aot.compile import triton_version
+from fp4deploy.plugins.runtime.nvcc import find_nvcc
+from fp4deploy_emulator.cases import block_scaled, gemms
 
 NONE = 7 << 110 | 7 << 113  # sets no scoreboard
 OTHER = 0x210
@@ -53,3 +56,14 @@ def test_a_slow_producer_is_the_limit() -> None:
 
 def test_bytes_of_an_instruction() -> None:
     assert (moved(LOADS[0]), moved(MMA)) == (512, 0)
+
+
+@pytest.mark.skipif(find_nvcc() is None or triton_version() is None, reason="there is no nvcc, or no Triton")
+@pytest.mark.parametrize("kernel", ["block_scaled", "triton"])
+def test_values_that_are_not_the_references_are_counted(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Layer("1x1, 64 to 64", (64,), 64, size=1)
+    assert executed(layer, kernel) == {"compared": 9 * 17 * 64, "different": 0}
+    for module in (block_scaled, gemms):
+        right = module.conv2d_reference
+        monkeypatch.setattr(module, "conv2d_reference", lambda *args, right=right, **rest: right(*args, **rest) + 1)
+    assert executed(layer, kernel)["different"] > 9 * 17 * 32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator
@@ -11,13 +12,16 @@ from typing import Any
 import pytest
 
 from fp4deploy.errors import UnavailableError
+from fp4deploy.packed import packed_launches, write_packed
 from fp4deploy.plugins.aot import build as aot_build
 from fp4deploy.plugins.aot import store
 from fp4deploy.plugins.aot.build import BuildResult
 from fp4deploy.plugins.aot.spec import Launch
 from fp4deploy.plugins.aot.store import Compiled
 from fp4deploy.plugins.gemm.triton import variants
+from fp4deploy.plugins.runtime import nvcc
 from tests.cli.command_line import Invoke
+from tests.packed.small_networks import packed
 
 
 @pytest.fixture
@@ -83,12 +87,31 @@ def test_what_is_kept_comes_first_and_the_rest_is_estimated(
 
 def test_a_kernel_of_the_cache_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "own_folder", lambda: tmp_path)
-    monkeypatch.setattr(aot_build, "triton_version", lambda: "3.6.0")
+    monkeypatch.setattr(aot_build, "compiler_version", lambda _: "3.6.0")
     first, second = list(variants.all_variants("sm_90"))[:2]
     file = store.own_folder() / store.file_name(first, "sm_90", "3.6.0")
     file.parent.mkdir(parents=True)
     file.touch()
     assert aot_build.already([(first, "sm_90"), (second, "sm90"), (first, "sm_100")]) == [True, False, False]
+
+
+@pytest.mark.parametrize("compiler", [Path("nvcc"), None])
+def test_the_layers_of_a_network(
+    invoke: Invoke, calls: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: Path | None
+) -> None:
+    file = dataclasses.replace(packed("nvfp4_qat", 0.25)[1], path=tmp_path / "unet.fp4")
+    write_packed(file)
+    monkeypatch.setattr(nvcc, "find_nvcc", lambda: compiler)
+    result = invoke("kernels", "--layers", file.path, "--arch", "sm120", "--arch", "sm90", "--json")
+    assert result.exit_code == 0, result.stderr
+    listed = [(launch, arch) for arch in ("sm_120", "sm_90") for launch in packed_launches(file, arch)]
+    of_cuda = [each for each in listed if each[0].kernel == "block_scaled_conv.cu:block_scaled_conv"]
+    assert {arch for _, arch in of_cuda} == {"sm_120"}
+    assert calls[0][0] == [each for each in listed if compiler or each not in of_cuda]
+    left_out = f"{len(of_cuda)} kernels for sm_120 are left out, as nvcc is missing: install"
+    assert (left_out in result.stderr) == (compiler is None)
+    names = {(each["kernel"], each["compiler"]) for each in json.loads(result.stdout)["kernels"]}
+    assert (("block_scaled_conv.cu:block_scaled_conv", "nvcc") in names) == bool(compiler)
 
 
 def test_json_is_alone_on_stdout(invoke: Invoke, calls: list[Any], tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """`fp4deploy kernels`: compile the Triton kernels ahead of time (AOT), for GPUs that need not be present.
 
+With --layers, only those that packed networks can take, also the ones in CUDA C++ that compete with Triton's.
 With --for, only those that one packed network launches, with its launch plans, as a file for the C library (`bundle`).
 With --emulate the PTX of all kernels, Triton's and CUDA's, is executed on the CPU instead, by a distribution of its own
 (`fp4deploy_emulator`, in tools/emulator).
@@ -7,6 +8,7 @@ With --emulate the PTX of all kernels, Triton's and CUDA's, is executed on the C
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -57,6 +59,15 @@ def kernels(
         typer.Option(
             "--for",
             help="Write the kernel bundle of this .fp4 file, for the C library.",
+            autocompletion=completion.artifacts,
+        ),
+    ] = None,
+    layers: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--layers",
+            help="Only what the packed layers of this .fp4 file can take, CUDA's included; repeatable.",
+            show_default="every Triton kernel",
             autocompletion=completion.artifacts,
         ),
     ] = None,
@@ -114,7 +125,8 @@ def kernels(
     require_triton()
     from fp4deploy.plugins.gemm.triton.variants import all_variants
 
-    requested = [(launch, target) for target in targets for launch in all_variants(target)]
+    listed = _of_networks(layers) if layers else all_variants
+    requested = [(launch, target) for target in targets for launch in listed(target)]
     built = _built(requested, jobs, out)
     if as_json:
         print_json({"folder": str(out) if out else None, "kernels": [each.as_json() for each in built]})
@@ -138,7 +150,10 @@ def _built(requested: list[tuple[Launch, str]], jobs: int | None, out: Path | No
     workers = min(jobs or cores(), missing)
     note(f"{len(requested)} kernels for {', '.join(dict.fromkeys(target for _, target in requested))}: {cached} kept.")
     if missing:
-        expected = f"about {duration(missing * build.SECONDS / workers)} on {counted(workers, 'free core')}"
+        seconds = sum(
+            build.SECONDS[launch.compiler] for (launch, _), kept in zip(requested, known, strict=True) if not kept
+        )
+        expected = f"about {duration(seconds / workers)} on {counted(workers, 'free core')}"
         note(f"{missing} to compile, {expected}. What is compiled is kept: after Ctrl-C the same command goes on.")
     done = {}
     with progress("kept kernels" if cached else "compiling") as bar:
@@ -149,6 +164,25 @@ def _built(requested: list[tuple[Launch, str]], jobs: int | None, out: Path | No
             else:
                 bar.phase("compiling", len(done) - cached, missing)
     return [done[index] for index in sorted(done)]
+
+
+def _of_networks(paths: list[Path]) -> Callable[[str], list[Launch]]:
+    """What packed networks launch on an architecture; without nvcc, Triton's alone."""
+    from fp4deploy.bench.locate import or_of_latest_run
+    from fp4deploy.packed import packed_launches, read_packed
+    from fp4deploy.plugins.runtime.nvcc import INSTALL_NVCC, find_nvcc
+
+    files = [read_packed(or_of_latest_run(path)) for path in paths]
+    compilers = {"triton", "nvcc"} if find_nvcc() else {"triton"}
+
+    def listed(arch: str) -> list[Launch]:
+        every = dict.fromkeys(launch for file in files for launch in packed_launches(file, arch))
+        found = [launch for launch in every if launch.compiler in compilers]
+        if len(found) < len(every):
+            note(f"{len(every) - len(found)} kernels for {arch} are left out, as nvcc is missing: {INSTALL_NVCC}")
+        return found
+
+    return listed
 
 
 def _targets(names: list[str] | None) -> list[str]:

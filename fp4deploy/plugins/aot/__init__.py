@@ -1,1 +1,1 @@
-"""Triton kernels compiled ahead of time (AOT), for any architecture on any machine, and launched without Triton."""
+"""Kernels compiled ahead of time (AOT), for any architecture on any machine, and launched without a compiler."""

@@ -1,6 +1,6 @@
-"""Compiling Triton kernels for any architecture, on a machine with or without a GPU, into files that need no Triton.
+"""Compiling kernels for any architecture, on a machine with or without a GPU, into files that need no compiler.
 
-    compiled = compile_launch(launch, "sm_120")         # from a folder or the cache, else by Triton
+    compiled = compile_launch(launch, "sm_120")         # from a folder or the cache, else by Triton or nvcc
 
 `triton.compile` takes a target that need not be present: the kernel's source, the types of its arguments, its constants
 and the compute capability go in; PTX and a cubin come out. Here the result is checked against what
@@ -24,9 +24,9 @@ from fp4deploy.errors import InputError
 from fp4deploy.plugins.aot import store
 from fp4deploy.plugins.aot.spec import Launch
 from fp4deploy.plugins.aot.store import Compiled
-from fp4deploy.plugins.runtime import cubin
+from fp4deploy.plugins.runtime import cubin, nvcc
 from fp4deploy.plugins.runtime.cache import keep_entry, one_process
-from fp4deploy.plugins.runtime.nvcc import KernelError
+from fp4deploy.plugins.runtime.nvcc import KernelError, LaunchError
 from fp4deploy.requirements import LIBRARIES
 from fp4deploy.system.children import owned_folder
 
@@ -51,7 +51,7 @@ _compiling = threading.Lock()  # Triton's settings and stdout are global to the 
 
 
 def compile_launch(launch: Launch, arch: str) -> Compiled:
-    """The kernel for an architecture: from a folder or the cache, else compiled now, on any machine with Triton.
+    """The kernel for an architecture: from a folder or the cache, else compiled now, on any machine with its compiler.
 
     Args:
         launch: the variant.
@@ -59,24 +59,36 @@ def compile_launch(launch: Launch, arch: str) -> Compiled:
 
     Raises:
         InputError: no such kernel or architecture, or a description that does not fit the kernel.
-        KernelError: it is not compiled yet and Triton is missing, or Triton refuses it.
+        KernelError: it is not compiled yet and its compiler is missing, or the compiler refuses it.
     """
     arch = store.supported(arch).triton_name
     shipped, own = store.shipped_folders(), store.own_folder()
-    version = triton_version()
-    if version and any(os.environ.get(name) for name in ALTERING):
-        return _compile(launch, arch)
+    version = compiler_version(launch)
+    if version is None:
+        return compiled_before(launch, arch)
+    make, altering = (_by_nvcc, nvcc.ALTERING) if launch.compiler == "nvcc" else (_compile, ALTERING)
+    if any(os.environ.get(name) for name in altering):
+        return make(launch, arch)
     found = store.find(launch, arch, shipped) or store.find(launch, arch, [own], version)
-    if found is None and version is None:
-        raise KernelError(_not_compiled(launch, arch))
     if found is None:
-        assert version is not None
         entry = own / store.file_name(launch, arch, version)
         with one_process(entry):
             found = store.find(launch, arch, [own], version)
             if found is None:
-                found = _compile(launch, arch)
+                found = make(launch, arch)
                 keep_entry(entry, store.pack(found))
+    return found
+
+
+def compiled_before(launch: Launch, arch: str) -> Compiled:
+    """The kernel for an architecture from a folder or the cache, where nothing compiles it.
+
+    Raises:
+        LaunchError: it is in none; another variant may be.
+    """
+    found = store.find(launch, arch, [*store.shipped_folders(), store.own_folder()])
+    if found is None:
+        raise LaunchError(_not_compiled(launch, arch))
     return found
 
 
@@ -88,6 +100,14 @@ def triton_version() -> str | None:
     except ImportError:
         return None
     return str(triton.__version__)
+
+
+def compiler_version(launch: Launch) -> str | None:
+    """Version of what compiles a kernel; None where it is missing."""
+    if launch.compiler == "triton":
+        return triton_version()
+    found = nvcc.find_nvcc()
+    return nvcc.release(found) if found else None
 
 
 def versions() -> str:
@@ -163,6 +183,31 @@ def _compile(launch: Launch, arch: str) -> Compiled:
     return _checked(launch, arch, code)
 
 
+def _by_nvcc(launch: Launch, arch: str) -> Compiled:
+    """What nvcc makes of a kernel in CUDA C++, the same machine code as at its first launch."""
+    source, _, name = launch.kernel.partition(":")
+    macros = {key: value for key, value in launch.constants if not isinstance(value, float)}
+    target = Architecture.parse(arch).nvcc_target
+    code, ptx = nvcc.compile_cubin(source, target, macros), nvcc.compile_ptx(source, target, macros)
+    registers, spills = cubin.resources(code)
+    return Compiled(
+        cubin=code,
+        ptx=ptx,
+        name=name,
+        parameters=tuple(kind for _, kind in launch.arguments),
+        divisible=(),
+        shared=launch.shared,
+        num_warps=launch.num_warps,
+        registers=registers,
+        spills=spills,
+        instructions=cubin.matrix_instructions(ptx),
+        arch=arch,
+        triton=str(compiler_version(launch)),
+        sources=store.source_digest(launch),
+        launch=store.description(launch),
+    )
+
+
 def _kernel(launch: Launch) -> Any:
     """The jitted function of a launch."""
     from triton import JITFunction
@@ -232,10 +277,14 @@ def _checked(launch: Launch, arch: str, code: Any) -> Compiled:
 
 def _not_compiled(launch: Launch, arch: str) -> str:
     folders = [*store.shipped_folders(), store.own_folder()]
-    others = store.architectures(launch, folders)
+    others = [each for each in store.architectures(launch, folders) if each != arch]
     there = f" It is there for {', '.join(others)}; a cubin runs on its own architecture only." if others else ""
+    compiler, lacks, install, run = "Triton", "is missing", INSTALL_TRITON, command(arch)
+    if launch.compiler == "nvcc":
+        compiler, lacks, install = "nvcc", "is missing or does not compile for it", nvcc.INSTALL_NVCC
+        run += " --layers FILE.fp4"
     return (
-        f"{launch.kernel} is not compiled for {arch}, and Triton is missing. Searched: {', '.join(map(str, folders))}."
-        f"{there} On a machine with Triton and this version of fp4deploy run: {command(arch)}; then set "
-        f"FP4DEPLOY_KERNEL_PATH=DIR here. Or: {INSTALL_TRITON}. The variant: {launch}"
+        f"{launch.kernel} is not compiled for {arch}, and {compiler} {lacks}. Searched: "
+        f"{', '.join(map(str, folders))}.{there} On a machine with {compiler} and this version of fp4deploy run: "
+        f"{run}; then set FP4DEPLOY_KERNEL_PATH=DIR here. Or: {install}. The variant: {launch}"
     )

@@ -32,7 +32,7 @@ from fp4deploy.plugins.aot.spec import Launch
 from fp4deploy.plugins.aot.store import Compiled
 from fp4deploy.plugins.runtime import availability
 from fp4deploy.plugins.runtime import launch as cuda_launch
-from fp4deploy.plugins.runtime.availability import Device
+from fp4deploy.plugins.runtime.availability import Device, why_no_launch
 from fp4deploy.tracing import constant_when_compiled
 
 _lock = threading.Lock()
@@ -54,7 +54,22 @@ def why_unavailable(device: Device = None) -> str | None:
         InputError: FP4DEPLOY_KERNELS is neither "on" nor "off".
     """
     folders = os.environ.get("FP4DEPLOY_KERNEL_PATH", ""), os.environ.get("FP4DEPLOY_CACHE", "")
-    return availability.why_no_launch(device) or availability.why(device, lambda index: _no_kernels(index, *folders))
+    return why_no_launch(device) or availability.why(device, lambda index: _no_kernels(index, *folders))
+
+
+@constant_when_compiled
+def any_compiled(device: Device, kernel: str) -> bool:
+    """Whether a device can launch what is compiled already, and a folder has some variant of a kernel for it."""
+    folders = os.environ.get("FP4DEPLOY_KERNEL_PATH", ""), os.environ.get("FP4DEPLOY_CACHE", "")
+    index = availability.device_index(device)
+    return index is not None and why_no_launch(index) is None and _has(kernel, index, *folders)
+
+
+@lru_cache
+def _has(kernel: str, index: int, _path: str, _cache: str) -> bool:
+    """The variables decide where `store` looks."""
+    folders = [*store.shipped_folders(), store.own_folder()]
+    return store.any_kernel(Architecture.of_device(index).triton_name, folders, f"{kernel}-*")
 
 
 @lru_cache

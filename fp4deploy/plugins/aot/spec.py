@@ -1,7 +1,9 @@
-"""What a Triton kernel is compiled as: one description for just-in-time (JIT) and ahead-of-time (AOT) compilation.
+"""What a kernel is compiled as: one description for just-in-time (JIT) and ahead-of-time (AOT) compilation.
 
     JIT   call.launch names the kernel; `kernel[call.grid](*call.values, **options)`        a GPU, Triton installed
     AOT   `triton.compile(ASTSource(kernel, launch.signature(), ...), target=GPUTarget("cuda", 90, 32))`       no GPU
+
+A kernel in CUDA C++ has one for ahead-of-time compilation: its macros are the constants.
 
 Nothing here imports Triton, so that a description can be created, compared and hashed on any machine. A `Launch`
 contains no shapes: those are runtime arguments, and one compiled kernel serves every image size and batch. It contains
@@ -21,13 +23,14 @@ class Launch:
     """A kernel variant, hashable: the key of a compiled binary.
 
     kernel: "module:function" in this package, such as "conv:conv2d_kernel"; of a source that was generated,
-        "generated:function".
+        "generated:function"; of a CUDA source, "block_scaled_conv.cu:block_scaled_conv".
     arguments: (name, Triton type) of the runtime parameters in order, such as ("images", "*u8") or ("height", "i32").
     constants: (name, value) of the constexpr parameters, and None for a runtime parameter that the variant has not.
     divisible: arguments that are multiples of 16 (pointers: aligned to 16 bytes).
     num_warps, num_stages: warps of a block, stages of the software pipeline.
     fp_fusion: whether a * b + c may become one FMA with one rounding; fused quantisation needs two roundings.
     source: text of the module that the function is in, where that is none of this package.
+    shared: bytes of dynamic shared memory of a kernel in CUDA C++; Triton's compiler decides by itself.
     """
 
     kernel: str
@@ -38,6 +41,12 @@ class Launch:
     num_stages: int = 3
     fp_fusion: bool = False
     source: str = ""
+    shared: int = 0
+
+    @property
+    def compiler(self) -> str:
+        """ "triton" or "nvcc"."""
+        return "nvcc" if self.kernel.partition(":")[0].endswith(".cu") else "triton"
 
     def signature(self) -> dict[str, str]:
         """name -> type as `triton.compiler.ASTSource` wants it."""

@@ -1,11 +1,12 @@
-"""Compiled Triton kernels as files: everything a launch needs, so that the machine that runs them needs no Triton.
+"""Compiled kernels as files: everything a launch needs, so that the machine that runs them needs no compiler.
 
     sm_120/conv2d_kernel-<key>-triton3.6.0.kernel = header (a line of JSON), PTX (zlib), cubin, SHA-256 of all before
+    sm_120/block_scaled_conv-<key>-nvcc13.0.88.kernel, of a kernel in CUDA C++, in the same form
 
-**Key.** SHA-256 over every source file in the kernel's folder, the description of the launch, and the architecture.
-The version of Triton is in the file name but not in the key: where Triton is installed, the entry of that version is
-used; where it is not, any version. Changed sources give another key, so that an old binary is never launched by new
-code.
+**Key.** SHA-256 over every source file in the kernel's folder (of CUDA C++ the source and all headers), the description
+of the launch, and the architecture. The compiler's version is in the file name but not in the key: where the compiler
+is installed, the entry of that version is used; where it is not, any version. Changed sources give another key, so that
+an old binary is never launched by new code.
 
 **Checks.** A file counts only if its digest is right, every field of the header lies within its limits, the machine
 code is the kernel, architecture and block that the header names, and the header names the launch that is looked for: a
@@ -36,6 +37,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.plugins.aot.spec import Launch
 from fp4deploy.plugins.runtime.cache import cache_folder, key, read_entry
 from fp4deploy.plugins.runtime.cubin import require_code
+from fp4deploy.plugins.runtime.nvcc import FLAGS, source_parts, source_path
 from fp4deploy.system.files import digest_of
 from fp4deploy.system.schema import Count, Name, parse_json, validated
 
@@ -53,14 +55,14 @@ class Compiled:
     """A kernel for one architecture.
 
     name: name of the entry point.
-    parameters: Triton types of the runtime arguments, without the two scratch pointers that follow them.
+    parameters: Triton types of the runtime arguments, without the two scratch pointers that follow them in Triton's.
     divisible: positions of the arguments that must be multiples of 16.
     shared: bytes of dynamic shared memory.
     num_warps: warps to launch; a warp-specialised kernel has more than were requested.
     registers, spills: registers a thread, and bytes of registers that are spilled to local memory.
     instructions: kinds of matrix instructions in the PTX, see `cubin.matrix_instructions`.
     arch: architecture in Triton's form, "sm_120".
-    triton: version of Triton.
+    triton: version of Triton, or of nvcc where that compiled it.
     sources: digest of the source files.
     launch: `description` of the launch.
     """
@@ -152,11 +154,16 @@ def module_name(launch: Launch) -> str:
 def source_digest(launch: Launch) -> str:
     """SHA-256 of a generated source, or of all Python files in the kernel's folder, found without importing the kernel.
 
+    Of a kernel in CUDA C++: of its source, all headers and nvcc's options.
+
     Raises:
-        InputError: there is no such module.
+        InputError: there is no such module or source.
     """
     if launch.source:
         return digest_of([launch.source.encode()])
+    if launch.compiler == "nvcc":
+        parts = (*FLAGS, *source_parts(source_path(launch.kernel.partition(":")[0])))
+        return digest_of(part.encode() if isinstance(part, str) else part for part in parts)
     name = module_name(launch)
     try:
         found = importlib.util.find_spec(name)
@@ -179,15 +186,16 @@ def _digest_of_folder(folder: Path) -> str:
 def description(launch: Launch) -> str:
     """A launch as one line of JSON, equal on every machine."""
     about = dataclasses.asdict(launch)
-    if not launch.source:
-        del about["source"]  # keys of earlier versions stay
+    for name in ("source", "shared"):
+        if not about[name]:
+            del about[name]  # keys of earlier versions stay
     return json.dumps(about, sort_keys=True)
 
 
-def file_name(launch: Launch, arch: str, triton: str) -> str:
-    """Name of an entry inside a folder of kernels; `triton` may be "*"."""
+def file_name(launch: Launch, arch: str, version: str) -> str:
+    """Name of an entry inside a folder of kernels; `version`, of the compiler, may be "*"."""
     inputs = key([source_digest(launch), description(launch), arch])
-    return f"{arch}/{launch.kernel.partition(':')[2]}-{inputs}-triton{triton}{SUFFIX}"
+    return f"{arch}/{launch.kernel.partition(':')[2]}-{inputs}-{launch.compiler}{version}{SUFFIX}"
 
 
 def shipped_folders() -> list[Path]:
@@ -200,10 +208,10 @@ def own_folder() -> Path:
     return cache_folder() / "triton"
 
 
-def find(launch: Launch, arch: str, folders: list[Path], triton: str | None = None) -> Compiled | None:
-    """The kernel from the first folder that has it, of one version of Triton or (None) of the newest there is."""
+def find(launch: Launch, arch: str, folders: list[Path], version: str | None = None) -> Compiled | None:
+    """The kernel from the first folder that has it, of one version of its compiler or (None) of the newest there is."""
     for folder in folders:
-        for file in sorted(folder.glob(file_name(launch, arch, triton or "*")), key=_version, reverse=True):
+        for file in sorted(folder.glob(file_name(launch, arch, version or "*")), key=_version, reverse=True):
             content = read_entry(file)
             compiled = unpack(content) if content is not None else None
             if compiled is not None and _is_of(compiled, launch, arch):
@@ -228,10 +236,10 @@ def architectures(launch: Launch, folders: list[Path]) -> list[str]:
     return [arch for arch in names if any(any(folder.glob(file_name(launch, arch, "*"))) for folder in folders)]
 
 
-def any_kernel(arch: str, folders: list[Path]) -> bool:
-    """True if a folder has some kernel for an architecture."""
-    return any(next((folder / arch).glob(f"*{SUFFIX}"), None) is not None for folder in folders)
+def any_kernel(arch: str, folders: list[Path], pattern: str = "*-triton*") -> bool:
+    """True if a folder has some kernel for an architecture, by default one of Triton's."""
+    return any(next((folder / arch).glob(f"{pattern}{SUFFIX}"), None) is not None for folder in folders)
 
 
 def _version(file: Path) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", file.stem.rpartition("-triton")[2])))
+    return tuple(map(int, re.findall(r"\d+", file.stem.rpartition("-")[2])))

@@ -4,7 +4,7 @@
 `~/.cache/fp4deploy`. Everything in it can be compiled again.
 
     kernels/<nvcc target>/<source>-<key>.cubin                            CUDA C++, see `runtime.nvcc`
-    triton/<architecture>/<kernel>-<key>-triton<version>.kernel           Triton, see `aot.store`
+    triton/<architecture>/<kernel>-<key>-<compiler><version>.kernel       compiled ahead of time, see `aot.store`
     inductor/                                                torch.compile's own, see `keep_compiled_private`
 
 **Keys.** `key` is a SHA-256 over everything that decides the machine code. A changed source or option gives another

@@ -31,7 +31,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ import torch
 
 from fp4deploy.architecture import Architecture
 from fp4deploy.errors import InputError, UnavailableError
-from fp4deploy.plugins.runtime.availability import Device, device_index, why_unavailable
+from fp4deploy.plugins.runtime.availability import Device, device_index, why_no_launch, why_unavailable
 from fp4deploy.plugins.runtime.availability import available as available
 from fp4deploy.plugins.runtime.context import Gpu, raw_stream
 from fp4deploy.plugins.runtime.nvcc import LaunchError, Macros, compile_cubin, describe, source_path
@@ -82,7 +82,12 @@ def _num_sms(index: int | None) -> int:
 
 
 def kernel(
-    source: str | Path, name: str, signature: str, macros: Macros | None = None, device: Device = None
+    source: str | Path,
+    name: str,
+    signature: str,
+    macros: Macros | None = None,
+    device: Device = None,
+    compiled: Callable[[int], bytes] | None = None,
 ) -> Kernel:
     """A kernel that is compiled and loaded; the second call with the same arguments is a dictionary lookup.
 
@@ -92,6 +97,7 @@ def kernel(
         signature: types of the parameters, see the module's table.
         macros: preprocessor macros of the variant.
         device: where it runs (default: torch's current device).
+        compiled: gives the machine code for a GPU of this number where nothing compiles here, as nvcc is missing.
 
     Raises:
         InputError: there is no such source, or the macros or the signature are malformed.
@@ -105,7 +111,7 @@ def kernel(
     index = device_index(device)
     key = (source, name, signature, index, *(macros.items() if macros else ()))
     found = _kernels.get(key)
-    return found if found is not None else _load(key, Path(source), name, signature, macros, index)
+    return found if found is not None else _load(key, Path(source), name, signature, macros, index, compiled)
 
 
 class Kernel:
@@ -236,15 +242,28 @@ def _letters(signature: str) -> list[re.Match[str]]:
     return [letter for letter in re.finditer(r"\d*.", signature) if letter.group() != "0q"]
 
 
-def _load(key: tuple, source: Path, name: str, signature: str, macros: Macros | None, index: int | None) -> Kernel:
-    why = why_unavailable("cpu" if index is None else index)
+def _load(
+    key: tuple,
+    source: Path,
+    name: str,
+    signature: str,
+    macros: Macros | None,
+    index: int | None,
+    compiled: Callable[[int], bytes] | None,
+) -> Kernel:
+    device = "cpu" if index is None else index
+    why = why_unavailable(device)
+    if why and compiled is not None:
+        why = why_no_launch(device)
+    else:
+        compiled = partial(machine_code, source, macros)
     if why or index is None:
         raise UnavailableError(f"The kernel {name} cannot run: {why}.")
     path = source_path(source)
     packing(signature)
     label = f"{name} of {describe(path, macros)}"
     refuse_capture(index, label)
-    cubin = machine_code(path, macros, index)
+    cubin = compiled(index)
     same = (str(path), name, signature, index, *sorted((macros or {}).items()))
     with _lock:
         if same not in _kernels:

@@ -35,6 +35,7 @@ from fp4deploy.system import children
 SOURCES = tuple(sorted(Path(__file__).resolve().parents[1].glob("*/cuda")))  # of frames, gemm, losses, quantize
 HEADERS = (".cuh", ".h", ".hpp")
 FLAGS = ("-std=c++17", "-O3", "-fmad=false", "-lineinfo")
+ALTERING = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")  # variables that change what nvcc compiles
 TOOLKIT = "/usr/local/cuda"
 INSTALL_NVCC = "install the CUDA toolkit, or: pip install nvidia-cuda-nvcc nvidia-cuda-cccl"
 
@@ -47,7 +48,10 @@ class KernelError(UnavailableError):
 
 
 class LaunchError(KernelError):
-    """A CUDA kernel was not loaded or launched this time, and may be another time: a capture, no memory left."""
+    """A CUDA kernel was not loaded or launched this time, and may be another time: a capture, no memory left.
+
+    Or the folders of compiled kernels lack this variant, and may have another.
+    """
 
 
 def find_nvcc() -> Path | None:
@@ -76,6 +80,12 @@ def nvcc_version(nvcc: Path) -> str:
         raise UnavailableError(f"{nvcc} does not run (exit status {done.status}); {INSTALL_NVCC}.")
     printed = done.output
     return " ".join(printed[max(printed.find("release"), 0) :].split())
+
+
+def release(nvcc: Path) -> str:
+    """ "13.0.88" of `nvcc_version`."""
+    found = re.search(r"V([\d.]+)", nvcc_version(nvcc))
+    return found.group(1) if found else "0"
 
 
 @lru_cache
@@ -171,13 +181,15 @@ def _definitions(macros: Macros | None) -> list[str]:
 
 def _key(path: Path, options: list[str], nvcc: Path) -> str:
     """Of everything that decides the cubin: compiler, its environment, options, source and headers."""
+    environment = [os.environ.get(name, "") for name in ALTERING]
+    return key([nvcc_version(nvcc), *environment, *options, *source_parts(path)])
+
+
+def source_parts(path: Path) -> list[bytes | str]:
+    """Names and contents of a source and of all headers that it may include."""
     folders = {path.parent, *SOURCES}
     headers = sorted(file for folder in folders for file in folder.glob("*") if file.suffix in HEADERS)
-    environment = [os.environ.get(name, "") for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")]
-    parts: list[bytes | str] = [nvcc_version(nvcc), *environment, *options, path.name, path.read_bytes()]
-    for header in headers:
-        parts += [header.name, header.read_bytes()]
-    return key(parts)
+    return [part for file in (path, *headers) for part in (file.name, file.read_bytes())]
 
 
 def _run(nvcc: Path, path: Path, options: list[str], arch: str, macros: Macros | None, form: str) -> bytes:

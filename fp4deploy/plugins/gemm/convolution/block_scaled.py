@@ -6,6 +6,8 @@
 computes what `triton.gemm` does, from the same operands, but for the order of the sum. Nobody has timed it:
 `dispatch.conv2d` measures both on the first call (`fastest.convolve_packed`) and keeps the faster one.
 
+Where nvcc is missing it comes from the kernel store (`plugins.aot`), in which `launches` says what a layer can take.
+
 `supports` says for which convolutions: two spatial axes of equal strides, any channels, any filter that `dispatch`
 takes. `Variant` says what a block keeps in shared memory.
 """
@@ -14,12 +16,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
 from fp4deploy.architecture import Architecture
 from fp4deploy.formats import E2M1_MAX, Nvfp4Tensor
+from fp4deploy.plugins.aot import load as aot
+from fp4deploy.plugins.aot.compile import compiled_before
+from fp4deploy.plugins.aot.spec import Launch
 from fp4deploy.plugins.gemm.arguments import aligned, output_buffers, output_of
 from fp4deploy.plugins.gemm.reference import Output, output_sizes
 from fp4deploy.plugins.runtime.fallback import Fallback
@@ -34,7 +39,8 @@ ARCHITECTURES = (120, 121)
 CHUNK, CHUNK_BYTES = 64, 36  # channels of a step; bytes of a pixel or an output in it, codes and scales
 SHARED, RESERVED = 102_400, 1024  # bytes of a multiprocessor, and of it for each block
 BUFFERS, FEWEST_STAGES, MAX_STAGES = 2, 4, 8
-SIGNATURE = "PPPPPPPPPPPPPiiiiiiiiiiiifff"
+NAME, SIGNATURE = "block_scaled_conv", "PPPPPPPPPPPPPiiiiiiiiiiiifff"
+TYPES = {"P": "*u8", "i": "i32", "f": "fp32"}  # of a description
 fallback = Fallback("NVFP4 convolutions on SM120", "Triton's")
 
 
@@ -114,6 +120,13 @@ class Variant:
         numbers["EIGHTS"] = int(packed or outputs % 8 == 0)
         return {"DTYPE": CUDA_TYPES[dtype], **numbers, "STAGES": self.stages, "BUFFERS": BUFFERS}
 
+    def launch(self, dtype: torch.dtype, packed: bool, outputs: int) -> Launch:
+        """The description that the kernel store knows it by."""
+        arguments = tuple((f"{letter}{place}", TYPES[letter]) for place, letter in enumerate(SIGNATURE))
+        macros, warps = self.macros(dtype, packed, outputs), self.tile.threads // 32
+        constants = tuple(macros.items())
+        return Launch(f"{SOURCE}:{NAME}", arguments, constants, (), warps, self.stages, shared=self.shared_bytes)
+
 
 def supports(taps: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether the kernel computes a convolution with such a filter."""
@@ -121,8 +134,14 @@ def supports(taps: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def is_available(device: torch.device) -> bool:
-    """Whether a device has the instruction, and did not refuse the kernel."""
-    return fallback.runs(device) and _has_instruction(device.index)
+    """Whether a device has the instruction, did not refuse the kernel, and has nvcc or variants that are compiled."""
+    if device.type != "cuda" or fallback.refused(device) or not _has_instruction(device.index):
+        return False
+    return fallback.runs(device) or aot.any_compiled(device, NAME)
+
+
+def _compiled(chosen: Variant, form: tuple[torch.dtype, bool, int], index: int) -> bytes:
+    return compiled_before(chosen.launch(*form), Architecture.of_device(index).triton_name).cubin
 
 
 @lru_cache
@@ -158,6 +177,23 @@ def variant(
         if stages >= FEWEST_STAGES or not halo:
             break
     return Variant(tile, taps, stride, dilation, halo, whole, len(channels), stages)
+
+
+def launches(
+    channels: tuple[int, ...],
+    outputs: int,
+    taps: Pair,
+    stride: int,
+    padding: Pair,
+    dilation: int,
+    dtype: torch.dtype,
+    packed: bool,
+) -> list[Launch]:
+    """What `conv2d` launches for a layer, for few pixels and for many; channels: as of `variant`."""
+    row = (taps, stride, padding) == ((1, 1), 1, (0, 0))
+    pixels = (1, 1 if row else 2, 2)
+    found = (variant(channels, outputs, taps, stride, dilation, pixels, num_sms) for num_sms in (0, 1 << 30))
+    return [each.launch(dtype, packed, outputs) for each in found]
 
 
 def conv2d(
@@ -197,7 +233,8 @@ def conv2d(
         (aligned(codes), aligned(bytes_), amax)
         for codes, bytes_, amax in (x.as_bytes, second.as_bytes, weight.as_bytes)
     ]
-    run = kernel(SOURCE, "block_scaled_conv", SIGNATURE, chosen.macros(dtype, scales is not None, outputs), device)
+    form = (dtype, scales is not None, outputs)
+    run = kernel(SOURCE, NAME, SIGNATURE, chosen.macros(*form), device, partial(_compiled, chosen, form))
     launch_secondary(
         run,
         n * down * across * -(-outputs // tile.outputs),

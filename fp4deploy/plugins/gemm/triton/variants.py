@@ -52,7 +52,7 @@ def _gemms(capability: int) -> list[Launch]:
         if size == 1:
             shapes.append(((x,), _filter(channels, (2, 2)), True))
         for shape in shapes:
-            launches += _of_shape(shape, dtype, bias, relu, packed, capability)
+            launches += of_shape(shape, dtype, bias, relu, packed, capability)
     return launches
 
 
@@ -64,40 +64,53 @@ def _volumes(capability: int) -> list[Launch]:
         shapes.append(((x, x), _filter(2 * channels, VOLUMES[0]), False))
         shapes.append(((x,), _filter(channels, (2, 2, 2)), True))
         for shape in shapes:
-            launches += _of_shape(shape, torch.float16, bias, relu, packed, capability)
+            launches += of_shape(shape, torch.float16, bias, relu, packed, capability, VOLUME_STRIDE)
     return launches
 
 
-def _of_shape(shape: Shape, dtype: torch.dtype, bias: bool, relu: bool, packed: bool, capability: int) -> list[Launch]:
+def of_shape(
+    shape: Shape,
+    dtype: torch.dtype,
+    bias: bool,
+    relu: bool,
+    packed: bool,
+    capability: int,
+    stride: int | tuple[int, ...] = 1,
+    padding: int | tuple[int, ...] = 0,
+) -> list[Launch]:
     """With each tile that is chosen for these sources and this filter."""
     sources, weight, transposed = shape
     x, taps = sources[0], weight.shape[1:-1]
     out = torch.empty(0, dtype=torch.uint8 if packed else dtype)
     scales, amax = (out, x.amax) if packed else (None, None)
-    stride = 1 if len(taps) == 2 else VOLUME_STRIDE
     image, one = (1, *(SIZE,) * len(taps)), (1,) * len(taps)
+    depth = math.gcd(*(each.codes.shape[-1] for each in sources))
     launches = []
-    for tile in tiles(
-        capability, packed, transposed, len(sources) == 2, 1 if transposed else math.prod(taps), x.codes.shape[-1]
-    ):
+    for tile in tiles(capability, packed, transposed, len(sources) == 2, 1 if transposed else math.prod(taps), depth):
         call = gemm_call(
             *(sources, weight, torch.zeros(16) if bias else None, image, image, out, scales, amax, dtype),
-            *(capability, one if transposed else taps, stride, 0, 1, relu, transposed, tile),
+            *(capability, one if transposed else taps, stride, padding, 1, relu, transposed, tile),
         )
         launches.append(call.launch)
     return launches
 
 
 def _weight_only(capability: int) -> list[Launch]:
+    forms = product((512, 96, 36), DTYPES, product(BOOLS, BOOLS))
+    return [launch for k, dtype, flags in forms for launch in of_rows(k, dtype, *flags, capability)]
+
+
+def of_rows(k: int, dtype: torch.dtype, bias: bool, relu: bool, capability: int) -> list[Launch]:
+    """Of a linear layer whose activation is not packed, for few rows and for many."""
     launches = []
-    for (rows, k), dtype, (bias, relu) in product(product((1, 100), (512, 96, 36)), DTYPES, product(BOOLS, BOOLS)):
+    for rows in (1, 100):
         x, out = torch.empty(rows, k, dtype=dtype), torch.empty(0, dtype=dtype)
         bias_values = torch.zeros(16) if bias else None
-        launches.append(weight_only_call(x, _packed(16, k), bias_values, out, capability, relu).launch)
+        launches.append(weight_only_call(x, empty_packed(16, k), bias_values, out, capability, relu).launch)
     return launches
 
 
-def _packed(*shape: int) -> Nvfp4Tensor:
+def empty_packed(*shape: int) -> Nvfp4Tensor:
     blocks = -(-shape[-1] // 16)
     codes = torch.empty((*shape[:-1], 8 * blocks), dtype=torch.uint8)
     scales = torch.empty((*shape[:-1], blocks), dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -105,8 +118,8 @@ def _packed(*shape: int) -> Nvfp4Tensor:
 
 
 def _feature_map(channels: int) -> Nvfp4Tensor:
-    return _packed(1, 1, 1, channels)
+    return empty_packed(1, 1, 1, channels)
 
 
 def _filter(channels: int, taps: tuple[int, ...]) -> Nvfp4Tensor:
-    return _packed(16, *taps, channels)
+    return empty_packed(16, *taps, channels)
