@@ -3,7 +3,7 @@
 # make test   formatting, lint, types, layers, sizes (make check) and, beside them, tests: of long lists of kernels a sample
 # make emulate   the whole lists: kernels in the PTX emulator, with planted faults, and compiled for every architecture
 # make headers   headers of ONNX Runtime and TensorRT from packages that have them, in build/headers: tests compile the C++ examples
-# make libraries   tests that skip where the libraries of networks, ModelOpt, Ray or a tracker are missing; here they fail
+# make libraries   tests that skip without headers (make headers) or without libraries of networks, ModelOpt, Ray or trackers, which fail here
 # make gpu-log   on a machine with an NVIDIA GPU: the GPU tests, and their log in benchmarks/logs, which a release keeps
 # make nightly   compilers and package indexes rather than the code: pins, macros, machine code, engines, torch.compile
 # make fuzz   every reader of files on tens of thousands of mutated files, and a table of the outcomes
@@ -43,9 +43,9 @@ emulate: install-dev
 
 LIBRARY_TESTS := tests/models tests/cli/test_quantize_networks.py tests/benchmarks/test_architectures.py \
 	tests/benchmarks/test_transformers_table.py \
-	tests/interop/test_modelopt.py tests/interop/test_nnunet*.py tests/experiments/test_sweep_cluster.py tests/train/test_trackers.py
+	tests/interop/test_modelopt.py tests/interop/test_nnunet*.py tests/native/test_examples.py tests/experiments/test_sweep_cluster.py tests/train/test_trackers.py
 
-libraries: install-dev
+libraries: install-dev headers
 	$(INSTALL) --editable '.[zoo,nnunet,modelopt,distributed,tensorboard,wandb,mlflow,transformers,diffusers]'
 	FP4DEPLOY_NEED_LIBRARIES=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile $(LIBRARY_TESTS)
 

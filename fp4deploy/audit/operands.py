@@ -24,6 +24,7 @@ from fp4deploy.export.onnx.canonical import GEMM_OPS
 from fp4deploy.export.onnx.quantize_function import (
     DEQUANTIZE_OPS,
     QUANTIZE_OP,
+    SELECTING,
     STATIC_QUANTIZE_OPS,
     TRT_DOMAIN,
 )
@@ -234,8 +235,10 @@ def _operand(value: ir.Value | None, names: list[str], contracted: int) -> Opera
                 FAKE_QUANTIZE[node.op_type], "E4M3", size, -1, shape, path, names, contracted, dynamic=False
             )
         if node.op_type in DEQUANTIZE_OPS:
-            return _dequantized(node, path, names, contracted)
-        if node.op_type not in PASSING:
+            found = _dequantized(node, path, names, contracted)
+            selects = any(each.op_type in SELECTING for each in path)
+            return Operand(_format(value)) if selects and found.scaling != "tensor" else found
+        if node.op_type not in (*PASSING, *SELECTING):
             break
         path.append(node)
     return Operand(_format(value))

@@ -32,8 +32,10 @@ from numpy.typing import NDArray
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from fp4deploy.export.onnx.canonical import GEMM_OPS
+from fp4deploy.export.onnx.size import fold_sizes
 from fp4deploy.export.onnx.trt_operators import standardized
 from fp4deploy.export.onnx.writer import NodeWriter
+from fp4deploy.interop.halves import rest_in_fp16
 
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 LAYOUT = ("Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze", "Identity", "Cast", "Slice", "Split", "Gather")
@@ -54,8 +56,10 @@ class Edit:
     exact: bool
 
 
-def with_placed_quantizers(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Edit]]:
+def with_placed_quantizers(model: onnx.ModelProto, fp16: bool = False) -> tuple[onnx.ModelProto, list[Edit]]:
     """A file whose Q/DQ pairs stand where an engine uses them, and what was changed; `model` is left as it is.
+
+    fp16: what an FP32 file computes unquantised becomes FP16 (`interop.halves`).
 
     >>> from onnx import helper
     >>> model, edits = with_placed_quantizers(helper.make_model(helper.make_graph([], "without_quantizers", [], [])))
@@ -63,10 +67,13 @@ def with_placed_quantizers(model: onnx.ModelProto) -> tuple[onnx.ModelProto, lis
     []
     """
     graph = ir.from_proto(standardized(model))
+    fold_sizes(graph)
     edits: list[Edit] = []
     for rule in (_decode_biases, _make_symmetric, _quantize_operands, _free_epilogues, _share_residuals):
         edits += rule(graph.graph)
         RemoveUnusedNodesPass()(graph)
+    if fp16:
+        edits += [Edit(name, "FP16 instead of FP32", False) for name in rest_in_fp16(graph)]
     return ir.to_proto(graph), edits
 
 
@@ -238,12 +245,13 @@ def _scale_of(value: ir.Value | None) -> Scale | None:
         scale, kind = _content(node.inputs[1]), _codes(node)
     elif reader is not None:
         scale, kind = _content(reader.inputs[1]), reader.outputs[0].dtype
-    elif node is not None and node.op_type == "Concat":
+    elif node is not None and node.op_type in ("Concat", "Add"):
         parts = [_scale_of(part) for part in node.inputs]
         known = [part for part in parts if part is not None]
         if len(known) < len(parts) or len({kind for _, kind in known}) != 1:
             return None
-        return max(known, key=lambda part: float(part[0]))
+        largest = max(known, key=lambda part: float(part[0]))
+        return largest if node.op_type == "Concat" else (np.sum([step for step, _ in known], axis=0), largest[1])
     elif node is not None and node.op_type in KEEPING:
         return _scale_of(node.inputs[0])
     else:

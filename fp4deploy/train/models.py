@@ -163,8 +163,9 @@ def _train(
         _require_same_classes(run.checkpoint(model), card)
     if fine_tuned:
         path = run.checkpoint(model) if started else _starting_point(config, run, model, card)
-        if config.train.precision == "auto":
-            card = replace(card, rest=read_card(path).rest)
+    if config.train.precision == "auto":
+        start = path if fine_tuned else run.checkpoint(model) if started else config.model.init
+        card = replace(card, rest=_rest_of(start) or card.rest)
     network: nn.Module = network_for(card, "The configuration")
     if config.model.init is not None and not fine_tuned and not resume:
         _say(load_initial(network, Path(config.model.init)))
@@ -203,6 +204,14 @@ def _train(
         dict(progress.per_class),
         TASKS[config.task].metric,
     )
+
+
+def _rest_of(start: str | Path | None) -> RestName | None:
+    """The precision that a checkpoint's card names; None without a card, as of weights of another tool."""
+    try:
+        return read_card(Path(start)).rest if start is not None else None
+    except InputError:  # a file that nobody can read is refused where its weights are loaded
+        return None
 
 
 def _evaluate_untrained(trainer: Trainer, resume: bool) -> Progress:

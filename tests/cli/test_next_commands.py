@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 
 import pytest
 from fp4deploy.cli.artifacts import named_next
+
+from tests.cli.command_line import Invoke
 
 
 def test_new_files_are_named_unless_they_are_of_the_latest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,3 +26,10 @@ def test_new_files_are_named_unless_they_are_of_the_latest_run(tmp_path: Path, m
     assert named_next([of["elsewhere"]]) == " elsewhere"
     assert named_next([of["runs/new"], *alone[:1]]) == f" {of['runs/new']} a.onnx"
     assert named_next([of["runs/new"], of["runs/old"]]) == f" {of['runs/new']} {of['runs/old']}"
+
+
+def test_a_folder_of_any_name_can_be_copied_into_a_shell(invoke: Invoke) -> None:
+    name = "it's a $HOME; set"
+    result = invoke("data", "shapes", name, "--train", "2", "--val", "1", "--size", "32")
+    command = next(line for line in result.stderr.splitlines() if "Train on them" in line).partition("with: ")[2]
+    assert shlex.split(command) == ["fp4deploy", "train", "--data", name]

@@ -211,3 +211,92 @@ def test_files_of_onnx_runtime_build_after_it(tmp_path: Path) -> None:
     assert not {node.op_type for node in fixed.graph.node if "uint8" in node.op_type}
     zeros = [tensor for tensor in fixed.graph.initializer if tensor.data_type == onnx.TensorProto.UINT8]
     assert zeros == []
+
+
+def _sum(net: Quantized) -> str:
+    """A residual block of a detector: the sum has no quantiser of its own, and its parts have other scales."""
+    x = net.pair(net.node("Relu", net.layer(net.pair("image"))), 0.02)
+    return net.layer(net.node("Add", x, net.pair(net.node("Relu", net.layer(x)), 0.03)))
+
+
+def _half(net: Quantized) -> str:
+    """One half of the channels, cut where the file computes the middle, as torch's older exporter writes `chunk`."""
+    x = net.pair(net.node("Relu", net.layer(net.pair("image"))))
+    middle = net.node("Div", net.node("Gather", net.node("Shape", x), net.integers("one", 1), axis=0),
+                      net.integers("two", 2))  # fmt: skip
+    return net.layer(net.node("Slice", x, net.integers("zero", 0), middle, net.integers("axis", 1)), 8)
+
+
+def _rows(model: onnx.ModelProto, path: Path) -> list[tuple[str, str]]:
+    onnx.save(model, path)
+    return [(row.requested, row.runs) for row in audit_file(path).rows]
+
+
+def test_a_sum_is_quantised_by_the_ranges_of_its_parts(tmp_path: Path) -> None:
+    net = Quantized(SIZE, opset=21)
+    model = net.model(_sum(net))
+    fixed, edits = with_placed_quantizers(model)
+    assert [(edit.done, edit.exact) for edit in edits] == [
+        ("its operand is quantised after Add, right before it", False)
+    ]
+    assert _decibels(_outputs(model), _outputs(fixed)) > 30
+    assert _rows(model, tmp_path / "given.onnx")[-1] == ("INT8 weights", "FP32")
+    assert _rows(fixed, tmp_path / "fixed.onnx") == [("INT8", "INT8")] * 3
+
+
+@pytest.mark.parametrize("make", [_sum, _half])
+def test_shares_of_an_engine_are_of_the_work_at_sizes_that_the_file_computes(
+    make: Callable[[Quantized], str], tmp_path: Path
+) -> None:
+    if importlib.util.find_spec("tensorrt_rtx") is None:
+        pytest.skip("TensorRT-RTX is not installed (pip install tensorrt-rtx)")
+    net = Quantized(SIZE, opset=17)
+    model = net.model(make(net))
+    rows = _rows(model, tmp_path / "net.onnx")
+    ledger = build_engine(tmp_path / "net.onnx", tmp_path / "net.plan").ledger
+    assert [row.macs for row in ledger.layers] == [
+        8 * 8 * 9 * 16 * channels for channels in ((16, 16, 16) if make is _sum else (16, 8))
+    ]
+    assert [row.actual for row in ledger.layers] == [runs for _, runs in rows]
+
+
+def _head(net: Quantized, scale: float = 1.0) -> str:
+    """A head that nothing quantises, as most tools leave it."""
+    x = net.node("Sigmoid", net.conv("head", net.layer(net.pair("image")), 16, 4))
+    return net.node("Mul", x, net.constant("factor", scale))
+
+
+@pytest.mark.parametrize("opset", [13, 17, 21])
+def test_what_is_not_quantised_becomes_fp16(opset: int, tmp_path: Path) -> None:
+    net = Quantized(SIZE, opset=opset)
+    model = net.model(_head(net))
+    fixed, edits = with_placed_quantizers(model, fp16=True)
+    onnx.checker.check_model(fixed, full_check=True)
+    assert [edit.done for edit in edits] == ["FP16 instead of FP32"] * 4
+    assert 50 < _decibels(_outputs(model), _outputs(fixed)) < 100
+    assert with_placed_quantizers(fixed, fp16=True)[1] == []
+    assert {value.type.tensor_type.elem_type for value in (*fixed.graph.input, *fixed.graph.output)} == {1}  # FP32
+    assert _rows(fixed, tmp_path / "fixed.onnx") == [("INT8", "INT8"), ("FP16", "FP16")]
+
+
+@pytest.mark.parametrize(("scale", "kept"), [(1e-9, True), (1e6, True), (0.5, False)])
+def test_numbers_that_fp16_does_not_hold_stay(scale: float, kept: bool) -> None:
+    net = Quantized(SIZE, opset=17)
+    model = net.model(_head(net, scale))
+    fixed, edits = with_placed_quantizers(model, fp16=True)
+    assert ("mul_6" in [edit.at for edit in edits]) == (not kept)
+    assert _decibels(_outputs(model), _outputs(fixed)) > 50
+
+
+def test_the_engine_of_an_fp16_head_multiplies_no_fp32(tmp_path: Path) -> None:
+    if importlib.util.find_spec("tensorrt_rtx") is None:
+        pytest.skip("TensorRT-RTX is not installed (pip install tensorrt-rtx)")
+    net = Quantized(SIZE, opset=17)
+    model = net.model(_head(net))
+    for name, each in (("before", model), ("after", with_placed_quantizers(model, fp16=True)[0])):
+        onnx.save(each, tmp_path / f"{name}.onnx")
+    shares = [
+        set(build_engine(tmp_path / f"{name}.onnx", tmp_path / f"{name}.plan").ledger.shares())
+        for name in ("before", "after")
+    ]
+    assert shares == [{"INT8", "FP32"}, {"INT8", "FP16"}]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from fp4deploy.data import generate_shapes
 from fp4deploy.errors import GateError, InputError, Interrupted
@@ -80,6 +80,19 @@ def test_fine_tuning_keeps_the_precision_of_its_start(config: Config, tmp_path: 
     for resume in (False, True):
         train_models(tuned, run, ("nvfp4",), resume=resume)
         assert read_card(run.checkpoint("nvfp4")).rest == ("bf16" if given else "fp16")
+
+
+@on_cpu
+def test_initial_weights_of_a_checkpoint_bring_its_precision(config: Config, tmp_path: Path) -> None:
+    """Weights without a card, as of another tool, do not."""
+    first = create_run(tmp_path / "first")
+    train_models(with_settings(config, ["train.precision=bf16"]), first, ("fp16",))
+    save_file(load_file(first.checkpoint("fp16")), tmp_path / "weights.safetensors")
+    for name, rest in ((first.checkpoint("fp16"), "bf16"), (tmp_path / "weights.safetensors", "fp16")):
+        run = create_run(tmp_path / rest)
+        for resume in (False, True):
+            train_models(with_settings(config, [f"model.init={name}"]), run, ("fp16",), resume=resume)
+            assert read_card(run.checkpoint("fp16")).rest == rest
 
 
 @on_cpu

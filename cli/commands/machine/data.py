@@ -11,7 +11,7 @@ import typer
 
 from fp4deploy.errors import GateError, InputError, counted
 
-from ...console import done, note, print_json, results, shown, table
+from ...console import done, note, print_json, results, shown, table, typed
 from ...deferred import deferred
 from ...numbers import finite
 from ...settings import SHAPES
@@ -39,7 +39,7 @@ def shapes(
     with progress("drawing scenes"):
         generate_shapes(out, train=train, val=val, size=size, seed=seed)
     done(f"{shown(out)}: {train} training and {val} validation scenes of {size} x {size} pixels.", folder=str(out))
-    note(f"Train on them with: fp4deploy train --data {shown(out)}")
+    note(f"Train on them with: fp4deploy train --data {typed(out)}")
 
 
 @deferred(app, "check")
@@ -201,4 +201,4 @@ def import_(
     for found in imported:
         what = "mask" if (out / "masks").is_dir() else "annotation"
         done(f"{found.split}: {counted(found.images, 'image')}, {counted(found.annotations, what)}", **vars(found))
-    note(f"Check it with: fp4deploy data check {shown(out)}; train on it with: fp4deploy train --data {shown(out)}")
+    note(f"Check it with: fp4deploy data check {typed(out)}; train on it with: fp4deploy train --data {typed(out)}")

@@ -159,7 +159,7 @@ def _serve(source: Path | None, out: Path, max_batch: int) -> None:
             path=str(path),
             models=[str(folder) for folder in folders],
         )
-    note(f"Serve it with: tritonserver --model-repository {shown(out)}")
+    note(f"Serve it with: tritonserver --model-repository {typed(out)}")
 
 
 def _pipeline(source: Path | None, out: Path | None, form: str, max_batch: int) -> None:

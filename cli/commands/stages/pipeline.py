@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fp4deploy.errors import InputError
 
 from ...artifacts import write_json
-from ...console import note, notes, results, shown, table
+from ...console import note, notes, results, shown, table, typed
 
 if TYPE_CHECKING:
     from fp4deploy.bench.runtimes.like import Like
@@ -50,7 +50,7 @@ def pipeline(
             pipelined = Pipeline(runtime)
             measured = pipelined.times(frames).to_json()
         except InputError as error:
-            raise InputError(f"{shown(path)}: {error} Its latency: fp4deploy bench {shown(path)}") from error
+            raise InputError(f"{shown(path)}: {error} Its latency: fp4deploy bench {typed(path)}") from error
         note(f"{shown(path)}: network on {runtime.device}; prepare and classes on {pipelined.beside}.")
         about = {"path": str(path), "runtime": runtime.name, "precision": runtime.precision}
         devices = {part: runtime.device if part == "network" else pipelined.beside for part in PARTS}

@@ -9,7 +9,7 @@ import typer
 
 from fp4deploy.precisions import LAYER_FORMATS
 
-from ...console import done, note, shown
+from ...console import done, note, shown, typed
 from ...settings import NamedModelOption, expect
 
 
@@ -87,6 +87,6 @@ def search(
     )
     for file in files:
         done(shown(file), file=str(file))
-    settings = shown(folder / RECIPE)
-    note(f"Use it with: fp4deploy quantize {shown(checkpoint)} --config {settings}")
+    settings = typed(folder / RECIPE)
+    note(f"Use it with: fp4deploy quantize {typed(checkpoint)} --config {settings}")
     note(f"or train with: fp4deploy train --config {settings} --models nvfp4")

@@ -48,7 +48,7 @@ from fp4deploy.export.lowering.gemm import ConvToGemm, geometry, is_pointwise, i
 from fp4deploy.export.lowering.linear import CutLinear, FlattenLinear
 from fp4deploy.export.lowering.pattern import Fp4Layer, check_multiple, find_fp4_layers, is_fp4
 from fp4deploy.export.lowering.placement import quantized_after
-from fp4deploy.export.lowering.plan import count_macs, plan_layers
+from fp4deploy.export.lowering.plan import count_macs, is_sized, plan_layers
 from fp4deploy.export.lowering.plugin import ConvToPlugin
 from fp4deploy.export.lowering.plugin_match import read_source
 from fp4deploy.export.lowering.scales import RepeatGlobalScales
@@ -56,7 +56,7 @@ from fp4deploy.export.onnx.bf16 import NARROW, WidenOperators
 from fp4deploy.export.onnx.canonical import IR_VERSION, LAYERS_KEY, OPSET, foreign_graph, metadata_object, parse_onnx
 from fp4deploy.export.onnx.layers import planned_layers
 from fp4deploy.export.onnx.meaning import check_meaning
-from fp4deploy.export.onnx.size import fix_size
+from fp4deploy.export.onnx.size import fix_size, fold_sizes
 from fp4deploy.export.onnx.trt_operators import with_shapes
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.models.card import CARD_KEY
@@ -180,6 +180,9 @@ def _lower(
     reasons = {name: reason for name, reason in reasons.items() if name not in decoded}
     lowered = {name: reason for name, reason in reasons.items() if reason is not None}
     sized = model if usual is None else ir.from_proto(_with_shapes(fix_size(proto, usual)))
+    if not is_sized(sized):  # behind a size that the file computes
+        sized = sized.clone()
+        fold_sizes(sized)
     macs = count_macs(sized)
     judged = layers if usual is None else {layer.name: layer for layer in find_fp4_layers(sized)}
     eight = {

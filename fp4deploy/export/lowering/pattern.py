@@ -92,10 +92,10 @@ def attribute(node: ir.Node, name: str, default: list[int] | int | str) -> list[
     return list(found.value) if isinstance(default, list) else found.value
 
 
-def chain(value: ir.Value | None) -> Iterator[ir.Node]:
-    """Nodes from `value` upwards through reshaping and dequantising, nearest first."""
+def chain(value: ir.Value | None, through: Collection[str] = ()) -> Iterator[ir.Node]:
+    """Nodes from `value` upwards through reshaping, dequantising and operators of `through`, nearest first."""
     node = value.producer() if value is not None else None
-    while node is not None and node.op_type in _SHAPE_OPS:
+    while node is not None and (node.op_type in _SHAPE_OPS or node.op_type in through):
         yield node
         above = node.inputs[0]
         node = above.producer() if above is not None else None

@@ -19,7 +19,7 @@ from fp4deploy.export.lowering.gemm import geometry, is_upsampling
 from fp4deploy.export.lowering.linear import PART
 from fp4deploy.export.lowering.pattern import Fp4Layer, attribute, chain, layer_name, weight_initializer
 from fp4deploy.export.onnx.canonical import GEMM_OPS
-from fp4deploy.export.onnx.quantize_function import DEQUANTIZE_OPS, STATIC_QUANTIZE_OPS
+from fp4deploy.export.onnx.quantize_function import DEQUANTIZE_OPS, SELECTING, STATIC_QUANTIZE_OPS
 from fp4deploy.plugins.tensorrt.definitions import NAMESPACE, QUANTIZE
 
 MARK = ".plugin"  # between a layer's name and the role of a constant of its plugin
@@ -36,6 +36,12 @@ def count_macs(model: ir.Model) -> dict[str, int]:
         if node.op_type in GEMM_OPS:
             macs[_name(node)] = macs.get(_name(node), 0) + _macs(node)
     return macs
+
+
+def is_sized(model: ir.Model) -> bool:
+    """Whether all extents are known at which weights are applied."""
+    pixels = [_pixels(node) for node in model.graph if node.op_type in GEMM_OPS]
+    return all(each is not None and all(isinstance(size, int) for size in each) for each in pixels)
 
 
 def plan_layers(
@@ -217,7 +223,7 @@ def _asked(node: ir.Node | None) -> str:
 
 
 def _decoded_from(value: ir.Value | None) -> str:
-    codes = next((node.inputs[0] for node in chain(value) if node.op_type in DEQUANTIZE_OPS), None)
+    codes = next((node.inputs[0] for node in chain(value, SELECTING) if node.op_type in DEQUANTIZE_OPS), None)
     if codes is None:
         return ""
     producer, dtype = codes.producer(), codes.dtype

@@ -14,6 +14,7 @@ import onnx.parser
 TRT_DOMAIN = "trt"
 QUANTIZE_OP = "TRT_FP4DynamicQuantize"
 DEQUANTIZE_OPS = ("DequantizeLinear", "TRT_FP8DequantizeLinear", "TRT_MXFP8DequantizeLinear")
+SELECTING = ("Slice", "Split", "Gather", "MaxPool")  # TensorRT-RTX quantises behind them what is decoded in front
 STATIC_QUANTIZE_OPS = ("QuantizeLinear", "TRT_FP8QuantizeLinear")
 
 _FUNCTION = """

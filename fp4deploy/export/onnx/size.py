@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import onnx.shape_inference
 import onnx_ir as ir
+import onnxscript.optimizer
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from fp4deploy.errors import InputError, first_line
@@ -57,6 +58,15 @@ def fix_size(model: onnx.ModelProto, size: Size) -> onnx.ModelProto:
     _fold_shapes(graph_model.graph)
     RemoveUnusedNodesPass()(graph_model)
     return ir.to_proto(graph_model)
+
+
+def fold_sizes(model: ir.Model) -> None:
+    """Write what is computed of constants and known sizes as constants, in place, so that shapes behind it are known.
+
+    torch's older exporter cuts `x.chunk(2, 1)` at a size that the file computes, and inference stops there.
+    """
+    onnxscript.optimizer.fold_constants(model, onnx_shape_inference=True)
+    RemoveUnusedNodesPass()(model)
 
 
 def _inferred(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
