@@ -132,11 +132,9 @@ def torch_class(layer: nn.Module) -> type[nn.Module] | None:
 
 def quantized_class(layer: nn.Module) -> type[QuantizedLayer]:
     """The class that `prepare` gives a layer without reasons against it."""
-    exact = EXACT.get(type(layer))
-    if exact is None and not isinstance(layer, cast(Any, torch_class(layer))):
-        return _linear_of(
-            cast(Any, type(layer)), cast(int, weight_axis(layer)), layer._parameters.get("bias") is not None
-        )
+    exact, axis = EXACT.get(type(layer)), weight_axis(layer)
+    if exact is None and axis is not None:  # also a subclass of torch's that multiplies by another operator
+        return _linear_of(cast(Any, type(layer)), axis, layer._parameters.get("bias") is not None)
     return exact or _class_of(cast(Any, type(layer)), cast(Any, torch_class(layer)))
 
 
