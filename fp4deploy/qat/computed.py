@@ -78,18 +78,25 @@ class OwnLinear(ComputedWeight):
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
-        """The parameter, its input channels last."""
-        return cast(torch.Tensor, self._parameters["weight"]).movedim(self.input_axis, -1)
+        """The parameter, its input channels last; as it is where they are, and before a library has loaded its data,
+        which compares its shape.
+        """
+        weight = cast(torch.Tensor, self._parameters["weight"])
+        return weight if self.input_axis or weight.device.type == "meta" else weight.T
 
     @property
     def in_features(self) -> int:
         """Input channels."""
-        return self.weight.shape[1]
+        return cast(torch.Tensor, self._parameters["weight"]).shape[self.input_axis]
 
     @property
     def out_features(self) -> int:
         """Output channels."""
-        return self.weight.shape[0]
+        return cast(torch.Tensor, self._parameters["weight"]).shape[1 - self.input_axis]
+
+    def in_channels_of_weight(self) -> int:
+        """Input channels."""
+        return self.in_features
 
 
 class QuantProjection(ComputedWeight, QuantLinear, Projection):

@@ -103,9 +103,10 @@ def ends_of(model: nn.Module, is_gemm: IsGemm, example_inputs: Inputs | None = N
         if _reads_tokens(model, example_inputs):  # a trace does not know which inputs are whole numbers
             ways.reverse()
         found = ways[0]() or ways[1]()
+    assumed = Ends(() if _reads_rows(model, gemms[0]) else (gemms[0],), (gemms[-1],))
     if found is None and named is None:
-        _say_assumed(type(model).__name__, gemms[0], gemms[-1])
-    ends = found or Ends((gemms[0],), (gemms[-1],))
+        _say_assumed(type(model).__name__, *assumed.first, *assumed.outputs)
+    ends = found or assumed
     return replace(ends, outputs=named or ends.outputs)
 
 
@@ -115,14 +116,27 @@ def _reads_tokens(model: nn.Module, example_inputs: Inputs | None) -> bool:
     return not all(each.is_floating_point() for each in _tensors(example_inputs))
 
 
+def _reads_rows(model: nn.Module, name: str) -> bool:
+    """Whether the first GEMM layer is a linear one that is registered after an embedding, whose rows it reads."""
+    before = itertools.takewhile(lambda each: each[0] != name, model.named_modules())
+    after_rows = any(isinstance(layer, nn.Embedding) for _, layer in before)
+    return after_rows and not isinstance(model.get_submodule(name), nn.modules.conv._ConvNd)
+
+
 @lru_cache  # once of each: the filters' own memory is lost by `catch_warnings`
-def _say_assumed(network: str, first: str, last: str) -> None:
+def _say_assumed(network: str, *layers: str) -> None:
+    assumed = (
+        f"its last layer in the order of registration, {layers[-1]}, is taken for the one that produces the output"
+    )
+    if len(layers) > 1:
+        assumed = (
+            f"its first and last layer in the order of registration, {' and '.join(layers)}, are taken for those that "
+            "read the image and produce the output"
+        )
     warnings.warn(
-        f"The forward of {network} can be neither traced symbolically nor executed on an assumed input: its first and "
-        f"last layer in the order of registration, {first} and {last}, are taken for those that read the image and "
-        "produce the output, and stay in FP16. Give an input of it, example_inputs=x, or name the layers that produce "
-        'outputs in an attribute of the network, output_layers = ("head", "depth"); with output_layers = () this is '
-        "not said.",
+        f"The forward of {network} can be neither traced symbolically nor executed on an assumed input: {assumed}, and "
+        "stay in FP16. Give an input of it, example_inputs=x, or name the layers that produce outputs in an attribute "
+        'of the network, output_layers = ("head", "depth"); with output_layers = () this is not said.',
         stacklevel=5,
     )
 

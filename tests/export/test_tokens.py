@@ -146,6 +146,26 @@ def test_axes_are_open_by_name_and_the_batch_may_be_fixed(tmp_path: Path) -> Non
         fd.export_onnx(model, inputs, tmp_path / "no.onnx", dynamic={"ids": {2: "L"}})
 
 
+class OneHead(nn.Module):
+    """Queries of six heads, and one of keys and values, which torch repeats, as Falcon's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.head = nn.Linear(20, 96), nn.Linear(20, 16), nn.Linear(96, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key = self.query(x).unflatten(-1, (6, 16)).transpose(1, 2), self.key(x)[:, None]
+        y: torch.Tensor = self.head(F.scaled_dot_product_attention(query, key, key).transpose(1, 2).flatten(2))
+        return y
+
+
+def test_one_head_of_keys_is_that_of_all_queries(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = OneHead().eval(), torch.randn(2, 7, 20)
+    assert fd.export_onnx(model, x, tmp_path / "net.onnx").verification.passed
+    assert fd.pack(model, tmp_path / "net.fp4", example_inputs=x).verification.passed
+
+
 class Pooled(nn.Module):
     """Tokens that are not hidden, averaged; without a position."""
 

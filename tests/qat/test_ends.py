@@ -305,6 +305,17 @@ def test_a_network_of_tokens_has_no_first_layer(functional: bool, given: Any) ->
     ]
 
 
+def test_a_network_of_tokens_that_nothing_can_execute_has_no_first_layer() -> None:
+    class Unexecuted(Tokens):
+        def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+            if ids.shape[0] != 100:
+                raise ValueError
+            return super().forward(ids, mask)
+
+    with pytest.warns(UserWarning, match="its last layer in the order of registration, head, is taken"):
+        assert [plan.name for plan in layer_plan(Unexecuted()) if plan.precision == "FP4"] == ["query", "out"]
+
+
 def test_a_unet_that_encodes_its_image_is_traced() -> None:
     """Not taken in the order of registration, which happens to be right, after 48 executions that end with errors."""
     model = build_unet(4, 0.125, digits=True)

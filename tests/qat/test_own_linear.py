@@ -101,6 +101,14 @@ def test_it_computes_as_torchs_layer_and_keeps_its_parameters() -> None:
     assert layer.weight.shape == (64, 32)
 
 
+def test_before_it_has_data_a_library_finds_the_shape_of_its_parameter() -> None:
+    with torch.device("meta"):  # as `from_pretrained` makes a class that prepares itself
+        layer = fd.prepare(InOut(32, 48, bias=False))
+    assert type(layer).__name__ == "QuantInOut"
+    assert layer.weight.shape == (32, 48)
+    assert (layer.in_features, layer.out_features) == (32, 48)
+
+
 def test_such_a_network_is_exported_and_packed(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, ids = Net().eval(), torch.randint(32, (2, 6))

@@ -132,9 +132,7 @@ class Writer:
         """The quantised layer whose product a node is."""
         if node.op not in ("conv", "conv_transpose", "linear") or "weight" not in node.parameters:
             return None
-        module = self.modules.get(owner(node))
-        if node.parameters["weight"].startswith(ir.COMPUTED):
-            module = self.modules.get(node.layer)
+        module = self.modules.get(owner(node), self.modules.get(node.layer))  # a weight may be no layer's parameter
         return module if isinstance(module, QuantizedLayer) else None
 
     def _in_nvfp4(self, node: ir.Node) -> LayerConstants | None:
