@@ -78,6 +78,15 @@ def test_token_ids_go_in_as_whole_numbers(prepared: Any, tmp_path: Path, suffix:
         runtime({**inputs, "ids": inputs["ids"].float()})
 
 
+def test_queries_of_padding_on_the_left_see_nothing_and_give_what_torch_gives(prepared: Any, tmp_path: Path) -> None:
+    model, inputs = prepared
+    inputs = {**inputs, "mask": inputs["mask"].flip(1)}
+    assert fd.pack(model, tmp_path / "net.fp4", example_inputs=inputs).verification.passed
+    with torch.no_grad():
+        expected = deployed(model)(**inputs)["logits"]
+    assert torch.allclose(torch.from_numpy(fd.open_runtime(tmp_path / "net.fp4")(inputs)), expected, atol=5e-3)
+
+
 def test_the_packed_file_is_of_the_format_that_has_whole_inputs(prepared: Any, tmp_path: Path) -> None:
     model, inputs = prepared
     fd.pack(model, tmp_path / "net.fp4", example_inputs=inputs, verify=False)

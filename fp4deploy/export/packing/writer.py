@@ -351,8 +351,12 @@ class Writer:
 
     def step(self, kind: Any, read: str, label: str, **fields: Any) -> str:
         """A node that stands for no node of the captured graph; the plain activation that it writes."""
+        return self.steps(kind, [read], label, **fields)
+
+    def steps(self, kind: Any, reads: list[str], label: str, **fields: Any) -> str:
+        """`step` of a node with several inputs."""
         form = Form(name=self._name(label))
-        self.nodes.append(kind(inputs=[read], outputs=[form], **fields))
+        self.nodes.append(kind(inputs=reads, outputs=[form], **fields))
         return form.name
 
     def shape(self, node: ir.Node, role: str) -> tuple[Size, ...]:
