@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import UserDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -104,3 +105,12 @@ def test_hessians_are_of_what_a_layer_multiplies() -> None:
     rows = model[0].quantized_input(x)
     assert not torch.equal(rows, x)
     torch.testing.assert_close(hessians_of(model, [x[:30], x[30:]])["0"], rows.T @ rows / 40)
+
+
+def test_a_batch_is_whatever_maps_names_to_tensors() -> None:
+    class Encoding(UserDict[str, torch.Tensor]):
+        """As a tokenizer of transformers returns."""
+
+    model = prepare(nn.Sequential(nn.Linear(16, 16)), include=["0"]).eval()
+    fd.quantize(model, [Encoding(input=SMALL[:, :, 0, 0])], method="gptq")
+    assert float(quantized_layers(model)["0"].input_amax) > 0

@@ -589,6 +589,8 @@ def _default(argument: torch.Argument) -> object:
 
 def _layer(node: fx.Node, parameters: Mapping[str, str]) -> str:
     owned = {role: name for role, name in parameters.items() if not name.startswith(COMPUTED)}
+    if not owned.get("weight", ".weight").endswith(".weight"):  # of another module: attention's `q_proj_weight`
+        return module_of(node)
     for role in ("weight", "bias", *owned):  # an input can be a parameter, too
         if role in owned:
             return owned[role].rpartition(".")[0]

@@ -43,7 +43,8 @@ def weight_axis(layer: nn.Module) -> int | None:
     bias = layer._parameters.get("bias")
     key = (type(layer), tuple(cast(Any, weight).shape), None if bias is None else tuple(bias.shape))
     if key not in _TRIED:
-        _TRIED[key] = _tried(layer)
+        with torch.device("cpu"):  # a library may be making the network without data, on the device "meta"
+            _TRIED[key] = _tried(layer)
     return _TRIED[key]
 
 

@@ -30,7 +30,7 @@ def arguments_of(model: nn.Module, batch: object) -> Arguments:
         InputError: there are fewer elements than the forward needs.
     """
     if isinstance(batch, Mapping):
-        return batch
+        return dict(batch)  # of a tokenizer it is a class of its own, which torch does not look into
     if not isinstance(batch, tuple | list):
         batch = (batch,)
     elif batch and isinstance(batch[0], tuple | list | Mapping):
@@ -64,7 +64,8 @@ def first_tensor(batch: object) -> torch.Tensor:
     Raises:
         InputError: it holds none.
     """
-    found = next((each for each in tree_leaves(batch) if isinstance(each, torch.Tensor)), None)
+    leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
+    found = next((each for each in leaves if isinstance(each, torch.Tensor)), None)
     if found is None:
         raise InputError(f"A batch holds no tensor but {type(batch).__name__}. Give tensors, or dicts of them.")
     return found

@@ -78,18 +78,25 @@ class OwnLinear(ComputedWeight):
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
-        """The parameter, its input channels last."""
-        return cast(torch.Tensor, self._parameters["weight"]).movedim(self.input_axis, -1)
+        """The parameter, its input channels last; as it is where they are, and before a library has loaded its data,
+        which compares its shape.
+        """
+        weight = cast(torch.Tensor, self._parameters["weight"])
+        return weight if self.input_axis or weight.device.type == "meta" else weight.T
 
     @property
     def in_features(self) -> int:
         """Input channels."""
-        return self.weight.shape[1]
+        return cast(torch.Tensor, self._parameters["weight"]).shape[self.input_axis]
 
     @property
     def out_features(self) -> int:
         """Output channels."""
-        return self.weight.shape[0]
+        return cast(torch.Tensor, self._parameters["weight"]).shape[1 - self.input_axis]
+
+    def in_channels_of_weight(self) -> int:
+        """Input channels."""
+        return self.in_features
 
 
 class QuantProjection(ComputedWeight, QuantLinear, Projection):
@@ -132,11 +139,9 @@ def torch_class(layer: nn.Module) -> type[nn.Module] | None:
 
 def quantized_class(layer: nn.Module) -> type[QuantizedLayer]:
     """The class that `prepare` gives a layer without reasons against it."""
-    exact = EXACT.get(type(layer))
-    if exact is None and not isinstance(layer, cast(Any, torch_class(layer))):
-        return _linear_of(
-            cast(Any, type(layer)), cast(int, weight_axis(layer)), layer._parameters.get("bias") is not None
-        )
+    exact, axis = EXACT.get(type(layer)), weight_axis(layer)
+    if exact is None and axis is not None:  # also a subclass of torch's that multiplies by another operator
+        return _linear_of(cast(Any, type(layer)), axis, layer._parameters.get("bias") is not None)
     return exact or _class_of(cast(Any, type(layer)), cast(Any, torch_class(layer)))
 
 

@@ -7,7 +7,8 @@
 A layer counts by its calls. A call is first if the input reaches it without another GEMM layer, and none of these calls
 comes before it: parallel stems are all first, a layer that reads the image again further down is not. Whole numbers,
 such as token ids and masks, are no image, nor are the rows of an embedding that they choose: a network of tokens has no
-first layer. Likewise a call
+first layer. Of several inputs the first is the image, and others are where a convolution reads them: linear layers that
+read the rest, such as a text's states in the attention of a UNet, read what another network gives. Likewise a call
 gives an output if it reaches the output without another one, and none of these calls reads its result: of a residual
 stream it is the last branch, of a sum of heads all of them.
 
@@ -46,8 +47,8 @@ VIEWS = ("getitem", "view", "reshape", "select", "narrow", "transpose", "permute
 IsGemm = Callable[[nn.Module], bool]
 Inputs = torch.Tensor | Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
 Calls = frozenset[int]
-INPUT = -1  # stands for the input of the network among the calls
-INPUT_CALL: Calls = frozenset({INPUT})
+INPUT, OTHER = -1, -2  # stand among the calls for the first input of the network, and for the others
+INPUT_CALLS: Calls = frozenset({INPUT, OTHER})
 
 
 @dataclass(frozen=True)
@@ -102,9 +103,10 @@ def ends_of(model: nn.Module, is_gemm: IsGemm, example_inputs: Inputs | None = N
         if _reads_tokens(model, example_inputs):  # a trace does not know which inputs are whole numbers
             ways.reverse()
         found = ways[0]() or ways[1]()
+    assumed = Ends(() if _reads_rows(model, gemms[0]) else (gemms[0],), (gemms[-1],))
     if found is None and named is None:
-        _say_assumed(type(model).__name__, gemms[0], gemms[-1])
-    ends = found or Ends((gemms[0],), (gemms[-1],))
+        _say_assumed(type(model).__name__, *assumed.first, *assumed.outputs)
+    ends = found or assumed
     return replace(ends, outputs=named or ends.outputs)
 
 
@@ -114,22 +116,36 @@ def _reads_tokens(model: nn.Module, example_inputs: Inputs | None) -> bool:
     return not all(each.is_floating_point() for each in _tensors(example_inputs))
 
 
+def _reads_rows(model: nn.Module, name: str) -> bool:
+    """Whether the first GEMM layer is a linear one that is registered after an embedding, whose rows it reads."""
+    before = itertools.takewhile(lambda each: each[0] != name, model.named_modules())
+    after_rows = any(isinstance(layer, nn.Embedding) for _, layer in before)
+    return after_rows and not isinstance(model.get_submodule(name), nn.modules.conv._ConvNd)
+
+
 @lru_cache  # once of each: the filters' own memory is lost by `catch_warnings`
-def _say_assumed(network: str, first: str, last: str) -> None:
+def _say_assumed(network: str, *layers: str) -> None:
+    assumed = (
+        f"its last layer in the order of registration, {layers[-1]}, is taken for the one that produces the output"
+    )
+    if len(layers) > 1:
+        assumed = (
+            f"its first and last layer in the order of registration, {' and '.join(layers)}, are taken for those that "
+            "read the image and produce the output"
+        )
     warnings.warn(
-        f"The forward of {network} can be neither traced symbolically nor executed on an assumed input: its first and "
-        f"last layer in the order of registration, {first} and {last}, are taken for those that read the image and "
-        "produce the output, and stay in FP16. Give an input of it, example_inputs=x, or name the layers that produce "
-        'outputs in an attribute of the network, output_layers = ("head", "depth"); with output_layers = () this is '
-        "not said.",
+        f"The forward of {network} can be neither traced symbolically nor executed on an assumed input: {assumed}, and "
+        "stay in FP16. Give an input of it, example_inputs=x, or name the layers that produce outputs in an attribute "
+        'of the network, output_layers = ("head", "depth"); with output_layers = () this is not said.',
         stacklevel=5,
     )
 
 
 class _Calls:
-    """The calls of GEMM layers so far: their names, and what their inputs come from."""
+    """The calls of GEMM layers so far: their names, and what their inputs come from. linear: names of linear layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self.linear = {name for name, layer in modules.items() if not isinstance(layer, nn.modules.conv._ConvNd)}
         self.names: list[str] = []
         self.inputs: list[_Origin] = []
 
@@ -142,11 +158,12 @@ class _Calls:
 
     def ends(self, outputs: Iterable[_Origin], lending: Iterable[str]) -> Ends:
         """Both ends. outputs: what those of the network come from; lending: layers whose weight is read elsewhere."""
-        reading = [call for call, read in enumerate(self.inputs) if INPUT in read.direct]
+        images = [INPUT_CALLS - ({OTHER} if name in self.linear else set()) for name in self.names]
+        reading = [call for call, read in enumerate(self.inputs) if images[call] & read.direct]
         first = [call for call in reading if not self.inputs[call].all & set(reading)]
         last: list[int] = []
         for output in outputs:
-            giving = output.direct - INPUT_CALL
+            giving = output.direct - INPUT_CALLS
             last += sorted(call for call in giving if not any(call in self.inputs[other].all for other in giving))
         named = [tuple(dict.fromkeys(self.names[call] for call in calls)) for calls in (first, last)]
         return Ends(named[0], named[1], frozenset(lending))
@@ -170,11 +187,11 @@ def _traced(model: nn.Module, is_gemm: IsGemm) -> Ends | None:
             graph = _Tracer({id(each) for each in products}, gemms).trace(copy)
     except Exception:  # forward is anyone's code, and runs with stand-ins
         return None
-    modules, calls = dict(model.named_modules()), _Calls()
-    origins: dict[fx.Node, _Origin] = {}
+    modules = dict(model.named_modules())
+    calls, origins = _Calls(modules), dict[fx.Node, _Origin]()
     for node in graph.nodes:
         if node.op == "placeholder":
-            origins[node] = _Origin(INPUT_CALL)
+            origins[node] = _Origin(frozenset({OTHER if origins else INPUT}))
             continue
         read = _union(origins.get(each, _Origin()) for each in node.all_input_nodes)
         layer = modules.get(str(node.target)) if node.op == "call_module" else None
@@ -235,7 +252,8 @@ def _executed(model: nn.Module, is_gemm: IsGemm, example_inputs: Inputs | None) 
 
 
 def _run(model: nn.Module, is_gemm: IsGemm, inputs: Inputs, meta: bool) -> Ends:
-    copy, calls = _copied(model, {}).eval(), _Calls()
+    copy = _copied(model, {}).eval()
+    calls = _Calls(dict(copy.named_modules()))
     names = {id(layer): name for name, layer in reversed(list(copy.named_modules()))}
     origins, gemms = _Origins(), {name: layer for name, layer in copy.named_modules() if is_gemm(layer)}
     for layer in copy.modules():
@@ -248,7 +266,10 @@ def _run(model: nn.Module, is_gemm: IsGemm, inputs: Inputs, meta: bool) -> Ends:
         if _is_product(layer, is_gemm):
             layer.forward = partial(_recorded, layer.forward, names[id(layer)], calls, origins)
     moved: Any = _like_parameters(inputs, copy)
-    origins.set([each for each in _tensors(moved) if each.is_floating_point()], _Origin(INPUT_CALL))
+    if isinstance(moved, Mapping):
+        moved = {name: moved[name] for name in (*inspect.signature(copy.forward).parameters, *moved) if name in moved}
+    for number, each in enumerate(each for each in _tensors(moved) if each.is_floating_point()):
+        origins.set(each, _Origin(frozenset({OTHER if number else INPUT})))
     with origins:
         if isinstance(moved, Mapping):
             result = copy(**moved)

@@ -78,6 +78,15 @@ def test_token_ids_go_in_as_whole_numbers(prepared: Any, tmp_path: Path, suffix:
         runtime({**inputs, "ids": inputs["ids"].float()})
 
 
+def test_queries_of_padding_on_the_left_see_nothing_and_give_what_torch_gives(prepared: Any, tmp_path: Path) -> None:
+    model, inputs = prepared
+    inputs = {**inputs, "mask": inputs["mask"].flip(1)}
+    assert fd.pack(model, tmp_path / "net.fp4", example_inputs=inputs).verification.passed
+    with torch.no_grad():
+        expected = deployed(model)(**inputs)["logits"]
+    assert torch.allclose(torch.from_numpy(fd.open_runtime(tmp_path / "net.fp4")(inputs)), expected, atol=5e-3)
+
+
 def test_the_packed_file_is_of_the_format_that_has_whole_inputs(prepared: Any, tmp_path: Path) -> None:
     model, inputs = prepared
     fd.pack(model, tmp_path / "net.fp4", example_inputs=inputs, verify=False)
@@ -144,6 +153,26 @@ def test_axes_are_open_by_name_and_the_batch_may_be_fixed(tmp_path: Path) -> Non
     assert [port.extents for port in fd.open_runtime(tmp_path / "three.onnx").inputs] == [(3, "L"), (3, "L")]
     with pytest.raises(InputError, match=r"dynamic names the axes \[2\] of 'ids'. Inputs: 'ids' with the axes 1 to 1"):
         fd.export_onnx(model, inputs, tmp_path / "no.onnx", dynamic={"ids": {2: "L"}})
+
+
+class OneHead(nn.Module):
+    """Queries of six heads, and one of keys and values, which torch repeats, as Falcon's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.head = nn.Linear(20, 96), nn.Linear(20, 16), nn.Linear(96, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key = self.query(x).unflatten(-1, (6, 16)).transpose(1, 2), self.key(x)[:, None]
+        y: torch.Tensor = self.head(F.scaled_dot_product_attention(query, key, key).transpose(1, 2).flatten(2))
+        return y
+
+
+def test_one_head_of_keys_is_that_of_all_queries(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = OneHead().eval(), torch.randn(2, 7, 20)
+    assert fd.export_onnx(model, x, tmp_path / "net.onnx").verification.passed
+    assert fd.pack(model, tmp_path / "net.fp4", example_inputs=x).verification.passed
 
 
 class Pooled(nn.Module):

@@ -37,3 +37,32 @@ def test_a_class_that_prepares_itself_reads_scales_that_the_library_wrote(tmp_pa
         fd.prepare(without)
         with pytest.raises(InputError, match="never calibrated"):
             without(x)
+
+
+TOKENS = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+EXPERTS = {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("GPT2", {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16}),  # weights [in, out]
+        ("Qwen2Moe", {**SIZES, **EXPERTS, "num_key_value_heads": 2}),  # which nothing executes without data
+    ],
+)
+def test_so_does_a_decoder(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    kind = getattr(transformers, f"{name}ForCausalLM" if name != "GPT2" else "GPT2LMHeadModel")
+
+    class Own(kind):  # type: ignore[misc,valid-type]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            fd.prepare(self)
+
+    ids, trained = torch.randint(3, 64, (2, 6)), kind(getattr(transformers, f"{name}Config")(**settings, **TOKENS))
+    fd.prepare(trained)
+    fd.calibrate(trained, {"input_ids": ids})
+    trained.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = trained.eval()(input_ids=ids).logits
+        assert torch.equal(Own.from_pretrained(tmp_path).eval()(input_ids=ids).logits, expected)

@@ -104,6 +104,29 @@ def test_an_encoder_computes_the_same_without_its_fast_path_and_has_it_back() ->
     assert model.layers[0].activation_relu_or_gelu == 1
 
 
+class Widths(nn.Module):
+    """Keys and values of other widths than queries: a weight for each of the three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(16, E), nn.Linear(E, 4)
+        self.attention = nn.MultiheadAttention(E, 2, kdim=48, vdim=64, batch_first=True)
+
+    def forward(self, x: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.head(self.attention(self.first(x), key, value, need_weights=False)[0])
+        return y
+
+
+def test_projections_with_weights_of_their_own_are_packed(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, inputs = Widths().eval(), (torch.randn(2, L, 16), torch.randn(2, S, 48), torch.randn(2, S, 64))
+    fd.prepare(model, example_inputs=inputs)
+    fd.calibrate(model, [inputs])
+    file = fd.pack(model, tmp_path / "net.fp4", example_inputs=inputs).file
+    names = {f"attention.{each}_proj" for each in ("q", "k", "v", "out")}
+    assert names == {name.removesuffix(".weight.codes") for name in file.tensors if name.endswith(".codes")}
+
+
 class Tokens(nn.Module):
     """Embedding, decoder layer over an encoder, and a head."""
 
@@ -170,8 +193,8 @@ def test_a_subclass_of_attention_says_why_it_stays() -> None:
 
 
 def test_attention_alone_is_one_graph_for_torch_compile_and_names_its_layers_where_all_stay() -> None:
-    with pytest.raises(InputError, match=r"q_proj: first layer.*out_proj: output layer"):
-        prepare(nn.MultiheadAttention(E, 4))
+    with pytest.raises(InputError, match=r"q_proj: excluded.*out_proj: output layer"):
+        prepare(nn.MultiheadAttention(E, 4), exclude=["q_proj", "k_proj", "v_proj"])
     model = prepare(nn.MultiheadAttention(E, 4, batch_first=True), include=["*"])
     x = torch.randn(N, L, E)
     eager = copy.deepcopy(model)

@@ -305,6 +305,17 @@ def test_a_network_of_tokens_has_no_first_layer(functional: bool, given: Any) ->
     ]
 
 
+def test_a_network_of_tokens_that_nothing_can_execute_has_no_first_layer() -> None:
+    class Unexecuted(Tokens):
+        def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+            if ids.shape[0] != 100:
+                raise ValueError
+            return super().forward(ids, mask)
+
+    with pytest.warns(UserWarning, match="its last layer in the order of registration, head, is taken"):
+        assert [plan.name for plan in layer_plan(Unexecuted()) if plan.precision == "FP4"] == ["query", "out"]
+
+
 def test_a_unet_that_encodes_its_image_is_traced() -> None:
     """Not taken in the order of registration, which happens to be right, after 48 executions that end with errors."""
     model = build_unet(4, 0.125, digits=True)
@@ -332,3 +343,28 @@ class Guided(nn.Module):
 def test_a_layer_that_reads_the_image_again_is_not_the_first(traced: bool) -> None:
     found = ends_of(Guided(traced), lambda layer: isinstance(layer, nn.Conv2d), torch.zeros(1, 3, 8, 8))
     assert found == Ends(("left", "right"), ("head",))
+
+
+class Told(nn.Module):
+    """An image and what another network says of it, as a linear layer reads it and, `mapped`, as a convolution does."""
+
+    def __init__(self, traced: bool) -> None:
+        super().__init__()
+        self.traced, self.stem, self.head = traced, nn.Conv2d(3, 32, 1), nn.Conv2d(32, 4, 1)
+        self.queries, self.states, self.mapped = nn.Linear(32, 32), nn.Linear(48, 32), nn.Conv2d(5, 32, 1)
+
+    def forward(self, x: torch.Tensor, more: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        if not self.traced and x.shape[2] < 1:
+            raise ValueError
+        y = (self.stem(x) + self.mapped(more)).flatten(2).mT
+        y = y + nn.functional.scaled_dot_product_attention(self.queries(y), *(self.states(text),) * 2)
+        return self.head(y.mT[..., None])
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_what_another_network_gives_to_a_linear_layer_is_no_image(traced: bool) -> None:
+    inputs = {"text": torch.zeros(1, 7, 48), "x": torch.zeros(1, 3, 8, 8), "more": torch.zeros(1, 5, 8, 8)}
+    found = ends_of(Told(traced), lambda layer: isinstance(layer, nn.Conv2d | nn.Linear), inputs)
+    assert found == Ends(("stem", "mapped"), ("head",))
+    plans = layer_plan(Told(traced), example_inputs=inputs)
+    assert [plan.name for plan in plans if plan.precision == "FP4"] == ["queries", "states"]

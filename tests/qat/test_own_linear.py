@@ -12,7 +12,7 @@ from torch import nn
 import fp4deploy as fd
 from fp4deploy.graph import capture
 from fp4deploy.graph.own_linear import weight_axis
-from fp4deploy.qat import prepare, quantized_layers, restore
+from fp4deploy.qat import deployed, prepare, quantized_layers, restore
 
 
 class InOut(nn.Module):
@@ -48,14 +48,22 @@ class Scaled(OutIn):
         return super().forward(x) * 0.5
 
 
+class Multiplied(nn.Linear):
+    """A subclass of torch's that multiplies by another operator, as Falcon's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x @ self.weight.T
+        return y if self.bias is None else y + self.bias
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.one, self.two = nn.Embedding(32, 32), InOut(32, 48), InOut(48, 32, bias=False)
-        self.three, self.head = OutIn(32, 32), nn.Linear(32, 7)
+        self.three, self.four, self.head = OutIn(32, 32), Multiplied(32, 32), nn.Linear(32, 7)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.head(self.three(torch.relu(self.two(torch.relu(self.one(self.embed(ids)))))))
+        y: torch.Tensor = self.head(self.four(self.three(torch.relu(self.two(torch.relu(self.one(self.embed(ids))))))))
         return y
 
 
@@ -93,18 +101,28 @@ def test_it_computes_as_torchs_layer_and_keeps_its_parameters() -> None:
     assert layer.weight.shape == (64, 32)
 
 
+def test_before_it_has_data_a_library_finds_the_shape_of_its_parameter() -> None:
+    with torch.device("meta"):  # as `from_pretrained` makes a class that prepares itself
+        layer = fd.prepare(InOut(32, 48, bias=False))
+    assert type(layer).__name__ == "QuantInOut"
+    assert layer.weight.shape == (32, 48)
+    assert (layer.in_features, layer.out_features) == (32, 48)
+
+
 def test_such_a_network_is_exported_and_packed(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, ids = Net().eval(), torch.randint(32, (2, 6))
     fd.prepare(model)
-    assert list(quantized_layers(model)) == ["one", "two", "three"]
+    assert list(quantized_layers(model)) == ["one", "two", "three", "four"]
     fd.calibrate(model, ids)
     result = fd.export_onnx(model, ids, tmp_path / "net.onnx")
-    assert result.fp4_layers == 3
+    assert result.fp4_layers == 4
     assert fd.pack(model, tmp_path / "net.fp4", example_inputs=ids).verification.passed
     for name in ("net.onnx", "net.fp4"):
         with torch.no_grad():
-            assert torch.allclose(torch.from_numpy(fd.open_runtime(tmp_path / name)(ids)), model(ids), atol=2e-3)
+            assert torch.allclose(
+                torch.from_numpy(fd.open_runtime(tmp_path / name)(ids)), deployed(model)(ids), atol=2e-3
+            )
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -1,6 +1,7 @@
 """Attention as the exporter of torch and the runtimes take it: handlers for `graph.replacement.Rewriting`.
 
     mask [..., 1, S] of all queries          [..., L, S]                 ONNX Runtime takes no other
+    one head of keys for all queries         repeated                    torch's exporter takes no other
     heads of other sizes in K than in V      zeros beside the smaller    TensorRT-RTX 1.7: "Key and Value must have the
                                                                          same shape"
     heads of fewer than MIN_HEAD channels    zeros beside all            TensorRT-RTX 1.7 refuses 8 and fewer
@@ -21,10 +22,12 @@ MIN_HEAD = 16  # heads of 4 and 8 channels were refused for sm120, of 12 and 16 
 
 
 def regular_attention(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Attention with a mask of every query, and heads of one size, of MIN_HEAD channels at least."""
+    """Attention with a mask and keys of every query, and heads of one size, of MIN_HEAD channels at least."""
     given = {**dict(zip(ATTENTION, args, strict=False)), **kwargs}
     query, key, value = (given.pop(name) for name in ATTENTION[:3])
     mask, size, out = given.get("attn_mask"), query.shape[-1], value.shape[-1]
+    if query.ndim == 4 and key.shape[1] == 1 and not given.get("enable_gqa"):
+        key, value = (x.expand(-1, query.shape[1], -1, -1) for x in (key, value))
     if mask is not None and mask.ndim > 1 and mask.shape[-2] == 1:
         given["attn_mask"] = mask.expand(*mask.shape[:-2], query.shape[-2], mask.shape[-1])
     wide = max(size, out, MIN_HEAD)

@@ -1,10 +1,12 @@
-"""Operators as Python and torch mean them, where torch's exporter writes others: division of sizes, rounded down.
+"""Operators as Python and torch mean them, where torch's exporter writes others: division of sizes, rounded down;
+squeezing.
 
     h // 2          Div(h, 2)                               sizes are not negative
     -(-h // 2)      Neg(Div(Sub(-h, Mod(-h, 2)), 2))        without its remainder the division is exact
 
 ONNX's Div of integers rounds towards zero; its Mod has the sign of the divisor, as Python's. torch's exporter writes
-Div alone, which is one too much for a negative dividend that leaves a remainder.
+Div alone, which is one too much for a negative dividend that leaves a remainder. torch's `squeeze` leaves
+axes of other sizes than 1 as they are, which ONNX's refuses.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch
 
 from fp4deploy.errors import InputError
 
+aten = torch.ops.aten
 OF_THE_FIRST = ("Cast", "Gather", "Reshape", "Squeeze", "Unsqueeze")  # whose other inputs are no sizes
 OF_ALL = ("Add", "Div", "Max", "Min", "Mul")  # of values that are not negative: not negative
 
@@ -49,9 +52,20 @@ def smoothed(self: Any, output_size: Any, align_corners: bool, scales_h: Any = N
     return op.Resize(self, None, factors, None, antialias=1, exclude_outside=1, mode="linear")
 
 
+def squeezed(self: Any, dim: Any) -> Any:
+    """`squeeze` of named axes, for torch's exporter: of those that are of size 1."""
+    from onnxscript import opset18 as op
+
+    named = (dim,) if isinstance(dim, int) else dim
+    axes = [axis for axis in named if len(self.shape) and self.shape[axis] == 1]
+    constant: Any = op.Constant(value_ints=axes)
+    return op.Squeeze(self, constant) if axes else op.Identity(self)
+
+
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     operator.floordiv: floor_divide,
-    torch.ops.aten._upsample_bilinear2d_aa.default: smoothed,
+    aten._upsample_bilinear2d_aa.default: smoothed,
+    **dict.fromkeys((aten.squeeze.dim, aten.squeeze.dims), squeezed),
 }
 
 

@@ -218,11 +218,17 @@ def write_attention(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.
     inputs = writer.reads(node, ("query", "key", "value", "attn_mask"))
     if node.attributes.get("enable_gqa"):
         inputs[1:3] = [_for_each_query(writer, node, *each) for each in zip(KEYS, inputs[1:3], strict=True)]
+    scale = None if scale is None else float(scale)
     if mask is not None and not writer.captured.values[mask].dtype.is_floating_point:
-        # Of comparisons, 1 and 0: added to the scores as 0 and the least number.
+        # Of comparisons, 1 and 0: added to the scores as 0 and the least number. A query that sees nothing, as in a
+        # text that is padded on the left, gives 0 in torch.
+        last = len(writer.captured.values[mask].shape) - 1
+        seen = writer.step(packed.Reduce, inputs[3], "mask", function="amax", dims=[last], keep=True)
         less = writer.step(packed.Arithmetic, inputs[3], "mask", op="add", number=-1.0)
         inputs[3] = writer.step(packed.Arithmetic, less, "mask", op="mul", number=writer.rest.largest)
-    return packed.Attention(inputs=inputs, outputs=forms, causal=causal, scale=None if scale is None else float(scale))
+        every = writer.steps(packed.Attention, inputs, "attention", causal=causal, scale=scale)
+        return packed.Arithmetic(inputs=[every, seen], outputs=forms, op="mul")
+    return packed.Attention(inputs=inputs, outputs=forms, causal=causal, scale=scale)
 
 
 KEYS = ("key", "value")

@@ -132,9 +132,7 @@ class Writer:
         """The quantised layer whose product a node is."""
         if node.op not in ("conv", "conv_transpose", "linear") or "weight" not in node.parameters:
             return None
-        module = self.modules.get(owner(node))
-        if node.parameters["weight"].startswith(ir.COMPUTED):
-            module = self.modules.get(node.layer)
+        module = self.modules.get(owner(node), self.modules.get(node.layer))  # a weight may be no layer's parameter
         return module if isinstance(module, QuantizedLayer) else None
 
     def _in_nvfp4(self, node: ir.Node) -> LayerConstants | None:
@@ -353,8 +351,12 @@ class Writer:
 
     def step(self, kind: Any, read: str, label: str, **fields: Any) -> str:
         """A node that stands for no node of the captured graph; the plain activation that it writes."""
+        return self.steps(kind, [read], label, **fields)
+
+    def steps(self, kind: Any, reads: list[str], label: str, **fields: Any) -> str:
+        """`step` of a node with several inputs."""
         form = Form(name=self._name(label))
-        self.nodes.append(kind(inputs=[read], outputs=[form], **fields))
+        self.nodes.append(kind(inputs=reads, outputs=[form], **fields))
         return form.name
 
     def shape(self, node: ir.Node, role: str) -> tuple[Size, ...]:

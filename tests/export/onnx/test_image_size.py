@@ -76,6 +76,24 @@ def test_sizes_are_divided_as_in_python_at_every_size(rows: Sizes, columns: Size
         assert session.run(None, {"image": image.numpy()})[0].shape == model(image).shape, (h, w)
 
 
+class Squeezed(nn.Module):
+    """Axes of another size than 1 are named, which `squeeze` leaves, as the last lines of PixArt's forward do."""
+
+    def __init__(self, axes: int | tuple[int, ...]) -> None:
+        super().__init__()
+        self.conv, self.axes = nn.Conv2d(3, 16, 1), axes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(x)[:, :, :1].squeeze(self.axes) * 2
+
+
+@pytest.mark.parametrize("axes", [1, -2, (1, 2), (1, -1)])
+def test_only_axes_of_size_1_are_squeezed(axes: int | tuple[int, ...]) -> None:
+    model = Squeezed(axes).eval()
+    session, image = portable_session(to_portable(export_graph(model, (3, 8, 8)))), torch.ones(2, 3, 8, 8)
+    assert session.run(None, {"image": image.numpy()})[0].shape == model(image).shape
+
+
 def test_a_fixed_size_gives_the_same_numbers_and_can_be_lowered() -> None:
     _, canonical = open_sized("unet")
     assert has_open_size(canonical)
