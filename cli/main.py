@@ -20,6 +20,7 @@ import re
 import signal
 import sys
 import traceback
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from typing import Annotated, Any
 
@@ -266,6 +267,19 @@ app.add_typer(data.app, name="data")
 app.add_typer(telemetry.app, name="telemetry")
 
 
+def require_no_empty_argument(arguments: Sequence[str]) -> None:
+    """Refuse an empty argument, which as a path would be the current folder.
+
+    Raises:
+        InputError: one of them is.
+    """
+    if "" in arguments[1:]:
+        before = arguments[arguments.index("", 1) - 1]
+        raise InputError(
+            f"The argument after {before} is empty: a variable of the shell that is not set? The current folder is ."
+        )
+
+
 def main() -> None:
     """Entry point of the `fp4deploy` command."""
     keep_absolute(os.environ)  # Triton and torch.compile start the host compiler by name, too
@@ -276,6 +290,7 @@ def main() -> None:
     try:
         with stop_on_signals(), lasting_output():
             try:
+                require_no_empty_argument(sys.argv)
                 app(prog_name="fp4deploy")
             except SystemExit as ended:
                 status = ended.code

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from cli.main import require_no_empty_argument
 from fp4deploy.errors import GateError, InputError, UnavailableError
 from tests.cli.command_line import ENVIRONMENT, PACKAGE, Invoke
 
@@ -237,3 +238,10 @@ def test_an_argument_too_many_after_an_option(invoke: Invoke, arguments: tuple[s
     result = invoke(*arguments)
     assert result.exit_code == 2
     assert hint in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_an_empty_argument_is_no_folder() -> None:
+    """As of a shell's variable that is not set."""
+    with pytest.raises(InputError, match="after --out is empty"):
+        require_no_empty_argument(["fp4deploy", "predict", "images", "--out", ""])
+    require_no_empty_argument(["", "predict", "images"])

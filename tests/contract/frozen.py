@@ -109,6 +109,8 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(part) for key, part in value.items()}
     if isinstance(value, tuple | list):
         return [_plain(part) for part in value]
+    if callable(value):  # its text has an address
+        return f"{value.__module__}.{value.__qualname__}"
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
