@@ -116,6 +116,8 @@ def test_one_input_is_called_too(untrained: Run) -> None:
         assert np.array_equal(runtime({port.name: torch.from_numpy(images)}), runtime.infer(images))
         with pytest.raises(InputError, match=rf"{path.name}: the input '{port.name}' takes .* given \[2, 1, 32, 48\]"):
             runtime(images[:, :1])
+    with pytest.raises(InputError, match=rf"{path.name}: infer takes one array"):
+        runtime.infer({port.name: images})  # type: ignore[arg-type]
 
 
 def test_tuples_and_integers(tmp_path: Path) -> None:

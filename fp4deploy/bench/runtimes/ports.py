@@ -72,8 +72,10 @@ def in_batches(ports: Sequence[Port], images: Any, run: Callable[[Any], Any], so
     The last image is repeated to fill a part; where there is one part, it is `images`.
 
     Raises:
-        InputError: what it gives has not one entry for each image.
+        InputError: what it gives has not one entry for each image, or `images` are no array.
     """
+    if not isinstance(images, np.ndarray | torch.Tensor):
+        raise InputError(f"{source}: infer takes one array; call the runtime itself with several, or a dict of them.")
     batch = fixed_batch(ports) or len(images)
 
     def part(at: int) -> Any:

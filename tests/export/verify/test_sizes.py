@@ -214,3 +214,23 @@ def test_a_small_difference_names_the_operator() -> None:
     bias.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(bias) + np.float32([0, 0, 0, 0.2]), bias.name))
     with pytest.raises(GateError, match=r"another network at 33x51: .*, from conv2d in 'head' \(test_sizes.py"):
         require_open_sizes(model, portable, EXAMPLE, "network")
+
+
+class _Squeezing(nn.Module):
+    """Of one sample an axis goes that several keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Conv2d(channels, 16, 1) for channels in (3, 16, 16)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layers(x).mean((2, 3), keepdim=True).squeeze((0, 2))
+        return y
+
+
+def test_an_axis_that_one_sample_loses_is_refused(tmp_path: Path) -> None:
+    model, x = fd.prepare(_Squeezing(), "nvfp4_qat"), torch.randn(2, 3, 16, 16)
+    fd.calibrate(model, [x])
+    with pytest.raises(GateError, match=r"of one sample torch gives \[16, 1\] and the file \[1, 16, 1\]"):
+        fd.export_onnx(model.eval(), x, tmp_path / "m.onnx")
+    assert not list(tmp_path.iterdir())
