@@ -14,7 +14,7 @@ from fp4deploy.architecture import Architecture
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.packed.file import PackedFile
 from fp4deploy.packed.graph import Conv2d, ConvTranspose2d, Layer, Linear
-from fp4deploy.packed.network import dilation_of, has_kernel
+from fp4deploy.packed.network import compiled_ahead, dilation_of, has_kernel
 from fp4deploy.packed.shapes import shapes_of, weight_shape
 from fp4deploy.plugins.aot.spec import Launch
 from fp4deploy.plugins.gemm.convolution import block_scaled
@@ -42,7 +42,7 @@ def _launches(file: PackedFile, capability: int) -> Iterator[Launch]:
         linear = isinstance(node, Linear)
         channels = tuple(shapes[name][-1 if linear else 1] for name in node.inputs)
         outputs, *taps, _ = weight_shape(graph, node, sum(channels))
-        if not has_kernel(node, taps):
+        if not (has_kernel(node, taps) and compiled_ahead(node, taps)):
             continue
         relu, bias = getattr(node, "relu", False), node.bias is not None
         if not packed.issuperset(node.inputs):

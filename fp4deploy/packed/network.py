@@ -672,7 +672,9 @@ def is_flat(node: Layer, taps: Sequence[int]) -> bool:
 
 
 def compiled_ahead(node: Layer, taps: Sequence[int]) -> bool:
-    """Whether kernels of a convolution over volumes are among those that are compiled ahead of time."""
+    """Whether kernels of a layer are among those that are compiled ahead of time: others are decoded without Triton."""
+    if isinstance(node, Linear) or is_flat(node, taps):
+        return True
     return tuple(taps) in (((1, 2, 2), (2, 2, 2)) if isinstance(node, ConvTranspose2d) else VOLUMES)
 
 

@@ -67,10 +67,9 @@ def test_forms_of_layers(dilated: PackedFile) -> None:
         (1, 1, False),
         (2, 2, True),
         (3, 3, False),
-        (5, 3, False),
     }
     forms = {(each["KH"], each["KW"], each["STRIDE"], each["DILATION"], each["TH"] * each["TW"]) for each in ours}
-    assert forms == {(3, 3, 2, 1, 64), (3, 3, 2, 1, 256), (5, 3, 1, 2, 64), (5, 3, 1, 2, 256)}
+    assert forms == {(3, 3, 2, 1, 64), (3, 3, 2, 1, 256)}  # `wide` is decoded where nothing compiles
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])

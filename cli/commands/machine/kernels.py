@@ -100,6 +100,8 @@ def kernels(
     ] = False,
 ) -> None:
     """Compile every Triton kernel; exits 1 if one falls back to other instructions or spills registers."""
+    if layers and (emulate or network is not None):
+        raise InputError("--layers compiles what networks can take, without --emulate and --for.")
     if emulate:
         from fp4deploy.requirements import EMULATOR
 

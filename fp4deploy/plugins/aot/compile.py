@@ -17,7 +17,7 @@ import os
 import threading
 from functools import lru_cache
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from fp4deploy.architecture import Architecture
 from fp4deploy.errors import InputError
@@ -186,7 +186,7 @@ def _compile(launch: Launch, arch: str) -> Compiled:
 def _by_nvcc(launch: Launch, arch: str) -> Compiled:
     """What nvcc makes of a kernel in CUDA C++, the same machine code as at its first launch."""
     source, _, name = launch.kernel.partition(":")
-    macros = {key: value for key, value in launch.constants if not isinstance(value, float)}
+    macros = cast(nvcc.Macros, dict(launch.constants))
     target = Architecture.parse(arch).nvcc_target
     code, ptx = nvcc.compile_cubin(source, target, macros), nvcc.compile_ptx(source, target, macros)
     registers, spills = cubin.resources(code)
@@ -279,12 +279,13 @@ def _not_compiled(launch: Launch, arch: str) -> str:
     folders = [*store.shipped_folders(), store.own_folder()]
     others = [each for each in store.architectures(launch, folders) if each != arch]
     there = f" It is there for {', '.join(others)}; a cubin runs on its own architecture only." if others else ""
-    compiler, lacks, install, run = "Triton", "is missing", INSTALL_TRITON, command(arch)
+    compiler, needs, lacks, install, run = "Triton", "Triton", "is missing", INSTALL_TRITON, command(arch)
     if launch.compiler == "nvcc":
-        compiler, lacks, install = "nvcc", "is missing or does not compile for it", nvcc.INSTALL_NVCC
+        compiler, needs, lacks = "nvcc", "Triton, nvcc", "is missing or does not compile for it"
+        install = nvcc.INSTALL_NVCC
         run += " --layers FILE.fp4"
     return (
         f"{launch.kernel} is not compiled for {arch}, and {compiler} {lacks}. Searched: "
-        f"{', '.join(map(str, folders))}.{there} On a machine with {compiler} and this version of fp4deploy run: "
+        f"{', '.join(map(str, folders))}.{there} On a machine with {needs} and this version of fp4deploy run: "
         f"{run}; then set FP4DEPLOY_KERNEL_PATH=DIR here. Or: {install}. The variant: {launch}"
     )

@@ -193,15 +193,17 @@ def _tile_launch(
     outputs: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
     packed: int,
 ) -> None:
-    planes = [(size, x.stride(at)) for at, size in enumerate(x.shape) if at not in (row_axis, axis)]
+    strides = [x.stride(at) if size > 1 else 0 for at, size in enumerate(x.shape)]
+    planes = [(size, strides[at]) for at, size in enumerate(x.shape) if at not in (row_axis, axis)]
     (a, stride_a), (b, stride_b) = [*[(1, 0)] * (2 - len(planes)), *planes]
     rows, size = x.shape[row_axis], x.shape[axis]
-    along, above, groups = x.stride(axis) == 1, a * b * -(-rows // 16), -(-size // 16)
+    above, groups = a * b * -(-rows // 16), -(-size // 16)
+    along = strides[axis] == 1 and groups * 16 >= THREADS  # of shorter rows most lanes of a block would have none
     blocks = above * -(-groups * 16 // THREADS) if along else -(-above * groups * 16 // THREADS)
     macros = _macros(x, variant, random) | {"PACKED": packed, "IN_RANGE": int(outputs[2] is not None)}
     macros |= {"ALONG": int(along)}
     launch = kernel("quantize_tile.cu", "quantize_tiles", "PPPPPPqqqqqqqq", macros, x.device).launch
-    sizes = (a, b, rows, size, stride_a, stride_b, x.stride(row_axis), x.stride(axis))
+    sizes = (a, b, rows, size, stride_a, stride_b, strides[row_axis], strides[axis])
     launch(blocks, THREADS, x, amax, random, *outputs, *sizes)
 
 

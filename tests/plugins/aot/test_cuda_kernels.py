@@ -193,7 +193,7 @@ def test_what_a_layer_launches_at_any_size_is_listed(
     num_sms: int,
 ) -> None:
     n, h, w = size
-    h, w = h + 2 * stride + dilation * (taps[0] - 1), w + dilation * (taps[1] - 1)  # more than one row of pixels
+    h, w = h + dilation * (taps[0] - 1), w + dilation * (taps[1] - 1)
     around = (padding, padding)
     channels = tuple(16 * count for count in blocks)
     sources = tuple(_empty(n, h, w, count) for count in channels)

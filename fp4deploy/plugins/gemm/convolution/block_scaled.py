@@ -14,6 +14,7 @@ takes. `Variant` says what a block keeps in shared memory.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -190,10 +191,10 @@ def launches(
     packed: bool,
 ) -> list[Launch]:
     """What `conv2d` launches for a layer, for few pixels and for many; channels: as of `variant`."""
-    row = (taps, stride, padding) == ((1, 1), 1, (0, 0))
-    pixels = (1, 1 if row else 2, 2)
-    found = (variant(channels, outputs, taps, stride, dilation, pixels, num_sms) for num_sms in (0, 1 << 30))
-    return [each.launch(dtype, packed, outputs) for each in found]
+    heights = (2,) if taps != (1, 1) else (1,) if (stride, padding) == (1, (0, 0)) else (1, 2)
+    cases = itertools.product(heights, (0, 1 << 30))
+    found = (variant(channels, outputs, taps, stride, dilation, (1, height, 2), num_sms) for height, num_sms in cases)
+    return list(dict.fromkeys(each.launch(dtype, packed, outputs) for each in found))
 
 
 def conv2d(

@@ -9,20 +9,19 @@
 //   or 1; IN_RANGE as in quantize.cu, but in_range: bool with the strides of x.
 // Arguments: x; amax float32 [1]; random uint64 {seed, offset}; out DTYPE with the strides of x, or codes uint8
 //   [A, B, R, 8 G]; scales uint8 [A, B, R, G], G = ceil(K / 16); in_range; sizes and strides.
-// Launch: block 256, grid A B ceil(R / 16) times G rows of tiles, a sixteenth of them a block: ceil of each row with ALONG.
+// Launch: block 256, which has 16 tiles of A B ceil(R / 16) rows of G; with ALONG each row has whole blocks.
 #include "channels.cuh"
 
 #if ALONG
-// Of the sixteen rows of a tile, of which a warp has two, eight apart; `turn`: a part of the memory for each call.
-template <typename Join> __device__ __forceinline__ float over_rows(float value, int turn, Join join) {
-    __shared__ float rows[3][8][16];
+// Of the sixteen rows of a tile, of which a warp has two, eight apart; `rows` is of this call alone.
+template <typename Join> __device__ __forceinline__ float over_rows(float value, float (&rows)[8][16], Join join) {
     value = join(value, __shfl_xor_sync(0xffffffffu, value, 16));
     const int warp = threadIdx.x / 32, tile = threadIdx.x % 16;
-    if (threadIdx.x % 32 < 16) rows[turn][warp][tile] = value;
+    if (threadIdx.x % 32 < 16) rows[warp][tile] = value;
     __syncthreads();
     float v[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) v[i] = rows[turn][i][tile];
+    for (int i = 0; i < 8; ++i) v[i] = rows[i][tile];
 #pragma unroll
     for (int half = 4; half; half /= 2)
 #pragma unroll
@@ -30,7 +29,7 @@ template <typename Join> __device__ __forceinline__ float over_rows(float value,
     return v[0];
 }
 #else
-template <typename Join> __device__ __forceinline__ float over_rows(float value, int, Join join) {
+template <typename Join> __device__ __forceinline__ float over_rows(float value, float (&)[8][16], Join join) {
     for (int offset = 8; offset; offset /= 2) value = join(value, __shfl_xor_sync(0xffffffffu, value, offset));
     return value;
 }
@@ -57,6 +56,7 @@ extern "C" __global__ void __launch_bounds__(256) quantize_tiles(
     const uint64_t places = reinterpret_cast<uint64_t>(x) | reinterpret_cast<uint64_t>(out) | reinterpret_cast<uint64_t>(in_range);
     const bool words = ALONG && K % 16 == 0 && ((places | stride_a | stride_b | stride_r) & 15) == 0;
     __shared__ fp4::GlobalScale global_scale;
+    __shared__ float rows[FORMAT == 1 ? 3 : 1][8][16];
     if (threadIdx.x == 0) global_scale = fp4::global_scale<E>(*amax);
     float v[16], largest = 0.f;
     if (words && has) {
@@ -70,12 +70,12 @@ extern "C" __global__ void __launch_bounds__(256) quantize_tiles(
     for (int i = 0; i < 16; ++i) largest = fp4::nan_max(largest, fabsf(v[i]));
     __syncthreads();
     const fp4::GlobalScale global = global_scale;
-    largest = over_rows(largest, 0, [](float a, float b) { return fp4::nan_max(a, b); });
+    largest = over_rows(largest, rows[0], [](float a, float b) { return fp4::nan_max(a, b); });
 #if FORMAT == 1
     const auto sum = [](float a, float b) { return a + b; };
     const fp4::Candidates candidates = fp4::four_over_six(largest, global);
-    const float six = over_rows(fp4::row_error<SQUARED, FAST>(v, candidates.six, global), 1, sum);
-    const float four = over_rows(fp4::row_error<SQUARED, FAST>(v, candidates.four, global), 2, sum);
+    const float six = over_rows(fp4::row_error<SQUARED, FAST>(v, candidates.six, global), rows[1], sum);
+    const float four = over_rows(fp4::row_error<SQUARED, FAST>(v, candidates.four, global), rows[2], sum);
     const fp4::BlockScale block = four < six ? candidates.four : candidates.six;
 #else
     const fp4::BlockScale block = fp4::block_scale(largest, global);

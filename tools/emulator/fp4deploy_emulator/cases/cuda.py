@@ -215,6 +215,7 @@ class Tiles:
     choice: formats.FourOverSix | None = None
     stochastic: bool = False
     transposed: bool = False
+    channels_last: bool = False
     ahead: int = 0
 
     def __call__(self, setting: Setting, outcome: Outcome) -> None:
@@ -223,6 +224,8 @@ class Tiles:
         x = torch.cat((x.new_zeros(self.ahead), x.flatten()))[self.ahead :].view(self.shape)
         if self.transposed:
             x = x.transpose(0, 1).contiguous().transpose(0, 1)
+        if self.channels_last:
+            x = x.to(memory_format=torch.channels_last)
         random, variant = _bits(self.stochastic), _variant(self.choice)
         options = _options(self.stochastic) | {"four_over_six": self.choice}
         with emulated(setting, outcome):
@@ -316,11 +319,13 @@ CASES = (
     Case("random Hadamard transform", QUANTIZERS, hadamard),
     Case("blocks of 16 x 16", QUANTIZERS, Tiles((40, 288))),
     Case("blocks of 16 x 16, planes, FP32", QUANTIZERS, Tiles((24, 40, 3, 3), FLOAT)),
-    Case("blocks of 16 x 16, 4/6, FP32", QUANTIZERS, Tiles((33, 64), FLOAT, STRICT)),
+    Case("blocks of 16 x 16, short rows", QUANTIZERS, Tiles((33, 64))),
+    Case("blocks of 16 x 16, planes in channels_last", QUANTIZERS, Tiles((17, 256, 2, 1), channels_last=True)),
+    Case("blocks of 16 x 16, 4/6, FP32", QUANTIZERS, Tiles((33, 272), FLOAT, STRICT)),
     Case("blocks of 16 x 16, 4/6, transposed", QUANTIZERS, Tiles((40, 33), HALF, STRICT, transposed=True)),
-    Case("blocks of 16 x 16, stochastic", QUANTIZERS, Tiles((17, 48), BFLOAT, stochastic=True)),
+    Case("blocks of 16 x 16, stochastic", QUANTIZERS, Tiles((17, 256), BFLOAT, stochastic=True)),
     Case("blocks of 16 x 16, stochastic, ragged, FP32", QUANTIZERS, Tiles((5, 35), FLOAT, stochastic=True)),
-    Case("blocks of 16 x 16, which begin between words", QUANTIZERS, Tiles((32, 32), HALF, ahead=3)),
+    Case("blocks of 16 x 16, which begin between words", QUANTIZERS, Tiles((32, 256), HALF, ahead=3)),
     Case("amax", QUANTIZERS, amaxes),
     Case("all weights", "weights", all_weights),
     Case("GEMV, 1 row", "GEMV", gemv_case(1, 512, 24, HALF), has_tma),
