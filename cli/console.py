@@ -102,4 +102,9 @@ def shown(path: Path) -> str:
 
 def typed(path: Path) -> str:
     """`path` as an argument of the next command, to be copied into a shell."""
-    return shlex.quote(shown(path))
+    text = shown(path)
+    if os.name == "nt":
+        import subprocess
+
+        return subprocess.list2cmdline([text])
+    return shlex.quote(text)

@@ -267,16 +267,21 @@ app.add_typer(data.app, name="data")
 app.add_typer(telemetry.app, name="telemetry")
 
 
+MAY_BE_EMPTY = ("--mask-suffix",)  # no path
+
+
 def require_no_empty_argument(arguments: Sequence[str]) -> None:
     """Refuse an empty argument, which as a path would be the current folder.
 
     Raises:
         InputError: one of them is.
     """
-    if "" in arguments[1:]:
-        before = arguments[arguments.index("", 1) - 1]
+    for before, text in itertools.pairwise(arguments):
+        option, equals, value = text.partition("=") if text.startswith("--") else (before, "", text)
+        if value or (text and not equals) or option in MAY_BE_EMPTY:
+            continue
         raise InputError(
-            f"The argument after {before} is empty: a variable of the shell that is not set? The current folder is ."
+            f"The argument after {option} is empty: a variable of the shell that is not set? The current folder is ."
         )
 
 

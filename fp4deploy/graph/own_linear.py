@@ -41,20 +41,30 @@ def weight_axis(layer: nn.Module) -> int | None:
     if type(layer).__module__.startswith("torch.") or not cast(Any, weight).is_floating_point():
         return None
     bias = layer._parameters.get("bias")
-    key = (type(layer), tuple(cast(Any, weight).shape), None if bias is None else tuple(bias.shape))
+    key = (type(layer), tuple(cast(Any, weight).shape), None if bias is None else tuple(bias.shape), _settings(layer))
     if key not in _TRIED:
         with torch.device("cpu"):  # a library may be making the network without data, on the device "meta"
             _TRIED[key] = _tried(layer)
     return _TRIED[key]
 
 
-_TRIED: dict[tuple[Any, ...], int | None] = {}  # of each class and shape: what its forward computes
+_TRIED: dict[tuple[Any, ...], int | None] = {}  # of each class, shape and settings: what its forward computes
+
+
+def _settings(layer: nn.Module) -> object:
+    """The attributes of a layer, which its forward may read, by their text; itself where one is no plain value."""
+    own = {name: each for name, each in vars(layer).items() if name not in _OF_EVERY_MODULE}
+    plain = all(isinstance(each, bool | int | float | str | None | torch.dtype) for each in own.values())
+    return str(sorted(own.items())) if plain else object()
+
+
+_OF_EVERY_MODULE = vars(nn.Module()).keys()
 
 
 @torch.no_grad()
 def _tried(layer: nn.Module) -> int | None:
     try:
-        trial = copied(layer).eval()
+        trial = copied(layer)
     except Exception:  # anyone's code
         return None
     generator = torch.Generator().manual_seed(0)
@@ -68,7 +78,8 @@ def _tried(layer: nn.Module) -> int | None:
         weight = given["weight"].movedim(axis, -1)
         x = numbers(1, ROWS, weight.shape[1])
         try:
-            if torch.equal(trial(x), nn.functional.linear(x, weight, given.get("bias"))):
+            wanted = nn.functional.linear(x, weight, given.get("bias"))
+            if all(torch.equal(trial.train(training)(x), wanted) for training in (True, False)):
                 return axis
         except Exception:  # an input of other channels; anyone's code
             continue

@@ -8,12 +8,14 @@ decode and multiply in FP16, or is refused. What is found and done, in this orde
 2. UINT8, or codes with a zero point, become INT8 without one, of a range as large on both sides: fewer steps. Codes
    that have no sign clip like a Relu, which is written where the values may be negative.
 3. A quantised operand that passes a Relu, a pooling, a resizing or a change of layout first gets a pair right before
-   the layer, and so does a Concat whose parts have other scales: the largest. The same numbers where all commutes.
+   the layer, and so does a Concat whose parts have other scales, the largest, and an Add, their sum. The same numbers
+   where all commutes.
 4. A pair between a convolution and what is fused into it (normalisation, activation, Add, output) goes: unrounded.
 5. An Add that reads a residual unquantised, which the next layer reads quantised, reads that: rounded.
 
 The range of a value is that of a quantiser that reads it, or of what it was made of by operators that do not enlarge
-it. A layer whose operand has none, and that the file leaves in high precision, stays as it is.
+it, or that add. Sizes that the file computes are folded first. A layer whose operand has none, and that the file leaves
+in high precision, stays as it is.
 
 Source: NVIDIA TensorRT documentation, "Working with Quantized Types", Q/DQ placement recommendations; which of the
 rules change a TensorRT-RTX engine was found by building pairs of graphs (`benchmarks/qdq_placement.py`).
@@ -35,7 +37,6 @@ from fp4deploy.export.onnx.canonical import GEMM_OPS
 from fp4deploy.export.onnx.size import fold_sizes
 from fp4deploy.export.onnx.trt_operators import standardized
 from fp4deploy.export.onnx.writer import NodeWriter
-from fp4deploy.interop.halves import rest_in_fp16
 
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 LAYOUT = ("Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze", "Identity", "Cast", "Slice", "Split", "Gather")
@@ -56,10 +57,8 @@ class Edit:
     exact: bool
 
 
-def with_placed_quantizers(model: onnx.ModelProto, fp16: bool = False) -> tuple[onnx.ModelProto, list[Edit]]:
+def with_placed_quantizers(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Edit]]:
     """A file whose Q/DQ pairs stand where an engine uses them, and what was changed; `model` is left as it is.
-
-    fp16: what an FP32 file computes unquantised becomes FP16 (`interop.halves`).
 
     >>> from onnx import helper
     >>> model, edits = with_placed_quantizers(helper.make_model(helper.make_graph([], "without_quantizers", [], [])))
@@ -72,8 +71,6 @@ def with_placed_quantizers(model: onnx.ModelProto, fp16: bool = False) -> tuple[
     for rule in (_decode_biases, _make_symmetric, _quantize_operands, _free_epilogues, _share_residuals):
         edits += rule(graph.graph)
         RemoveUnusedNodesPass()(graph)
-    if fp16:
-        edits += [Edit(name, "FP16 instead of FP32", False) for name in rest_in_fp16(graph)]
     return ir.to_proto(graph), edits
 
 
@@ -236,27 +233,32 @@ def _decoded(node: ir.Node) -> NDArray[Any] | None:
     return ((codes.astype(np.float32) - offset) * wide).astype(scale.dtype)
 
 
-def _scale_of(value: ir.Value | None) -> Scale | None:
-    """The scalar scale that covers a value: of a quantiser that reads it, or of what it was made of."""
-    if value is None:
-        return None
+def _scale_of(value: ir.Value | None, known: dict[ir.Value, Scale | None] | None = None) -> Scale | None:
+    """The scalar scale that covers a value: of a quantiser that reads it, or of what it was made of. known: so far."""
+    known = {} if known is None else known
+    if value is not None and value not in known:
+        known[value] = _range_of(value, known)
+    return None if value is None else known[value]
+
+
+def _range_of(value: ir.Value, known: dict[ir.Value, Scale | None]) -> Scale | None:
     reader, node = _reader(value, QUANTIZE), value.producer()
     if node is not None and node.op_type == DEQUANTIZE:
         scale, kind = _content(node.inputs[1]), _codes(node)
     elif reader is not None:
         scale, kind = _content(reader.inputs[1]), reader.outputs[0].dtype
     elif node is not None and node.op_type in ("Concat", "Add"):
-        parts = [_scale_of(part) for part in node.inputs]
-        known = [part for part in parts if part is not None]
-        if len(known) < len(parts) or len({kind for _, kind in known}) != 1:
+        parts = [_scale_of(part, known) for part in node.inputs]
+        scales = [part for part in parts if part is not None]
+        if len(scales) < len(parts) or len({kind for _, kind in scales}) != 1:
             return None
-        largest = max(known, key=lambda part: float(part[0]))
-        return largest if node.op_type == "Concat" else (np.sum([step for step, _ in known], axis=0), largest[1])
+        largest = max(scales, key=lambda part: float(part[0]))
+        return largest if node.op_type == "Concat" else (np.sum([step for step, _ in scales], axis=0), largest[1])
     elif node is not None and node.op_type in KEEPING:
-        return _scale_of(node.inputs[0])
+        return _scale_of(node.inputs[0], known)
     else:
         return None
-    return (scale, kind) if scale is not None and scale.size == 1 and kind in EIGHT_BITS else None
+    return (scale.reshape(()), kind) if scale is not None and scale.size == 1 and kind in EIGHT_BITS else None
 
 
 def _commutes(value: ir.Value | None, scale: Scale) -> bool:

@@ -7,8 +7,8 @@
 A layer counts by its calls. A call is first if the input reaches it without another GEMM layer, and none of these calls
 comes before it: parallel stems are all first, a layer that reads the image again further down is not. Whole numbers,
 such as token ids and masks, are no image, nor are the rows of an embedding that they choose: a network of tokens has no
-first layer. Of several inputs the first is the image, and others are where a convolution reads them: linear layers that
-read the rest, such as a text's states in the attention of a UNet, read what another network gives. Likewise a call
+first layer. Where an input is known to be a feature map or a volume, linear layers that read other inputs, such as a
+text's states in the attention of a UNet, read what another network gives, and are not first. Likewise a call
 gives an output if it reaches the output without another one, and none of these calls reads its result: of a residual
 stream it is the last branch, of a sum of heads all of them.
 
@@ -47,7 +47,11 @@ VIEWS = ("getitem", "view", "reshape", "select", "narrow", "transpose", "permute
 IsGemm = Callable[[nn.Module], bool]
 Inputs = torch.Tensor | Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
 Calls = frozenset[int]
-INPUT, OTHER = -1, -2  # stand among the calls for the first input of the network, and for the others
+INPUT, OTHER = (
+    -1,
+    -2,
+)  # stand among the calls for an input of the network, and for one that is no map beside one that is
+MAP_AXES = 4  # of a feature map, at least
 INPUT_CALLS: Calls = frozenset({INPUT, OTHER})
 
 
@@ -99,7 +103,8 @@ def ends_of(model: nn.Module, is_gemm: IsGemm, example_inputs: Inputs | None = N
     given = getattr(model, "output_layers", None)
     named = None if given is None or isinstance(given, nn.Module) else tuple(given)
     with torch.random.fork_rng({each.device for each in model.parameters() if each.is_cuda}):
-        ways = [lambda: _traced(model, is_gemm), lambda: _executed(model, is_gemm, example_inputs)]
+        others = _without_maps(example_inputs)
+        ways = [lambda: _traced(model, is_gemm, others), lambda: _executed(model, is_gemm, example_inputs)]
         if _reads_tokens(model, example_inputs):  # a trace does not know which inputs are whole numbers
             ways.reverse()
         found = ways[0]() or ways[1]()
@@ -108,6 +113,14 @@ def ends_of(model: nn.Module, is_gemm: IsGemm, example_inputs: Inputs | None = N
         _say_assumed(type(model).__name__, *assumed.first, *assumed.outputs)
     ends = found or assumed
     return replace(ends, outputs=named or ends.outputs)
+
+
+def _without_maps(example_inputs: Inputs | None) -> frozenset[Any]:
+    """The names or places of inputs that are no feature maps, where another one is."""
+    inputs = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else example_inputs
+    named = inputs.items() if isinstance(inputs, Mapping) else enumerate(inputs or ())
+    axes = {name: each.ndim for name, each in named if isinstance(each, torch.Tensor)}
+    return frozenset(name for name, count in axes.items() if count < MAP_AXES <= max(axes.values()))
 
 
 def _reads_tokens(model: nn.Module, example_inputs: Inputs | None) -> bool:
@@ -126,16 +139,17 @@ def _reads_rows(model: nn.Module, name: str) -> bool:
 @lru_cache  # once of each: the filters' own memory is lost by `catch_warnings`
 def _say_assumed(network: str, *layers: str) -> None:
     assumed = (
-        f"its last layer in the order of registration, {layers[-1]}, is taken for the one that produces the output"
+        f"its last layer in the order of registration, {layers[-1]}, is taken for the one that produces the output, "
+        "and stays in FP16; none, behind an embedding, for one that reads an image"
     )
     if len(layers) > 1:
         assumed = (
             f"its first and last layer in the order of registration, {' and '.join(layers)}, are taken for those that "
-            "read the image and produce the output"
+            "read the image and produce the output, and stay in FP16"
         )
     warnings.warn(
-        f"The forward of {network} can be neither traced symbolically nor executed on an assumed input: {assumed}, and "
-        "stay in FP16. Give an input of it, example_inputs=x, or name the layers that produce outputs in an attribute "
+        f"The forward of {network} can be neither traced symbolically nor executed on an assumed input: {assumed}. "
+        "Give an input of it, example_inputs=x, or name the layers that produce outputs in an attribute "
         'of the network, output_layers = ("head", "depth"); with output_layers = () this is not said.',
         stacklevel=5,
     )
@@ -174,8 +188,8 @@ def _is_product(layer: nn.Module, is_gemm: IsGemm) -> bool:
     return is_gemm(layer) or isinstance(layer, nn.modules.conv._ConvNd | nn.Linear | nn.Bilinear)
 
 
-def _traced(model: nn.Module, is_gemm: IsGemm) -> Ends | None:
-    """Both ends from a symbolic trace; None where the forward cannot be traced."""
+def _traced(model: nn.Module, is_gemm: IsGemm, others: frozenset[Any]) -> Ends | None:
+    """Both ends from a symbolic trace; None where the forward cannot be traced. others: as of `_without_maps`."""
     try:
         with torch.no_grad(), warnings.catch_warnings(), redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
@@ -191,7 +205,7 @@ def _traced(model: nn.Module, is_gemm: IsGemm) -> Ends | None:
     calls, origins = _Calls(modules), dict[fx.Node, _Origin]()
     for node in graph.nodes:
         if node.op == "placeholder":
-            origins[node] = _Origin(frozenset({OTHER if origins else INPUT}))
+            origins[node] = _Origin(frozenset({OTHER if {node.target, len(origins)} & others else INPUT}))
             continue
         read = _union(origins.get(each, _Origin()) for each in node.all_input_nodes)
         layer = modules.get(str(node.target)) if node.op == "call_module" else None
@@ -266,10 +280,10 @@ def _run(model: nn.Module, is_gemm: IsGemm, inputs: Inputs, meta: bool) -> Ends:
         if _is_product(layer, is_gemm):
             layer.forward = partial(_recorded, layer.forward, names[id(layer)], calls, origins)
     moved: Any = _like_parameters(inputs, copy)
-    if isinstance(moved, Mapping):
-        moved = {name: moved[name] for name in (*inspect.signature(copy.forward).parameters, *moved) if name in moved}
-    for number, each in enumerate(each for each in _tensors(moved) if each.is_floating_point()):
-        origins.set(each, _Origin(frozenset({OTHER if number else INPUT})))
+    floating = [each for each in _tensors(moved) if each.is_floating_point()]
+    maps = [each for each in floating if each.ndim >= MAP_AXES]
+    origins.set(maps or floating, _Origin(frozenset({INPUT})))
+    origins.set([each for each in floating if maps and each.ndim < MAP_AXES], _Origin(frozenset({OTHER})))
     with origins:
         if isinstance(moved, Mapping):
             result = copy(**moved)

@@ -16,9 +16,9 @@ gradient of a learned amax takes one more pass over what the layer's gradient re
 the amax (`plugins.quantize.learned`).
 Weights are quantised in two launches together, or layer by layer where their format is not the plain one.
 
-Measured fact: H200, 2026-11-30, 18b54c4c, `python benchmarks/training_step.py`, one CUDA graph, +-1 %: the NVFP4 step
-takes 28.2 ms here and 38.1 by torch.compile with the passes of `qat.fusion`, as every other network, at scale 1.0,
-and 7.3 and 10.8 at scale 0.25. So this class stays.
+Measured fact: H200, 2026-11-30, 18b54c4c, `benchmarks/results/precision_step_h200.json`, one CUDA graph, +-1 %: the
+NVFP4 step takes 28.2 ms here and 38.1 by torch.compile with the passes of `qat.fusion`, as every other network, at
+scale 1.0, and 7.3 and 10.8 at scale 0.25. So this class stays.
 
 The fused forward does not call the submodules. Whenever that would matter (a hook on one of them, a calibration, a
 recipe that the kernels do not have, no autocast, no GPU), the plain forward runs instead.

@@ -244,4 +244,8 @@ def test_an_empty_argument_is_no_folder() -> None:
     """As of a shell's variable that is not set."""
     with pytest.raises(InputError, match="after --out is empty"):
         require_no_empty_argument(["fp4deploy", "predict", "images", "--out", ""])
-    require_no_empty_argument(["", "predict", "images"])
+    with pytest.raises(InputError, match="after --out is empty"):
+        require_no_empty_argument(["fp4deploy", "predict", "images", "--out="])
+    require_no_empty_argument(
+        ["", "predict", "images", "--set", "a=", "--set=a=", "--mask-suffix", "", "--mask-suffix="]
+    )

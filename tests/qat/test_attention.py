@@ -120,7 +120,7 @@ class Widths(nn.Module):
 def test_projections_with_weights_of_their_own_are_packed(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, inputs = Widths().eval(), (torch.randn(2, L, 16), torch.randn(2, S, 48), torch.randn(2, S, 64))
-    fd.prepare(model, example_inputs=inputs)
+    fd.prepare(model, include=["attention.*"], example_inputs=inputs)
     fd.calibrate(model, [inputs])
     file = fd.pack(model, tmp_path / "net.fp4", example_inputs=inputs).file
     names = {f"attention.{each}_proj" for each in ("q", "k", "v", "out")}
@@ -193,8 +193,8 @@ def test_a_subclass_of_attention_says_why_it_stays() -> None:
 
 
 def test_attention_alone_is_one_graph_for_torch_compile_and_names_its_layers_where_all_stay() -> None:
-    with pytest.raises(InputError, match=r"q_proj: excluded.*out_proj: output layer"):
-        prepare(nn.MultiheadAttention(E, 4), exclude=["q_proj", "k_proj", "v_proj"])
+    with pytest.raises(InputError, match=r"q_proj: first layer.*out_proj: output layer"):
+        prepare(nn.MultiheadAttention(E, 4))
     model = prepare(nn.MultiheadAttention(E, 4, batch_first=True), include=["*"])
     x = torch.randn(N, L, E)
     eager = copy.deepcopy(model)

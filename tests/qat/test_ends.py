@@ -368,3 +368,20 @@ def test_what_another_network_gives_to_a_linear_layer_is_no_image(traced: bool) 
     assert found == Ends(("stem", "mapped"), ("head",))
     plans = layer_plan(Told(traced), example_inputs=inputs)
     assert [plan.name for plan in plans if plan.precision == "FP4"] == ["queries", "states"]
+
+
+class Conditioned(nn.Module):
+    """Patches and a number, each read by a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number, self.patch, self.head = nn.Linear(16, 32), nn.Linear(48, 32), nn.Linear(32, 8)
+
+    def forward(self, number: torch.Tensor, patches: torch.Tensor) -> torch.Tensor:
+        return self.head(self.number(number)[:, None] + self.patch(patches))
+
+
+def test_without_a_map_every_input_may_be_the_image() -> None:
+    for inputs in (None, (torch.zeros(1, 16), torch.zeros(1, 7, 48))):
+        found = ends_of(Conditioned(), lambda layer: isinstance(layer, nn.Linear), inputs)
+        assert found == Ends(("number", "patch"), ("head",))

@@ -129,3 +129,21 @@ def test_such_a_network_is_exported_and_packed(tmp_path: Path) -> None:
 def test_a_plain_one_is_captured_as_a_linear_node(dynamic: bool) -> None:
     captured = capture(nn.Sequential(InOut(16, 8), OutIn(8, 4)), torch.zeros(2, 3, 16), dynamic)
     assert [node.op for node in captured.nodes if node.op not in ("reshape",)] == ["linear", "linear"]
+
+
+class _Scaled(nn.Linear):
+    """Multiplies by another operator, and by what an attribute says."""
+
+    def __init__(self, gain: float, dropout: float = 0.0) -> None:
+        super().__init__(32, 16)
+        self.gain, self.dropout = gain, dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(x @ self.weight.T * self.gain + self.bias, self.dropout, self.training)
+
+
+@pytest.mark.parametrize(("gain", "dropout", "axis"), [(1.0, 0.0, 1), (3.0, 0.0, None), (1.0, 0.5, None)])
+def test_attributes_and_training_count(gain: float, dropout: float, axis: int | None) -> None:
+    for _ in range(2):  # what one layer is says nothing of another one of its class
+        assert weight_axis(_Scaled(1.0)) == 1
+        assert weight_axis(_Scaled(gain, dropout)) == axis

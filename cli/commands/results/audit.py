@@ -47,14 +47,6 @@ def audit(
             show_default="not written",
         ),
     ] = None,
-    rest: Annotated[
-        str,
-        typer.Option(
-            "--rest",
-            help="With --fix: fp16 for what an FP32 file leaves unquantised, which engines compute in FP32.",
-            show_default="as in the file",
-        ),
-    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of the table.")] = False,
 ) -> None:
     """Show for each convolution and GEMM which precision is requested, which runs, and why they differ."""
@@ -63,10 +55,8 @@ def audit(
 
     if file.suffix.lower() == ".onnx":
         file = or_of_latest_run(file)
-    if rest not in ("", "fp16") or (rest and fix is None):
-        raise InputError("--rest takes fp16, and goes with --fix: fp4deploy audit a.onnx --fix b.onnx --rest fp16")
     if fix is not None:
-        _fix(file, fix, rest == "fp16")
+        _fix(file, fix)
         file = fix
     found = audit_file(file, target, None if model is None else or_of_latest_run(model))
     if as_json:
@@ -82,7 +72,7 @@ def audit(
         )
 
 
-def _fix(file: Path, out: Path, fp16: bool) -> None:
+def _fix(file: Path, out: Path) -> None:
     """Write the file with its pairs moved, and say what was changed."""
     from collections import Counter
 
@@ -95,7 +85,7 @@ def _fix(file: Path, out: Path, fp16: bool) -> None:
     if file.suffix.lower() != ".onnx" or out.suffix.lower() != ".onnx" or out.resolve() == file.resolve():
         raise InputError("--fix takes an .onnx file and writes another one: fp4deploy audit a.onnx --fix b.onnx")
     with foreign_graph(file):
-        fixed, edits = with_placed_quantizers(read_onnx(file), fp16)
+        fixed, edits = with_placed_quantizers(read_onnx(file))
     with atomic_write(out) as temporary:
         onnx.save(fixed, temporary)
     for (done, exact), count in Counter((edit.done, edit.exact) for edit in edits).items():
