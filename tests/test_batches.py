@@ -111,6 +111,8 @@ def test_a_batch_is_whatever_maps_names_to_tensors() -> None:
     class Encoding(UserDict[str, torch.Tensor]):
         """As a tokenizer of transformers returns."""
 
-    model = prepare(nn.Sequential(nn.Linear(16, 16)), include=["0"]).eval()
-    fd.quantize(model, [Encoding(input=SMALL[:, :, 0, 0])], method="gptq")
-    assert float(quantized_layers(model)["0"].input_amax) > 0
+    batch = Encoding(input=SMALL[:, :, 0, 0])
+    for given in ([batch], [(batch,)]):
+        model = prepare(nn.Sequential(nn.Linear(16, 16)), include=["0"]).eval()
+        fd.quantize(model, given, method="gptq")
+        assert float(quantized_layers(model)["0"].input_amax) > 0

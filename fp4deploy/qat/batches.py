@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from inspect import Parameter, signature
 from typing import Any
 
@@ -64,8 +64,16 @@ def first_tensor(batch: object) -> torch.Tensor:
     Raises:
         InputError: it holds none.
     """
-    leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
-    found = next((each for each in leaves if isinstance(each, torch.Tensor)), None)
+    found = next((each for each in _leaves(batch) if isinstance(each, torch.Tensor)), None)
     if found is None:
         raise InputError(f"A batch holds no tensor but {type(batch).__name__}. Give tensors, or dicts of them.")
     return found
+
+
+def _leaves(batch: object) -> Iterator[object]:
+    """What a batch holds, also in mappings that torch does not know, as of a tokenizer."""
+    for each in tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch):
+        if isinstance(each, Mapping):
+            yield from _leaves(each)
+        else:
+            yield each
