@@ -181,7 +181,7 @@ def _lower(
     lowered = {name: reason for name, reason in reasons.items() if reason is not None}
     sized = model if usual is None else ir.from_proto(_with_shapes(fix_size(proto, usual)))
     if not is_sized(sized):  # behind a size that the file computes
-        sized = sized.clone()
+        sized = ir.from_proto(ir.to_proto(sized))
         fold_sizes(sized)
     macs = count_macs(sized)
     judged = layers if usual is None else {layer.name: layer for layer in find_fp4_layers(sized)}

@@ -65,6 +65,7 @@ def fold_sizes(model: ir.Model) -> None:
 
     torch's older exporter cuts `x.chunk(2, 1)` at a size that the file computes, and inference stops there.
     """
+    model.graph.sort()  # of other tools' files nodes may stand before what they read
     onnxscript.optimizer.fold_constants(model, onnx_shape_inference=True)
     RemoveUnusedNodesPass()(model)
 
