@@ -41,23 +41,21 @@ def weight_axis(layer: nn.Module) -> int | None:
     if type(layer).__module__.startswith("torch.") or not cast(Any, weight).is_floating_point():
         return None
     bias = layer._parameters.get("bias")
-    key = (type(layer), tuple(cast(Any, weight).shape), None if bias is None else tuple(bias.shape), _settings(layer))
-    if key not in _TRIED:
-        with torch.device("cpu"):  # a library may be making the network without data, on the device "meta"
-            _TRIED[key] = _tried(layer)
-    return _TRIED[key]
+    settings = {
+        name: each for name, each in vars(layer).items() if name not in _OF_EVERY_MODULE
+    }  # forward may read them
+    key = (type(layer), tuple(cast(Any, weight).shape), None if bias is None else tuple(bias.shape), str(settings))
+    plain = all(isinstance(each, bool | int | float | str | None | torch.dtype) for each in settings.values())
+    if plain and key in _TRIED:
+        return _TRIED[key]
+    with torch.device("cpu"):  # a library may be making the network without data, on the device "meta"
+        axis = _tried(layer)
+    if plain:
+        _TRIED[key] = axis
+    return axis
 
 
 _TRIED: dict[tuple[Any, ...], int | None] = {}  # of each class, shape and settings: what its forward computes
-
-
-def _settings(layer: nn.Module) -> object:
-    """The attributes of a layer, which its forward may read, by their text; itself where one is no plain value."""
-    own = {name: each for name, each in vars(layer).items() if name not in _OF_EVERY_MODULE}
-    plain = all(isinstance(each, bool | int | float | str | None | torch.dtype) for each in own.values())
-    return str(sorted(own.items())) if plain else object()
-
-
 _OF_EVERY_MODULE = vars(nn.Module()).keys()
 
 

@@ -539,7 +539,7 @@ class PackedNetwork:
         taps = self._taps[node.layer]
         if not (self.has_kernels and has_kernel(node, taps)):
             return False
-        if isinstance(node, Linear) or is_flat(node, taps):
+        if is_flat(node, taps):
             return True
         return not self._decodes and (self._compiles or compiled_ahead(node, taps))
 
@@ -665,7 +665,9 @@ def is_decoded(node: Layer, sources: tuple[int, ...], taps: Sequence[int]) -> bo
 
 
 def is_flat(node: Layer, taps: Sequence[int]) -> bool:
-    """Whether a convolution that has a kernel is one of images, with equal strides, paddings and dilations."""
+    """Whether a layer that has a kernel is linear, or convolves images by equal strides, paddings and dilations."""
+    if isinstance(node, Linear):
+        return True
     place = cast("Conv2d | ConvTranspose2d", node)
     equal = all(len(set(pair)) == 1 for pair in (place.stride, place.padding, place.dilation))
     return len(taps) == 2 and equal
@@ -673,7 +675,7 @@ def is_flat(node: Layer, taps: Sequence[int]) -> bool:
 
 def compiled_ahead(node: Layer, taps: Sequence[int]) -> bool:
     """Whether kernels of a layer are among those that are compiled ahead of time: others are decoded without Triton."""
-    if isinstance(node, Linear) or is_flat(node, taps):
+    if is_flat(node, taps):
         return True
     return tuple(taps) in (((1, 2, 2), (2, 2, 2)) if isinstance(node, ConvTranspose2d) else VOLUMES)
 

@@ -47,10 +47,8 @@ VIEWS = ("getitem", "view", "reshape", "select", "narrow", "transpose", "permute
 IsGemm = Callable[[nn.Module], bool]
 Inputs = torch.Tensor | Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
 Calls = frozenset[int]
-INPUT, OTHER = (
-    -1,
-    -2,
-)  # stand among the calls for an input of the network, and for one that is no map beside one that is
+# Among the calls, for an input of the network, and for one that is no map beside one that is.
+INPUT, OTHER = -1, -2
 MAP_AXES = 4  # of a feature map, at least
 INPUT_CALLS: Calls = frozenset({INPUT, OTHER})
 
@@ -119,8 +117,12 @@ def _without_maps(example_inputs: Inputs | None) -> frozenset[Any]:
     """The names or places of inputs that are no feature maps, where another one is."""
     inputs = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else example_inputs
     named = inputs.items() if isinstance(inputs, Mapping) else enumerate(inputs or ())
-    axes = {name: each.ndim for name, each in named if isinstance(each, torch.Tensor)}
-    return frozenset(name for name, count in axes.items() if count < MAP_AXES <= max(axes.values()))
+    tensors = {name: each for name, each in named if isinstance(each, torch.Tensor)}
+    return frozenset(name for name, each in tensors.items() if _is_beside_a_map(each, tensors.values()))
+
+
+def _is_beside_a_map(x: torch.Tensor, inputs: Iterable[torch.Tensor]) -> bool:
+    return x.ndim < MAP_AXES <= max(each.ndim for each in inputs)
 
 
 def _reads_tokens(model: nn.Module, example_inputs: Inputs | None) -> bool:
@@ -281,9 +283,8 @@ def _run(model: nn.Module, is_gemm: IsGemm, inputs: Inputs, meta: bool) -> Ends:
             layer.forward = partial(_recorded, layer.forward, names[id(layer)], calls, origins)
     moved: Any = _like_parameters(inputs, copy)
     floating = [each for each in _tensors(moved) if each.is_floating_point()]
-    maps = [each for each in floating if each.ndim >= MAP_AXES]
-    origins.set(maps or floating, _Origin(frozenset({INPUT})))
-    origins.set([each for each in floating if maps and each.ndim < MAP_AXES], _Origin(frozenset({OTHER})))
+    for each in floating:
+        origins.set(each, _Origin(frozenset({OTHER if _is_beside_a_map(each, floating) else INPUT})))
     with origins:
         if isinstance(moved, Mapping):
             result = copy(**moved)

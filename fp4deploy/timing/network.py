@@ -167,7 +167,7 @@ def _has_kernel(graph: Graph, step: Layer, channels: Sequence[int], taps: Sequen
     """Whether `PackedNetwork` takes one of our kernels for a layer in FP4 on this GPU."""
     if rest_of(graph).name == "fp32" or not has_kernel(step, taps):
         return False
-    kept = gpu.arch.number >= NATIVE_FROM or isinstance(step, Linear) or is_flat(step, taps)
+    kept = gpu.arch.number >= NATIVE_FROM or is_flat(step, taps)
     return kept or is_decoded(step, tuple(channels), taps)
 
 

@@ -12,7 +12,6 @@ import numpy as np
 import onnx
 import onnx.shape_inference
 import onnx_ir as ir
-import onnxscript.optimizer
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from fp4deploy.errors import InputError, first_line
@@ -65,6 +64,8 @@ def fold_sizes(model: ir.Model) -> None:
 
     torch's older exporter cuts `x.chunk(2, 1)` at a size that the file computes, and inference stops there.
     """
+    import onnxscript.optimizer  # a quarter of a second, which most commands do not need
+
     model.graph.sort()  # of other tools' files nodes may stand before what they read
     onnxscript.optimizer.fold_constants(model, onnx_shape_inference=True)
     RemoveUnusedNodesPass()(model)
