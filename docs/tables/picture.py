@@ -126,6 +126,16 @@ def one_rule() -> str:
     return markdown([*head, "MACs in FP4, least"], rows)
 
 
+def rule_gaps() -> str:
+    """Gaps of `nvfp4_best` after QAT, of every network of `PARITY`, the largest loss first."""
+    found = []
+    for label, name in PARITY:
+        row = result(name.replace("parity", "parity_rule"))["variants"]["rule"]
+        value = row["gap_test"] or row["gap_best"]
+        found.append((value["mean"], f"{gap(value)} ({label.replace('; ', ', ')})"))
+    return ", ".join(text for _, text in sorted(found))
+
+
 W4A8 = {  # networks and data of the whole picture, trained again beside W4A8
     "w4a8_camvid_h200": "CamVid; smp Unet(resnet34)",
     "w4a8_dsb2018_h200": "DSB2018; smp Unet(resnet34)",
