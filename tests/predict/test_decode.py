@@ -82,6 +82,8 @@ def test_other_files_are_decoded_by_pillow(tmp_path: Path) -> None:
         "PNG": png.getvalue(),
     }
     others["stored as RGB, by its components"] = others["stored as RGB"].replace(b"Adobe", b"Other")
+    numbered = others["stored as RGB"].replace(b"R\x11\0G\x11\0B\x11\0", b"\1\x11\0\2\x11\0\3\x11\0")
+    others["stored as RGB, by Adobe"] = numbered.replace(b"R\0G\0B\0", b"\1\0\2\0\3\0")
     for name, content in others.items():
         path = tmp_path / f"{name}.jpg"
         path.write_bytes(content)
