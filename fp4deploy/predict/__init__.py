@@ -4,6 +4,7 @@ predictor.py    an artefact as a function of an image: output at the image's own
 pipeline.py     what is around a network: frames prepared, classes decided, overlapped on a GPU
 prediction.py   what was predicted for one image
 timing.py       how long each stage of that takes
+decode.py       files to pixels, by Pillow or nvJPEG
 sources.py      files, folders, patterns, stdin
 video.py        video files and cameras, by OpenCV
 volumes.py      volumes: NIfTI files in, masks on their grids out

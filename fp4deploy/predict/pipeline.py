@@ -41,7 +41,8 @@ SLEEP = 1_000_000  # cycles of a GPU: longer than it takes to launch a part
 AHEAD = 2  # batches whose work is queued while the host waits for an earlier one
 SAMPLED = 4  # batches of images among which frames of one size are looked for
 PARTS = ("copy in", "prepare", "network", "classes", "copy out")
-Frames = Tensor | Sequence[Pixels]  # uint8 [N, H, W, 3] on the host, or [H, W, 3] each
+Frame = Pixels | Tensor  # uint8 [H, W, 3]; a tensor lies on the pipeline's device, and what wrote it has ended
+Frames = Tensor | Sequence[Frame]  # uint8 [N, H, W, 3] on the host, or one by one
 Size = tuple[int, int]
 Found = TypeVar("Found")
 
@@ -153,7 +154,7 @@ class Pipeline:
         if self.device.type == "cuda":
             try:
                 with self._lock:
-                    return self._launched(_runs(frames, pinned=True), classes)
+                    return self._launched(frames, classes)
             except torch.OutOfMemoryError as error:
                 largest = max(each.shape[0] * each.shape[1] for each in frames)
                 raise InputError(
@@ -165,9 +166,10 @@ class Pipeline:
         outputs = self._outputs(logits, runs, classes)
         return _Begun(outputs, _are_finite(logits), [*map(_size, runs)], logits.shape[1], None)
 
-    def _launched(self, runs: list[Tensor], classes: bool) -> _Begun:
+    def _launched(self, frames: Frames, classes: bool) -> _Begun:
         main = torch.cuda.current_stream(self.device)
         with torch.cuda.stream(self._in):
+            runs = _runs(frames, pinned=True)
             ready = self._prepare([run.to(self.device, non_blocking=True) for run in runs])
         main.wait_stream(self._in)
         ready.record_stream(main)
@@ -314,12 +316,17 @@ def _size(frames: Tensor) -> tuple[int, int]:
 
 
 def _runs(frames: Frames, pinned: bool = False) -> list[Tensor]:
-    """Consecutive frames of one size, uint8 [n, H, W, 3] each."""
+    """Consecutive frames of one size that lie in one place, uint8 [n, H, W, 3] each."""
     if isinstance(frames, Tensor):
         return [frames.pin_memory() if pinned else frames]
     runs = []
-    for shape, run in groupby(frames, lambda each: each.shape):
-        same = list(run)
+    for (on_device, shape), run in groupby(frames, lambda each: (isinstance(each, Tensor), each.shape)):
+        same: list[Any] = list(run)
+        if on_device:
+            runs.append(torch.stack(same))
+            for each in same if pinned else []:  # whoever made it may use its memory again
+                each.record_stream(torch.cuda.current_stream(each.device))
+            continue
         runs.append(torch.empty((len(same), *shape), dtype=torch.uint8, pin_memory=pinned))
         np.stack(same, out=runs[-1].numpy())
     return runs

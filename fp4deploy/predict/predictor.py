@@ -29,7 +29,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.instances.decode import Instances, decode
 from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.heads import ClassHead, InstanceHead
-from fp4deploy.predict.pipeline import Answer, Pipeline
+from fp4deploy.predict.pipeline import Answer, Frame, Pipeline
 from fp4deploy.predict.prediction import Prediction
 from fp4deploy.tasks import task_of
 
@@ -127,7 +127,7 @@ class Predictor:
                 raise InputError(f"{own}{each}") from each
         return [each for each in found if not isinstance(each, InputError)]
 
-    def predict_batches(self, batches: Iterable[Sequence[Pixels]]) -> Iterator[list[Prediction | InputError]]:
+    def predict_batches(self, batches: Iterable[Sequence[Frame]]) -> Iterator[list[Prediction | InputError]]:
         """As `predict_batch` of each batch, in order; on a GPU some are read ahead, and copied and computed meanwhile.
 
         An image that the network does not answer, or that is too large, is an error in its place.
@@ -164,7 +164,7 @@ class Predictor:
         except InputError as error:
             return error
 
-    def _needs_tiles(self, pixels: Pixels) -> bool:
+    def _needs_tiles(self, pixels: Frame) -> bool:
         return self.tile and (pixels.shape[0] > self.card.height or pixels.shape[1] > self.card.width)
 
     def decoded(self, output: NDArray[np.float32], size: tuple[int, int]) -> Prediction:

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from fp4deploy.errors import InputError
-from fp4deploy.predict.predictor import Predictor, as_pixels
+from fp4deploy.predict.decode import CPU, Decoder
+from fp4deploy.predict.predictor import Predictor
 
 STAGES = ("decode", "preprocess", "network", "postprocess", "total")
 COLUMNS = ("stage", "p50 ms", "p90 ms", "p99 ms")
@@ -32,7 +33,7 @@ class StageTime:
     p99: float
 
 
-def stage_times(predictor: Predictor, paths: Sequence[Path]) -> list[StageTime]:
+def stage_times(predictor: Predictor, paths: Sequence[Path], decoder: Decoder = CPU) -> list[StageTime]:
     """Times of each of `STAGES` over image files; images larger than the network are made smaller, not tiled.
 
     Raises:
@@ -40,7 +41,7 @@ def stage_times(predictor: Predictor, paths: Sequence[Path]) -> list[StageTime]:
     """
     if not paths:
         raise InputError("There is no image to time. Name files or a folder with images.")
-    rows = [_times(predictor, path) for path in (paths[0], *paths)][1:]
+    rows = [_times(predictor, path, decoder) for path in (paths[0], *paths)][1:]
     columns = np.array([[*row, sum(row)] for row in rows]) * 1e3
     return [
         StageTime(stage, *(float(np.quantile(column, q)) for q in (0.5, 0.9, 0.99)))
@@ -48,13 +49,15 @@ def stage_times(predictor: Predictor, paths: Sequence[Path]) -> list[StageTime]:
     ]
 
 
-def _times(predictor: Predictor, path: Path) -> list[float]:
+def _times(predictor: Predictor, path: Path, decoder: Decoder) -> list[float]:
     """Seconds of the four stages of one image."""
     assert predictor.pipeline is not None
     start = time.perf_counter()
-    pixels = as_pixels(path)
+    (decoded,) = decoder.decode([path])
+    if isinstance(decoded, InputError):
+        raise decoded
     decode = time.perf_counter() - start
-    row, answer = predictor.pipeline.timed(torch.tensor(pixels)[None], launches=True)
+    row, answer = predictor.pipeline.timed(torch.as_tensor(decoded.pixels)[None], launches=True)
     start = time.perf_counter()
     predictor.predictions(answer)
     seconds = {part: value / 1e3 for part, value in row.items()}

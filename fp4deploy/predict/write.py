@@ -26,10 +26,10 @@ from PIL import Image
 from pydantic import Field
 
 from fp4deploy.bench.records import Record
-from fp4deploy.data.images import upright_image
 from fp4deploy.data.palette import colours
-from fp4deploy.data.sample import Pixels
 from fp4deploy.errors import InputError
+from fp4deploy.predict.decode import CPU, THREADS, Decoded, Decoder, Found, host_pixels
+from fp4deploy.predict.pipeline import Frame
 from fp4deploy.predict.prediction import Prediction
 from fp4deploy.predict.predictor import Predictor
 from fp4deploy.predict.sources import Source
@@ -41,9 +41,6 @@ from fp4deploy.tasks import task_of
 SCHEMA = "fp4deploy.predictions/1"
 LISTING, OBJECTS = "predictions.json", "instances.json"
 MAX_BYTES = 1 << 30
-# That decode images, and that write them. Of images some more are in memory than these hold: those that wait for the
-# network, three batches on a GPU, and for the thread that writes them.
-THREADS = 4
 # zlib's levels. Measured fact: AMD EPYC, 2026-11-30, Pillow 13, 30 photographs of COCO and CamVid, +-5 %: level 2 takes
 # 0.33 of the time of level 6, Pillow's default, and 1.06 of the bytes; level 1 is no faster.
 PHOTO_LEVEL, MASK_LEVEL = 2, 6
@@ -116,6 +113,7 @@ def predict_files(
     batch: int = 1,
     overlays: bool = True,
     progress: Callable[[int, str], None] | None = None,
+    decoder: Decoder = CPU,
 ) -> tuple[dict[str, object], list[str]]:
     """Predict images and videos into a folder; files of earlier predictions with the same names are replaced.
 
@@ -123,6 +121,7 @@ def predict_files(
         batch: images given to the network at once.
         overlays: also draw every image.
         progress: called with the number of sources done and the name of the last one.
+        decoder: of image files.
 
     Returns:
         (content of predictions.json, one message for each source that could not be predicted).
@@ -142,7 +141,7 @@ def predict_files(
 
     try:
         with ThreadPoolExecutor(THREADS) as threads:
-            for number, (source, result) in enumerate(_results(predictor, sources, out, batch), start=1):
+            for number, (source, result) in enumerate(_results(predictor, sources, out, batch, decoder), start=1):
                 begun.append(_entry(written, predictor, source, result, out, overlays, threads))
                 settle(THREADS)
                 if progress:
@@ -190,27 +189,27 @@ Result = Prediction | dict[str, Any] | InputError
 
 
 def _results(
-    predictor: Predictor, sources: Sequence[Source], out: Path, batch: int
-) -> Iterator[tuple[Source, tuple[Pixels | None, Result]]]:
+    predictor: Predictor, sources: Sequence[Source], out: Path, batch: int, decoder: Decoder
+) -> Iterator[tuple[Source, tuple[Decoded | None, Result]]]:
     """Each source with its pixels and prediction, the summary of its video, or the error that it met."""
     for are_videos, some in groupby(sources, lambda source: source.is_video):
         if are_videos:
             yield from ((source, (None, _video(predictor, source, out, batch))) for source in some)
         else:
-            yield from _images(predictor, list(some), batch)
+            yield from _images(predictor, list(some), batch, decoder)
 
 
 def _images(
-    predictor: Predictor, sources: Sequence[Source], batch: int
-) -> Iterator[tuple[Source, tuple[Pixels | None, Result]]]:
-    pending: deque[tuple[Source, Pixels | InputError]] = deque()
+    predictor: Predictor, sources: Sequence[Source], batch: int, decoder: Decoder
+) -> Iterator[tuple[Source, tuple[Decoded | None, Result]]]:
+    pending: deque[tuple[Source, Found]] = deque()
 
-    def batches() -> Iterator[list[Pixels]]:
-        chosen: list[Pixels] = []
-        for source, found in zip(sources, _decoded(sources), strict=True):
+    def batches() -> Iterator[list[Frame]]:
+        chosen: list[Frame] = []
+        for source, found in zip(sources, decoder([source.path for source in sources]), strict=True):
             pending.append((source, found))
             if not isinstance(found, InputError):
-                chosen.append(found)
+                chosen.append(found.pixels)
             if len(chosen) == batch:
                 yield chosen
                 chosen = []
@@ -222,33 +221,10 @@ def _images(
         while pending and isinstance(error := pending[0][1], InputError):
             yield pending.popleft()[0], (None, error)
         if result is not None:
-            source, pixels = pending.popleft()
-            assert not isinstance(pixels, InputError)
+            source, decoded = pending.popleft()
+            assert not isinstance(decoded, InputError)
             named = InputError(f"{source.path}: {result}") if isinstance(result, InputError) else result
-            yield source, (pixels, named)
-
-
-def _decoded(sources: Sequence[Source]) -> Iterator[Pixels | InputError]:
-    """Pixels of each file, or why there are none; some files are decoded ahead."""
-
-    def decoded(source: Source) -> Pixels | InputError:
-        try:
-            return upright_image(source.path)
-        except InputError as error:
-            return error
-
-    with ThreadPoolExecutor(THREADS) as threads:
-        begun: deque[Future[Pixels | InputError]] = deque()
-        try:
-            for source in sources:
-                begun.append(threads.submit(decoded, source))
-                if len(begun) > THREADS:
-                    yield begun.popleft().result()
-            while begun:
-                yield begun.popleft().result()
-        finally:
-            for each in begun:
-                each.cancel()
+            yield source, (decoded, named)
 
 
 def _video(predictor: Predictor, source: Source, out: Path, batch: int) -> Result:
@@ -265,25 +241,25 @@ def _entry(
     written: Written,
     predictor: Predictor,
     source: Source,
-    result: tuple[Pixels | None, Result],
+    result: tuple[Decoded | None, Result],
     out: Path,
     overlays: bool,
     threads: ThreadPoolExecutor,
 ) -> Begun:
     """What predictions.json has of a source, and the files that `threads` write of it."""
-    pixels, found = result
+    decoded, found = result
     entry: dict[str, Any] = {"file": str(source.path)}
     if isinstance(found, InputError):
         written.failures.append(str(found))
         return Begun(entry | {"error": str(found)})
     if not isinstance(found, Prediction):
         return Begun(entry | {"overlay": f"{source.name}.overlay.mp4", **found})
-    assert pixels is not None
+    assert decoded is not None
     height, width = found.mask.shape
-    entry |= {"height": height, "width": width, "mask": None, "overlay": None}
+    entry |= {"decoder": decoded.decoder, "height": height, "width": width, "mask": None, "overlay": None}
     images = {"mask": found.mask_image()} if found.has_mask else {}
     if overlays:
-        images["overlay"] = Image.fromarray(found.overlay(pixels))
+        images["overlay"] = Image.fromarray(found.overlay(host_pixels(decoded.pixels)))
     entry |= {kind: f"{source.name}.{kind}.png" for kind in images}
     files = [threads.submit(_write_png, out / entry[kind], image) for kind, image in images.items()]
     entry["classes"], objects = found.classes(), None

@@ -5,6 +5,9 @@
     REPOSITORY/NAME_postprocess/                                               logits and size -> mask as PNG
     REPOSITORY/NAME_segment/                                                   all three: image in, mask out
 
+    REPOSITORY/NAME_packed/config.pbtxt, 1/model.py, 1/model.fp4               of a packed network: pixels in, masks or
+                                                                               objects out, by fp4deploy itself
+
 The first axis is the batch that the server fills by itself (dynamic batching). An instance model gets no ensemble: its
 objects are decoded by fp4deploy.
 """
@@ -18,12 +21,15 @@ from pathlib import Path
 import onnx
 
 from fp4deploy.data.palette import colours, png_palette
+from fp4deploy.data.sample import class_type
 from fp4deploy.errors import InputError
 from fp4deploy.export.engine.build import open_plan
 from fp4deploy.export.onnx.canonical import read_onnx
 from fp4deploy.export.onnx.decomposed import to_portable
 from fp4deploy.models.card import CARD_KEY, ModelCard
+from fp4deploy.models.heads import InstanceHead
 from fp4deploy.naming import model_stem
+from fp4deploy.packed import read_packed
 from fp4deploy.system.files import replace_folder, require_own_folder
 from fp4deploy.tasks import task_of
 
@@ -52,9 +58,9 @@ def write_repository(path: Path, out: Path, name: str | None = None, most: int =
 
     Args:
         path: an .onnx file that `fp4deploy export` wrote (a canonical one is decomposed first, because ONNX Runtime has
-            no FP4), or a .plan of the full TensorRT with its ledger.
+            no FP4), a .plan of the full TensorRT with its ledger, or a packed network.
         out: the repository; other models in it stay.
-        name: of the model; the file's stem by default.
+        name: of the model; the file's stem by default, and of a packed network `_packed` behind it.
         most: largest batch of the server; a plan's own largest batch is the limit.
 
     Returns:
@@ -65,14 +71,15 @@ def write_repository(path: Path, out: Path, name: str | None = None, most: int =
             folder that cannot be written, or that holds what this function did not write; then none is.
     """
     path = Path(path)
-    name = name or model_stem(path).replace(".", "_")
+    packed = path.suffix == ".fp4"
+    name = name or model_stem(path).replace(".", "_") + "_packed" * packed
     if not name.replace("-", "").replace("_", "").isalnum():
         raise InputError(f"'{name}' is no name of a model: letters, digits, - and _ are.")
     served = _served(path, most)
     if served.card.volume is not None:
         raise InputError(f"{path} is of volumes, and a model repository serves images. Predict with: fp4deploy predict")
-    folders = {name: _network(name, served)}
-    if not task_of(served.card).counts_objects:
+    folders = {name: (_packed if packed else _network)(name, served)}
+    if not packed and not task_of(served.card).counts_objects:
         folders |= {
             f"{name}_preprocess": _preprocess(name, served),
             f"{name}_postprocess": _postprocess(name, served),
@@ -94,10 +101,9 @@ def _served(path: Path, most: int) -> Served:
         return _onnx(path, most)
     if path.suffix == ".plan":
         return _plan(path, most)
-    raise InputError(
-        f"{path} cannot be served: Triton Inference Server has backends for .onnx and .plan. Write one with: "
-        "fp4deploy export"
-    )
+    if path.suffix == ".fp4":
+        return _fp4(path, most)
+    raise InputError(f"{path} cannot be served: .onnx, .plan and .fp4 files are. Write one with: fp4deploy export")
 
 
 def _onnx(path: Path, most: int) -> Served:
@@ -109,6 +115,15 @@ def _onnx(path: Path, most: int) -> Served:
         model = to_portable(model)
     parsed = ModelCard.from_json(card, str(path))
     return Served(path, parsed, parsed.channels, False, most, model.SerializeToString(deterministic=True))
+
+
+def _fp4(path: Path, most: int) -> Served:
+    file = read_packed(path)
+    if file.card is None or len(file.graph.inputs) != 1:
+        raise InputError(
+            f"{path} cannot be served: it has no model card, which says how images are read, or takes other inputs."
+        )
+    return Served(path, file.card, file.card.channels, False, most, path.read_bytes())
 
 
 def _plan(path: Path, most: int) -> Served:
@@ -148,8 +163,39 @@ output [
 ]
 dynamic_batching {{ }}
 """
-    labels = "".join(f"{' '.join(label.split())}\n" for label in card.class_names)  # one line each
-    return {"config.pbtxt": config.encode(), "labels.txt": labels.encode(), f"1/model{suffix}": served.content}
+    return {"config.pbtxt": config.encode(), "labels.txt": _labels(card), f"1/model{suffix}": served.content}
+
+
+def _packed(name: str, served: Served) -> Files:
+    card = served.card
+    kind = f"TYPE_{class_type(card.channels if card.head is None else card.head.classes).__name__.upper()}"
+    masks = f'  {{ name: "MASK" data_type: {kind} dims: [ -1, -1 ] label_filename: "labels.txt" }}'
+    found = '  { name: "FOUND" data_type: TYPE_STRING dims: [ 1 ] }'
+    has_masks = card.head is None or isinstance(card.head, InstanceHead)
+    outputs = ",\n".join([masks] * has_masks + [found] * (card.head is not None))
+    config = f"""name: "{name}"
+backend: "python"
+max_batch_size: {served.most}
+input [
+  {{ name: "FRAMES" data_type: TYPE_UINT8 dims: [ -1, -1, 3 ] }}
+]
+output [
+{outputs}
+]
+instance_group [ {{ kind: KIND_MODEL }} ]
+dynamic_batching {{ }}
+{_parameters({"tile": False, "min_score": 0.0})}"""
+    code = (HERE / "packed_model.py").read_bytes()
+    return {
+        "config.pbtxt": config.encode(),
+        "labels.txt": _labels(card),
+        "1/model.py": code,
+        "1/model.fp4": served.content,
+    }
+
+
+def _labels(card: ModelCard) -> bytes:
+    return "".join(f"{' '.join(label.split())}\n" for label in card.class_names).encode()  # one line each
 
 
 def _preprocess(name: str, served: Served) -> Files:

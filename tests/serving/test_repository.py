@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.util
 import io
 import json
 import re
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +27,7 @@ from fp4deploy.predict.predictor import load
 from fp4deploy.runs import Run
 from fp4deploy.serving.repository import Served, _network, _postprocess, _preprocess, write_repository
 from tests.predict.pointwise import card, photo
+from tests.serving.server import model_config, python_model
 
 
 @pytest.fixture(scope="module")
@@ -52,24 +50,10 @@ def test_the_folders(repository: Path) -> None:
     ]  # fmt: skip
 
 
-def _schema() -> Any:
-    """`ModelConfig` of the server, without the client's own dependencies."""
-    found = importlib.util.find_spec("tritonclient")
-    if found is None or found.submodule_search_locations is None:
-        pytest.skip("tritonclient is not installed (pip install tritonclient)")
-    file = Path(next(iter(found.submodule_search_locations))) / "grpc" / "model_config_pb2.py"
-    spec = importlib.util.spec_from_file_location("model_config_pb2", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.ModelConfig
-
-
 def test_the_server_can_parse_the_configurations(repository: Path) -> None:
     from google.protobuf import text_format
 
-    schema = _schema()
+    schema = model_config()
     configs = {
         path.parent.name: text_format.Parse(path.read_text(), schema()) for path in repository.glob("*/config.pbtxt")
     }
@@ -93,37 +77,9 @@ def test_the_server_can_parse_the_configurations(repository: Path) -> None:
     assert {config.max_batch_size for config in configs.values()} == {8}
 
 
-class Tensor:
-    """As the server's module has it."""
-
-    def __init__(self, name: str, values: np.ndarray) -> None:
-        self.name, self.values = name, values
-
-    def as_numpy(self) -> np.ndarray:
-        return self.values
-
-
-class Response:
-    """As the server's module has it."""
-
-    def __init__(self, output_tensors: list[Tensor] | None = None, error: Any = None) -> None:
-        self.outputs = {tensor.name: tensor.values for tensor in output_tensors or []}
-        self.error = error
-
-
 def _backend(repository: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    module = types.ModuleType("triton_python_backend_utils")
-    module.Tensor, module.InferenceResponse, module.TritonError = Tensor, Response, str  # type: ignore[attr-defined]
-    module.get_input_tensor_by_name = lambda request, name: Tensor(name, request[name])  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", module)
-    spec = importlib.util.spec_from_file_location(f"{name}_model", repository / name / "1" / "model.py")
-    assert spec is not None
-    assert spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    model = loaded.TritonPythonModel()
-    model.initialize({"model_config": json.dumps({"parameters": _parameters(repository / name / "config.pbtxt")})})
-    return model
+    config = json.dumps({"parameters": _parameters(repository / name / "config.pbtxt")})
+    return python_model(repository / name, monkeypatch, {"model_config": config})
 
 
 def _parameters(path: Path) -> dict[str, Any]:
@@ -231,7 +187,7 @@ def test_a_class_name_is_one_line_of_the_labels() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("a.fp4", "backends for .onnx and .plan"), ("a.plan", "is not an engine plan")]
+    ("name", "message"), [("a.bin", ".onnx, .plan and .fp4 files are"), ("a.plan", "is not an engine plan")]
 )
 def test_other_files_are_refused(name: str, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(b"bytes")
@@ -255,7 +211,7 @@ def test_the_server_can_parse_the_configurations_of_a_plan(tmp_path: Path) -> No
     """As Triton's documentation has TensorRT models: 1/model.plan, dims without the batch, the profile's batch."""
     from google.protobuf import text_format
 
-    schema = _schema()
+    schema = model_config()
     content = _stand_in(tmp_path, largest=4)
     write_repository(tmp_path / "a.plan", tmp_path / "out")
     configs = {
