@@ -174,6 +174,23 @@ def test_the_area_under_the_curve_is_scikit_learns_over_all_labelled_pixels() ->
     assert "AUPRC" in scores.text()
 
 
+def test_the_area_is_a_sum_over_distinct_scores() -> None:
+    """As it is defined, of scores with ties at every place, of one image and of many."""
+    generator = torch.Generator().manual_seed(1)
+    for number in range(200):
+        count, values = 1 + number % 9, 1 + number % 4
+        scores = torch.randint(values, (count,), generator=generator).float()
+        truth = torch.rand(count, generator=generator) < 0.5
+        area, recall = 0.0, 0.0
+        for each in sorted(set(scores.tolist()), reverse=True):
+            taken = scores >= each
+            hits = int((truth & taken).sum())
+            now = hits / max(1, int(truth.sum()))
+            area, recall = area + (now - recall) * hits / int(taken.sum()), now
+        found = average_precision(scores, truth)
+        assert found is None if not truth.any() else found == pytest.approx(area, abs=1e-12)
+
+
 def test_without_a_positive_there_is_no_area() -> None:
     assert average_precision(torch.zeros(3), torch.zeros(3, dtype=torch.bool)) is None
     assert average_precision(torch.zeros(0), torch.zeros(0, dtype=torch.bool)) is None

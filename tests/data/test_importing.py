@@ -290,6 +290,38 @@ def test_the_command(folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "fp4deploy data import" in result.stderr
 
 
+def cityscapes(root: Path) -> Path:
+    for number, split in enumerate(("train", "val")):
+        image(root / "leftImg8bit" / split / "ulm" / "ulm_0_leftImg8bit.png", number)
+        mask(root / "gtFine" / split / "ulm" / "ulm_0_gtFine_labelIds.png", HALF * 19 + 7)
+    return root
+
+
+@pytest.mark.parametrize("layout", ["siblings", "yolo", "cityscapes", "nnunet"])
+def test_where_a_folder_lies_changes_nothing(layout: str, folder: Folder, yolo: Folder, tmp_path: Path) -> None:
+    """Its parents may be called as a folder inside is."""
+    made: dict[str, Callable[[], Path]] = {
+        "siblings": folder,
+        "yolo": lambda: yolo("1 0.5 0.5 0.5 0.5\n"),
+        "cityscapes": lambda: cityscapes(tmp_path / "in"),
+        "nnunet": lambda: nnunet(tmp_path / "in", {}),
+    }
+    source = made[layout]()
+    options: dict[str, Any] = {"siblings": {"suffix": "_L", "val_share": 0.3}, "nnunet": {"val_share": 0.3}}.get(
+        layout, {}
+    )
+    moved = shutil.copytree(
+        source, tmp_path.joinpath("images", "labels", "train", "masks", "leftImg8bit", "val", "set")
+    )
+    found = []
+    for number, root in enumerate((source, moved)):
+        out = tmp_path / f"out{number}"
+        import_folder(root, None, None, out, **options)
+        found.append({path.relative_to(out): path.read_bytes() for path in out.rglob("*") if path.is_file()})
+    assert len(found[0]) > 2
+    assert found[0] == found[1]
+
+
 def test_photos_are_not_their_masks(folder: Folder) -> None:
     """A folder of siblings holds ten photos, of which every fifth is kept to compare on."""
     source = folder()
