@@ -331,6 +331,7 @@ def _engine(precision: str) -> dict[str, Any]:
         ("FP8E4M3", "FP8", True),
         ("Row major linear FP16 format", "FP16", True),
         ("Thirty-two wide channel vectorized row major Int8 format.", "INT8", True),
+        ("Half of a channel vectorized for Int8, FP4 format", "FP4", False),  # the type is the last word of a sentence
         ("secret", "unknown", True),
     ],
 )
