@@ -157,7 +157,4 @@ FAULTS: dict[str, Seeded] = {
     "engine info: precision of an engine's layer by the first word of its format": Seeded(
         "fp4deploy/audit/engine_info.py", "_NAMES.get(found[-1].lower()", "_NAMES.get(found[0].lower()"
     ),
-    "numbers: an infinite number passes on the command line": Seeded(
-        "cli/numbers.py", "not math.isfinite(value)", "math.isnan(value)"
-    ),
 }
