@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from fp4deploy.bench.detail import SegmentationDetail
 from fp4deploy.metrics import (
     IGNORE,
     LabelScore,
@@ -130,6 +131,28 @@ def test_volumes_by_hand() -> None:
     assert (names, counts[:, 1].tolist()) == (["a", "b"], [[2, 2, 3], [2, 4, 2]])
 
 
+def test_what_is_predicted_in_void_counts_nowhere() -> None:
+    """In no score of volumes or images: overlaps, distances, boundaries, objects, counts."""
+    random = np.random.default_rng(0)
+    truth = random.integers(0, 3, (3, 4, 6, 8)).astype(np.uint8)
+    truth[:, :, 2:5, 3:6] = IGNORE
+    found, other = random.integers(0, 3, (2, *truth.shape))
+    grid, cases = SimpleNamespace(spacing=(5.0, 1.0, 2.0)), [SimpleNamespace(name=name) for name in "abc"]
+    dataset: Any = SimpleNamespace(class_names=NAMES, cases=cases, truth=lambda at: (truth[at], grid))
+    results = []
+    for predicted in (found, np.where(truth == IGNORE, other, found), np.where(truth == IGNORE, 1, found)):
+        volumes, images, detail = VolumeEvaluation(dataset), SegmentationScore(3, NAMES), SegmentationDetail(NAMES)
+        for at in range(3):
+            volumes.update(logits_of(predicted[at]), torch.tensor([at]))
+            pair = torch.from_numpy(predicted[at]), torch.from_numpy(truth[at]).long()
+            images.update(*pair)
+            detail.update(*pair)
+        counts = detail.counts([str(at) for at in range(12)])
+        measured = volumes.compute(), images.compute(), detail.boundary_f1(), detail.recall_by_size()
+        results.append((*measured, volumes.counts()[1].tolist(), counts.hit.tolist(), counts.predicted.tolist()))
+    assert results[0] == results[1] == results[2]
+
+
 def test_means_are_over_the_classes_that_have_a_value() -> None:
     scores = VolumeScores(1.0, {}, 1.0, {"a": 0.5, "b": None, "c": 1.0}, {"a": None, "b": None, "c": None})
     assert (scores.mean_dice, scores.mean_hd95) == (0.75, None)
@@ -172,6 +195,23 @@ def test_the_area_under_the_curve_is_scikit_learns_over_all_labelled_pixels() ->
     assert scores.auprc == pytest.approx(sum(expected) / 2, abs=1e-12)
     assert scores.line()["auprc"] == scores.auprc
     assert "AUPRC" in scores.text()
+
+
+def test_the_area_is_a_sum_over_distinct_scores() -> None:
+    """As it is defined, of scores with ties at every place, of one image and of many."""
+    generator = torch.Generator().manual_seed(1)
+    for number in range(200):
+        count, values = 1 + number % 9, 1 + number % 4
+        scores = torch.randint(values, (count,), generator=generator).float()
+        truth = torch.rand(count, generator=generator) < 0.5
+        area, recall = 0.0, 0.0
+        for each in sorted(set(scores.tolist()), reverse=True):
+            taken = scores >= each
+            hits = int((truth & taken).sum())
+            now = hits / max(1, int(truth.sum()))
+            area, recall = area + (now - recall) * hits / int(taken.sum()), now
+        found = average_precision(scores, truth)
+        assert found is None if not truth.any() else found == pytest.approx(area, abs=1e-12)
 
 
 def test_without_a_positive_there_is_no_area() -> None:

@@ -68,14 +68,14 @@ def engine_rows(document: dict[str, Any], path: Path) -> list[dict[str, Any]]:
         layer = validated(_Layer, entry, f"{path}: layer {number}")
         if not _multiplies(layer.LayerType, layer.TacticName):
             continue
-        operands = [_precision(each) for each in (*layer.Inputs, *layer.Constants)]
-        found = [operand for operand in operands if operand]
+        operands = [[kind for each in given if (kind := _precision(each))] for given in (layer.Inputs, layer.Constants)]
+        found = [min(kinds, key=_WIDTH.index) for kinds in operands if kinds]  # scales and biases are wider
         rows.append(
             {
                 "layer": layer.Name,
                 "operator": layer.LayerType,
-                "runs": min(found, key=_WIDTH.index) if found else "unknown",
-                "operands": ", ".join(dict.fromkeys(found)),
+                "runs": max(found, key=_WIDTH.index, default="unknown"),  # the narrower operand is decoded
+                "operands": ", ".join(dict.fromkeys((*operands[0], *operands[1]))),
                 "kernel": layer.TacticName,
                 "onnx_nodes": _NODE.findall(layer.Metadata),
             }

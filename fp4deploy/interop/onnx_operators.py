@@ -186,10 +186,7 @@ def _integer(size: object) -> object:
 
 def _flatten(call: Call) -> Tensor:
     x, axis = call.tensor(0), call.get("axis", 1)
-    if axis == 1:
-        return x.flatten(1)
-    rows = math.prod(x.shape[: axis % (x.ndim + 1) if axis < 0 else axis])
-    return x.reshape(rows, -1)
+    return x.flatten(1) if axis == 1 else x.reshape(math.prod(x.shape[:axis]), -1)
 
 
 def _transpose(call: Call) -> object:

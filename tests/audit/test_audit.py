@@ -331,6 +331,7 @@ def _engine(precision: str) -> dict[str, Any]:
         ("FP8E4M3", "FP8", True),
         ("Row major linear FP16 format", "FP16", True),
         ("Thirty-two wide channel vectorized row major Int8 format.", "INT8", True),
+        ("Half of a channel vectorized for Int8, FP4 format", "FP4", False),  # the type is the last word of a sentence
         ("secret", "unknown", True),
     ],
 )
@@ -339,6 +340,21 @@ def test_an_engine_says_what_runs(precision: str, runs: str, fell_back: bool, tm
     (tmp_path / "layers.json").write_text(json.dumps(_engine(precision)))
     (row,) = audit_file(tmp_path / "layers.json", model=tmp_path / "model.onnx").rows
     assert (row.layer, row.requested, row.runs, row.fell_back) == ("product", "FP4", runs, fell_back)
+
+
+@pytest.mark.parametrize("weight", ["FP4E2M1", "FP8E4M3", "Int8", "Half", "Float"])
+@pytest.mark.parametrize("activation", ["FP4E2M1", "FP8E4M3", "Int8", "Half", "Float"])
+def test_an_operand_that_is_narrower_is_decoded(activation: str, weight: str, tmp_path: Path) -> None:
+    """Weights that are stored in FP4 and multiplied in FP16 are no FP4 GEMM; scales and biases are no operands."""
+    onnx.save(_matmul(), tmp_path / "model.onnx")
+    engine = _engine(activation)
+    kinds = (weight, "FP8E4M3", "Float") if weight == "FP4E2M1" else (weight, "Float")
+    engine["Layers"][1]["Constants"] = [{"Name": kind, "Format/Datatype": kind} for kind in kinds]
+    (tmp_path / "layers.json").write_text(json.dumps(engine))
+    (row,) = audit_file(tmp_path / "layers.json", model=tmp_path / "model.onnx").rows
+    widths = {"FP4E2M1": "FP4", "FP8E4M3": "FP8", "Int8": "INT8", "Half": "FP16", "Float": "FP32"}
+    expected = widths[max(activation, weight, key=list(widths).index)]
+    assert (row.runs, row.fell_back) == (expected, expected != "FP4")
 
 
 def test_a_node_that_no_kernel_names_is_a_row(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from fp4deploy.bench.artifact import bench_artifact
 from fp4deploy.bench.evidence import LabelCounts, PixelCounts, VoxelCounts, read_evidence, write_matches, write_pixels
 from fp4deploy.bench.gate.baseline import Baseline, find_baseline
 from fp4deploy.bench.gate.bootstrap import FEW_IMAGES, Interval, paired_drop, value
-from fp4deploy.bench.gate.decision import Decision, decide, doubt, fastest, gate_drop, require_passed
+from fp4deploy.bench.gate.decision import MAX_LISTED, Decision, decide, doubt, fastest, gate_drop, require_passed
 from fp4deploy.bench.records import ArtifactEntry, Quantiles
 from fp4deploy.errors import GateError, InputError
 from fp4deploy.instances.matches import ClassMatches, Matches
@@ -110,6 +110,30 @@ def test_an_image_that_got_worse_is_listed_first() -> None:
     assert [name for name, _ in found.images] == ["7.png"]
     assert found.classes[0][0] == "road"
     assert 100 * found.images[0][1] == pytest.approx(100 * (value(first) - value(second)))
+
+
+def test_what_lost_most_comes_first_and_nothing_that_gained() -> None:
+    random = np.random.default_rng(0)
+    names = tuple("abcdefgh")
+    truth = random.integers(200, 2000, (12, len(names)))
+    shares = 0.9 - random.uniform(-0.05, 0.3, (1, len(names))) * random.uniform(0, 1, (12, 1))
+    hits = (np.rint(truth * 0.9), np.rint(truth * shares))
+    first, second = (
+        PixelCounts([f"{n}.png" for n in range(12)], names, np.stack([hit, truth, hit], -1).astype(np.int64))
+        for hit in hits
+    )
+    found = decide(entry(second), baseline(first), 0.5)
+    whole = np.ones((1, 12))
+    drops = dict(zip(names, (first.iou(whole) - second.iou(whole))[0].tolist(), strict=True))
+    lost = sorted((name for name, drop in drops.items() if drop > 0), key=drops.__getitem__, reverse=True)
+    assert 0 < len(lost) < len(names)
+    assert [name for name, _ in found.classes] == lost[:MAX_LISTED]
+    assert [drop.drop for _, drop in found.classes] == [pytest.approx(drops[name]) for name in lost[:MAX_LISTED]]
+    costs = [cost for _, cost in found.images]
+    assert costs == sorted(costs, reverse=True)
+    every = dict(zip(first.images, paired_drop(first, second, replicates=10).images.tolist(), strict=True))
+    assert dict(found.images) == {name: every[name] for name, _ in found.images}
+    assert all(cost <= min(costs) for name, cost in every.items() if name not in dict(found.images))
 
 
 def test_passing_needs_the_whole_interval() -> None:

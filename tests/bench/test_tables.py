@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from fp4deploy.bench import tables
@@ -105,3 +106,29 @@ def test_the_same_figures_are_one_sentence() -> None:
         "n.onnx: boundary F1 50.00 %; recall by object size: small 50.00 %, large –. "
         "2 of 3 classes are never predicted: b, c.",
     ]
+
+
+def detector(model: str, seed: int, path: str = "best.safetensors") -> ArtifactEntry:
+    random = np.random.default_rng(seed)
+    counts = {truth: {found: int(random.integers(0, 50)) for found in "abcd"} for truth in ("a", "b", "c", "nothing")}
+    errors: dict[str, dict[str, int | float | None]] = {"both": {"count": seed, "ap50": seed / 100}, "missed": {}}
+    return ArtifactEntry(model=model, path=path, errors=errors, confusion=counts)
+
+
+def test_the_commonest_confusions_come_first() -> None:
+    """Of all checkpoints together, of each its own count; what is right is none."""
+    entries = [detector("fp16", 1), detector("nvfp4", 2), detector("nvfp4", 3, "a.onnx")]
+    head, body = tables.confusion_rows(entries) or ((), [])
+    assert head == ("object", "detected as", "fp16", "nvfp4")
+    own = [entry.confusion for entry in entries[:2]]
+    assert [row[2:] for row in body] == [[str(each[truth][found]) for each in own] for truth, found, *_ in body]
+    most = [max(int(count) for count in row[2:]) for row in body]
+    every = {(t, f): max(each[t][f] for each in own) for t in own[0] for f in own[0][t] if t != f}
+    assert len(body) == tables.MAX_CONFUSIONS
+    assert most == sorted(every.values(), reverse=True)[: len(body)]
+    assert {(t, f) for t, f, *_ in body} <= every.keys()
+    assert tables.confusion_rows([ArtifactEntry(path="best.safetensors", confusion={"a": {"a": 3}})]) is None
+    kinds, rows = tables.error_rows(entries) or ((), [])
+    assert (kinds, rows[0]) == (("model", "both", "missed"), ["fp16", "1 (1.00)", "0 (–)"])
+    assert [row[0] for row in rows] == ["fp16", "nvfp4"]
+    assert tables.error_rows([ArtifactEntry(path="best.safetensors")]) is None

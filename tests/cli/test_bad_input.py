@@ -367,3 +367,24 @@ def test_of_several_failures_a_gate_decides_the_exit_code(
     result = invoke("export", run.path, "--no-verify")
     assert result.exit_code == 1, result.stderr
     assert result.stderr.count("Error of fp16.") == result.stderr.count("Error of nvfp4.") == 1
+
+
+@pytest.mark.parametrize("form", ["triton", "deepstream", "holoscan"])
+def test_a_model_is_served_once(form: str, invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a run the canonical graphs, not the same networks in standard operators beside them."""
+    run = create_run(tmp_path / "run")
+    run.config_path.write_text("{}")
+    run.export_dir.mkdir()
+    for name in ("net.fp16.onnx", "net.fp16.portable.onnx", "net.nvfp4.onnx", "net.nvfp4.portable.onnx", "net.fp4"):
+        (run.export_dir / name).touch()
+    served: list[str] = []
+
+    def write(path: Path, out: Path, *_: object, **__: object) -> Any:
+        served.append(path.name)
+        return [out] if form == "triton" else out
+
+    place = "repository.write_repository" if form == "triton" else "pipelines.write_pipeline"
+    monkeypatch.setattr(f"fp4deploy.serving.{place}", write)
+    result = invoke("export", run.path, "--format", form)
+    assert result.exit_code == 0, result.stderr
+    assert served == ["net.fp16.onnx", "net.nvfp4.onnx"]

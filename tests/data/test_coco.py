@@ -11,7 +11,7 @@ from PIL import Image
 from pycocotools import mask as coco_mask
 from pycocotools.coco import COCO
 
-from fp4deploy.data import IGNORE, open_dataset
+from fp4deploy.data import IGNORE, CocoDataset, open_dataset
 from fp4deploy.errors import InputError
 from tests.data.hand_made import HEIGHT, SQUARE, WIDTH, runs
 
@@ -203,3 +203,29 @@ def test_real_coco_images_match_an_independent_composition(shared: Path, capsys)
         np.testing.assert_array_equal(sample.mask, independent_mask(coco, info["id"]), err_msg=sample.name)
         crowds += int((sample.mask == IGNORE).any())
     assert crowds > 0
+
+
+def test_every_image_has_a_picture_of_its_own(tmp_path: Path) -> None:
+    """Whatever the names share: their stem, their folder, or more of them than two."""
+    names = ["a.jpg", "a.png", "b.jpg", "in/a.jpg", "in/b.png", "in/b.jpg", "in/b.bmp", "c.d.jpg", "c.png", "c.d.e.png"]
+    for name in names:
+        (tmp_path / "val" / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (4, 3)).save(tmp_path / "val" / name)
+    box = {"segmentation": [[0, 0, 3, 0, 3, 3]], "category_id": 1, "iscrowd": 0, "area": 4, "bbox": [0, 0, 3, 3]}
+    content = {
+        "images": [{"id": at, "file_name": name, "height": 3, "width": 4} for at, name in enumerate(names)],
+        "annotations": [{"id": at, "image_id": at, **box} for at in range(len(names))],
+        "categories": [{"id": 1, "name": "thing"}],
+    }
+    (tmp_path / "annotations").mkdir()
+    (tmp_path / "annotations" / "instances_val.json").write_text(json.dumps(content))
+    dataset = CocoDataset(tmp_path, "val")
+    for kept in (range(len(names)), (0, 2), (0, 1), (4, 5, 6), (7, 8, 9)):
+        dataset = CocoDataset(tmp_path, "val")
+        dataset.keep(list(kept))
+        found = [dataset.picture_name(at) for at in range(len(dataset))]
+        assert len(set(found)) == len(found)
+        stems = [Path(names[at]).with_suffix("") for at in kept]
+        for at, name in zip(kept, found, strict=True):
+            alone = stems.count(Path(names[at]).with_suffix("")) == 1
+            assert name == (str(Path(names[at]).with_suffix(".png")) if alone else f"{names[at]}.png")

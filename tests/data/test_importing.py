@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from fp4deploy.data import PhotoDataset, are_photos, check_dataset, import_folder, open_boxes, open_dataset
+from fp4deploy.data.importing.splits import divide
 from fp4deploy.data.sample import Pixels
 from fp4deploy.errors import InputError
 
@@ -288,6 +289,53 @@ def test_the_command(folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (result.exit_code, "width x height 16 x 12" in result.stdout) == (0, True)
     result = CliRunner().invoke(app, ["data", "check", "in"])
     assert "fp4deploy data import" in result.stderr
+
+
+def test_every_split_has_its_share_of_the_images(tmp_path: Path) -> None:
+    """To four standard deviations; where an image goes depends on itself and the seed alone."""
+    places = {str(number): tmp_path / str(number) for number in range(600)}
+    for name, path in places.items():
+        path.write_text(name)
+    for val, test in ((0.1, 0.3), (0.3, 0.1), (0.25, 0.25), (0.0, 0.2), (0.2, 0.0)):
+        found = divide(places, {"val": val, "test": test}, seed=3)
+        for split, share in (("val", val), ("test", test), ("train", 1 - val - test)):
+            away = abs(list(found.values()).count(split) - 600 * share)
+            assert away <= 4 * (600 * share * (1 - share)) ** 0.5, (split, share)
+        some = dict(list(places.items())[::7])
+        assert divide(some, {"val": val, "test": test}, seed=3) == {name: found[name] for name in some}
+        assert divide(places, {"val": val, "test": test}, seed=4) != found
+
+
+def cityscapes(root: Path) -> Path:
+    for number, split in enumerate(("train", "val")):
+        image(root / "leftImg8bit" / split / "ulm" / "ulm_0_leftImg8bit.png", number)
+        mask(root / "gtFine" / split / "ulm" / "ulm_0_gtFine_labelIds.png", HALF * 19 + 7)
+    return root
+
+
+@pytest.mark.parametrize("layout", ["siblings", "yolo", "cityscapes", "nnunet"])
+def test_where_a_folder_lies_changes_nothing(layout: str, folder: Folder, yolo: Folder, tmp_path: Path) -> None:
+    """Its parents may be called as a folder inside is."""
+    made: dict[str, Callable[[], Path]] = {
+        "siblings": folder,
+        "yolo": lambda: yolo("1 0.5 0.5 0.5 0.5\n"),
+        "cityscapes": lambda: cityscapes(tmp_path / "in"),
+        "nnunet": lambda: nnunet(tmp_path / "in", {}),
+    }
+    source = made[layout]()
+    options: dict[str, Any] = {"siblings": {"suffix": "_L", "val_share": 0.3}, "nnunet": {"val_share": 0.3}}.get(
+        layout, {}
+    )
+    moved = shutil.copytree(
+        source, tmp_path.joinpath("images", "labels", "train", "masks", "leftImg8bit", "val", "set")
+    )
+    found = []
+    for number, root in enumerate((source, moved)):
+        out = tmp_path / f"out{number}"
+        import_folder(root, None, None, out, **options)
+        found.append({path.relative_to(out): path.read_bytes() for path in out.rglob("*") if path.is_file()})
+    assert len(found[0]) > 2
+    assert found[0] == found[1]
 
 
 def test_photos_are_not_their_masks(folder: Folder) -> None:

@@ -13,7 +13,9 @@ from PIL import Image
 
 from fp4deploy.data import check_dataset, generate_shapes, import_coco, open_dataset, summarise
 from fp4deploy.data.coco.annotations import parse
+from fp4deploy.data.folders import FolderDataset
 from fp4deploy.errors import InputError
+from fp4deploy.provenance import digest
 
 COLOURS = [(0, 0, 0), (255, 0, 0), (0, 200, 10), (9, 9, 250), (200, 100, 0), (120, 0, 120), (1, 2, 3)]
 
@@ -258,3 +260,32 @@ def test_the_name_of_a_group_is_left_out_whatever_its_id_is(coco: Path, tmp_path
     path.write_text(json.dumps(content))
     import_coco({"train": path}, [tmp_path], tmp_path / "out", val_share=0.5, seed=1)
     assert "shapes" not in open_dataset(tmp_path / "out", "train").class_names
+
+
+@pytest.mark.parametrize("layout", ["coco", "masks", "folders"])
+def test_where_a_dataset_lies_changes_nothing(layout: str, coco: Path, tmp_path: Path) -> None:
+    """The folders around it may be called as those inside are."""
+    source = coco
+    if layout != "coco":
+        source = tmp_path / "made"
+        for split in ("train", "val"):
+            dataset = open_dataset(coco, split)
+            for index in range(len(dataset)):
+                sample = dataset.load(index)
+                folder = source / split / ("ab"[index % 2] if layout == "folders" else "")
+                folder.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(sample.image).save(folder / f"{index}.png")
+                if layout == "masks":
+                    (source / "masks" / split).mkdir(parents=True, exist_ok=True)
+                    Image.fromarray(sample.mask).save(source / "masks" / split / f"{index}.png")
+    moved = shutil.copytree(source, tmp_path.joinpath("masks", "annotations", "val", "images", "train2017", "train"))
+    for split in ("train", "val"):
+        if layout == "folders":
+            first, second = FolderDataset(source, split), FolderDataset(moved, split)
+            assert first.names == second.names
+            assert [first.load(at).mask[0, 0] for at in range(len(first))] == [
+                second.load(at).mask[0, 0] for at in range(len(second))
+            ]
+        else:
+            same(source, moved, split)
+    assert digest(source) == digest(moved)

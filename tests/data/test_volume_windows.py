@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 
 from fp4deploy.data import IGNORE, Sample
 from fp4deploy.data.augmentation.volumes import VolumeTrainTransform, VolumeTransform
-from fp4deploy.data.tiles import gaussian, sliding_window
+from fp4deploy.data.tiles import gaussian, ramp, sliding_window
 
 
 def labelled(shape: tuple[int, int, int], at: tuple[int, int, int] = (2, 3, 4)) -> Sample:
@@ -103,6 +105,14 @@ def test_an_axis_shorter_than_a_window_lies_in_its_middle() -> None:
     ((_, band),) = sliding_window(np.ones((1, 3, 8, 8), np.float32), (8, 8, 8), network)
     assert band.shape == (1, 3, 8, 8)
     assert np.flatnonzero(seen[0][0, 0, :, 0, 0]).tolist() == [2, 3, 4]
+
+
+@pytest.mark.parametrize("side", [4, 7, 16, 33])
+@pytest.mark.parametrize("weights", [gaussian, lambda side: ramp(side, side // 2), lambda side: ramp(side, 0)])
+def test_weights_fall_alike_towards_both_edges(side: int, weights: Callable[[int], np.ndarray]) -> None:
+    found = weights(side)
+    assert np.allclose(found, found[::-1], rtol=1e-6)
+    assert (np.diff(found[: (side + 1) // 2]) >= 0).all()
 
 
 def test_the_middle_of_a_window_counts_most_and_mirrors_are_averaged() -> None:

@@ -71,6 +71,18 @@ def test_labels_are_resampled_as_the_most_likely_of_their_scores(size: tuple[int
     np.testing.assert_array_equal(resample_labels(labels, size), values[most_likely(scores, size)])
 
 
+@pytest.mark.parametrize("target", [0.3, 0.7, 0.8, 1.0, 1.3, 2.9])
+def test_a_volume_has_the_extent_that_it_had(target: float) -> None:
+    """To half a voxel, at any spacing; at its own it keeps its voxels, and comes back to them."""
+    for side in range(1, 60):
+        for own in (0.3, 0.7, 0.8, 1.1, 2.9):
+            (found,) = size_at((side,), (own,), (target,))
+            assert abs(found * target - side * own) <= target * 0.501 or found == 1
+            assert size_at((side,), (own,), (own,)) == (side,)
+            if target < own:
+                assert size_at((found,), (target,), (own,)) == (side,)
+
+
 def test_sizes_follow_the_spacing_and_labels_stay_labels() -> None:
     assert size_at((10, 20, 30), (3.0, 1.0, 1.0), (1.0, 1.0, 2.0)) == (30, 20, 15)
     labels = np.zeros((6, 8, 8), np.uint8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import fcntl
 import itertools
 import json
@@ -25,6 +26,10 @@ from fp4deploy.metrics import SegmentationScore
 from fp4deploy.models import read_card
 from fp4deploy.peaks import find_gpu
 from fp4deploy.precisions import LAYER_FORMATS
+from fp4deploy.ptq import quantize
+from fp4deploy.ptq.forward import deployed_in
+from fp4deploy.qat.load import deployed
+from fp4deploy.rest import RESTS, Rest
 from fp4deploy.runs import LOCK, Run, create_run
 from fp4deploy.timing.library import library_time
 from fp4deploy.train import load_config
@@ -108,6 +113,32 @@ def test_a_record_answers_of_every_placement_what_would_be_measured(tmp_path: Pa
     for number, (placement, score) in enumerate(zip(placements, scores, strict=True)):
         assert common.score(reversed(placement)) == score
         assert measured(Record(tmp_path / f"{number}.jsonl", {})).score(placement) == score
+
+
+@pytest.mark.parametrize("precision", ["FP4", *map(str.upper, LAYER_FORMATS)])
+@pytest.mark.parametrize("rest", RESTS.values(), ids=RESTS)
+def test_what_is_measured_is_what_would_be_deployed(precision: str, rest: Rest, tmp_path: Path) -> None:
+    """Also of the layers that stay as they are, whose weights a file rounds."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 32, 1), nn.ReLU(), nn.Conv2d(32, 4, 1)).eval()
+    images = [torch.randn(2, 3, 12, 20) for _ in range(2)]
+    with torch.no_grad():
+        logits = [model(each) for each in images]
+    labelled = [(each, found.argmax(1)) for each, found in zip(images, logits, strict=True)]
+    record, scorer = Record(tmp_path / "a.jsonl", {}), lambda: SegmentationScore(4, "abcd")
+    measured = Measurements(model, images, labelled, scorer, "miou", "amax", record, rest)
+    quantized, form = copy.deepcopy(model), {} if precision == "FP4" else {precision.lower(): ("2",)}
+    with deployed_in(rest):
+        quantize(quantized, images, "amax", include=("2",), correction="none", progress=lambda *_: None, **form)
+    quantized, score = deployed(quantized, rest), scorer()
+    with torch.no_grad():
+        given = [quantized(each) for each in images]
+    for found, (_, labels) in zip(given, labelled, strict=True):
+        score.update(found, labels)
+    error = sum(float((a - b).double().square().sum()) for a, b in zip(given, logits, strict=True))
+    power = sum(float(each.double().square().sum()) for each in logits)
+    assert measured.error(("2", precision)) == pytest.approx(error / power, rel=1e-9)
+    assert measured.score([("2", precision)]) == score.compute().miou
 
 
 def test_a_search_writes_a_recipe_and_can_go_on(untrained: Run, shapes: Path, tmp_path: Path) -> None:

@@ -17,10 +17,12 @@ from fp4deploy.errors import GateError, InputError
 from fp4deploy.export.to_packed import pack_model
 from fp4deploy.export.verify.nodes import NodeComparison, compare_nodes
 from fp4deploy.export.verify.tensors import leaves
+from fp4deploy.graph.copies import copied
 from fp4deploy.packed import PackedFile, PackedNetwork, activation_bytes, full_precision, packed_file, read_packed
 from fp4deploy.packed.describe import describe_packed
 from fp4deploy.packed.graph import Affine, Concat, Conv2d, Layer
 from fp4deploy.qat import quantized_layers
+from fp4deploy.qat.load import round_to_deployed
 from tests.export.packable_networks import FPN, NETWORKS, deployed
 from tests.samples import sample
 from tests.train.launch import start
@@ -169,6 +171,22 @@ def test_branches_of_one_scale_share_one_packed_form() -> None:
     _, file, _ = made("ResNet encoder")
     reads = {node.layer: node.inputs for node in file.graph.nodes if isinstance(node, Layer)}
     assert reads["stages.1.conv1"] == reads["stages.1.project.0"]
+
+
+@pytest.mark.parametrize("name", ["ResNet encoder", "InstanceNorm UNet"])
+def test_layers_of_any_scales_compute_what_torch_computes(name: str) -> None:
+    """As a percentile or a learned scale leaves them: layers that read one activation may differ in theirs."""
+    model, x = copied(made(name)[0]), made(name)[2]
+    random = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for layer in quantized_layers(model).values():
+            layer.input_amax.mul_(2 ** torch.rand((), generator=random).mul(3).sub(2))  # type: ignore[union-attr]
+    round_to_deployed(model)
+    file = packed_file(Path("own.fp4"), None, *pack_model(model, x))
+    with torch.inference_mode():
+        errors = compare_nodes(model, PackedNetwork(file), x).errors
+    assert len({float(layer.input_amax) for layer in quantized_layers(model).values()}) > 4  # type: ignore[arg-type]
+    assert max(errors.values()) < 1e-3, errors
 
 
 def test_two_sources_instead_of_a_concatenation() -> None:

@@ -137,11 +137,15 @@ def test_the_onnx_file_has_both_operands_in_blocks(model: nn.Module, tmp_path: P
 
 
 def test_a_graph_finds_the_scale_of_every_block() -> None:
-    """Amax values one ulp from 448 times a power of two, where a logarithm alone is wrong."""
+    """Amax values one ulp from 448 times a power of two, where a logarithm alone is wrong.
+
+    Beside them elements that only the right scale holds: those far below the amax lose bits to a larger one.
+    """
     steps = torch.arange(-100, 101, dtype=torch.float32)
     edges = 448 * torch.exp2(steps)
     amax = torch.cat([edges, torch.nextafter(edges, edges * 2), torch.nextafter(edges, edges / 2)])
-    rows = amax[:, None].expand(-1, 32).contiguous()
+    below = torch.exp2(-18 * torch.rand(len(amax), 31, generator=torch.Generator().manual_seed(0)))
+    rows = torch.cat([amax[:, None], amax[:, None] * below], 1)
     layer = prepare(nn.Linear(32, 32, bias=False), "w4a8_qat")
     nn.init.eye_(layer.weight)
     portable = to_portable(export_graph(layer, rows[:2], rest="fp32"))

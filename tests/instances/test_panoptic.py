@@ -39,6 +39,25 @@ def test_things_first_then_stuff_and_the_rest_is_void() -> None:
     assert (whole.ids[0:2, 2] == 1).all(), "the thing lies on the stuff"
 
 
+def test_segments_are_those_of_the_picture() -> None:
+    """Whatever of the objects and of stuff is seen: an object without a pixel is none."""
+    random = np.random.default_rng(0)
+    for _ in range(50):
+        ids = random.integers(0, 7, (3, 5)).astype(np.int32)
+        semantic = random.integers(0, 6, ids.shape).astype(np.uint8)
+        found = Instances(ids, random.integers(1, 4, 6), np.linspace(1, 0.1, 6, dtype=np.float32), semantic)
+        whole = panoptic(found, {number: 10 * number for number in range(1, 6)}, stuff=(4, 5))
+        seen = {number: whole.ids == number for number in np.unique(whole.ids).tolist() if number}
+        assert [segment["id"] for segment in whole.segments] == list(seen)
+        for segment, where in zip(whole.segments, seen.values(), strict=True):
+            rows, columns = np.nonzero(where)
+            box = [columns.min(), rows.min(), np.ptp(columns) + 1, np.ptp(rows) + 1]
+            assert (segment["area"], segment["bbox"]) == (where.sum(), box)
+            classes = np.where(ids > 0, found.classes[ids - 1], semantic)[where]
+            assert set(classes.tolist()) == {segment["category_id"] // 10}
+        assert (whole.ids[ids > 0] == ids[ids > 0]).all()
+
+
 def test_files_of_generated_scenes(tmp_path: Path) -> None:
     generate_shapes(tmp_path / "shapes", train=1, val=6, size=64, seed=1)
     dataset = open_instances(tmp_path / "shapes", "val", stuff=["ring"])

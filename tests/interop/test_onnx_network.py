@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,56 @@ def test_files_in_fp16_are_computed_in_fp32() -> None:
 def test_operators_of_one_input(op: str, attributes: dict[str, Any]) -> None:
     net = Onnx(opset=22 if op == "Mish" else 17)
     equal_to_onnx_runtime(net.model(net.node(op, net.conv("conv", "image", 3, 8), **attributes)))
+
+
+def beside_defaults(net: Onnx, x: str) -> Iterator[str]:
+    """Operators of a map [N, 8, 13, 10] with every attribute at several values, axes from either end."""
+    node, whole, sides = net.node, net.integers, {1: 8, 2: 13, 3: 10, -3: 8, -2: 13, -1: 10}
+    pads: list[dict[str, Any]] = [{}, {"pads": [1, 0, 0, 1]}, {"pads": [0, 1, 1, 0]}, {"pads": [1, 1, 1, 1]}]
+    pads += [{"auto_pad": kind} for kind in ("SAME_UPPER", "SAME_LOWER", "VALID")]
+    for strides, padding, up in itertools.product(([2, 1], [1, 3]), pads, (0, 1)):
+        window = {"kernel_shape": [3, 2], "strides": strides, **padding}
+        if not (up and "auto_pad" in padding):
+            window |= {"ceil_mode": up}
+        yield node("MaxPool", x, **window)
+        yield node("AveragePool", x, count_include_pad=1, **window)
+    yield node("MaxPool", x, kernel_shape=[3, 2], dilations=[1, 2], pads=[1, 1, 1, 0])
+    for axis, side in sides.items():
+        yield node("Concat", x, node("Neg", x), axis=axis)
+        yield node("Gather", x, net.constant(f"{axis}.places", [[0, -1, 1], [1, 0, -2]], np.int64), axis=axis)
+        yield node("Split", x, whole(f"{axis}.parts", 1, side - 1), axis=axis, outputs=2)
+        yield node("Unsqueeze", x, whole(f"{axis}.axis", axis))
+        for number, (start, end, step) in enumerate(((1, -1, 2), (-3, 100, 1), (-100, 3, 1), (0, 9, 4))):
+            names = [whole(f"{axis}.{number}.{at}", each) for at, each in enumerate((start, end, axis, step))]
+            yield node("Slice", x, *names)
+        inner = (8, 13, 10)[axis if axis < 0 else axis - 1 :]
+        for epsilon in (1e-5, 0.3):
+            gain = net.normal(f"{axis}.{epsilon}.gain", *inner)
+            yield node("LayerNormalization", x, gain, axis=axis, epsilon=epsilon)
+        yield from (node(op, x, axis=axis) for op in ("Softmax", "LogSoftmax", "Flatten"))
+        yield from (node("Flatten", x, axis=edge) for edge in (-4, 0, 4) if axis == 1)
+        for op, keep in itertools.product(("ReduceMax", "ReduceMean", "ReduceMin", "ReduceSumSquare"), (0, 1)):
+            yield node(op, x, axes=[axis], keepdims=keep)
+        yield node("ReduceSum", x, whole(f"{axis}.summed", axis), keepdims=0)
+    for start, more in ((1, {}), (1, {"end": 3}), (-2, {}), (0, {"end": -1})):
+        shape = node("Concat", node("Shape", x, start=start, **more), whole(f"{start}{more}", -1), axis=0)
+        yield node("Reshape", x, shape)
+    flat = node("Flatten", node("GlobalAveragePool", x))
+    for alpha, beta, turned in itertools.product((1.0, 0.5), (1.0, 2.0), (0, 1)):
+        weight = net.normal(f"{alpha}{beta}{turned}.w", *((5, 8) if turned else (8, 5)))
+        yield node(
+            "Gemm", flat, weight, net.normal(f"{alpha}{beta}{turned}.b", 5), alpha=alpha, beta=beta, transB=turned
+        )
+    yield from (node("HardSigmoid", x, alpha=0.7, beta=beta) for beta in (0.1, 0.5))
+    yield node("Sub", net.constant("from_one", 1.0), x)
+    yield node("Pow", net.constant("of_two", 2.0), x)
+
+
+def test_attributes_beside_their_defaults() -> None:
+    net = Onnx(size=("N", 3, 13, 10))
+    model = net.model(*beside_defaults(net, net.conv("conv", "image", 3, 8, 1)))
+    image = torch.randn(2, 3, 13, 10, generator=torch.Generator().manual_seed(0))
+    assert compare_with_file(network_of(model, "the file"), model, [image], "the file") < 1e-5
 
 
 def shapes(net: Onnx, x: str) -> list[str]:

@@ -11,6 +11,7 @@ from torch import nn
 from fp4deploy.errors import InputError
 from fp4deploy.models import name_model, parse_spec, read_card
 from fp4deploy.models.build import build_model
+from fp4deploy.models.card import numbered
 from fp4deploy.models.state_dict import checkpoint_of, is_state_dict
 from fp4deploy.qat import load_model
 from tests.models.libraries import need_library_of
@@ -56,6 +57,30 @@ def test_the_weights_say_how_many_classes_there_are(tmp_path: Path, spec: str) -
         for name, value in expected.items()
     )
     assert (is_state_dict(tmp_path / "w.pth"), is_state_dict(out)) == (True, False)
+
+
+@pytest.mark.parametrize("names", [(), ("a", "b", "c"), ("a", "b"), ("a", "b", "c", "d")])
+@pytest.mark.parametrize("background", [False, True])
+def test_the_first_class_is_background_only_where_it_is_the_one_that_was_named(
+    names: tuple[str, ...], background: bool, tmp_path: Path
+) -> None:
+    spec = parse_spec("unet:0.125")
+    torch.save(build_model(spec, 3).state_dict(), tmp_path / "w.pth")
+    said = checkpoint_of(
+        tmp_path / "w.pth",
+        spec,
+        tmp_path / "w.safetensors",
+        (32, 48),
+        (0.1, 0.2, 0.3),
+        (0.4, 0.5, 0.6),
+        names,
+        background,
+    )
+    card, fits = read_card(tmp_path / "w.safetensors"), len(names) == 3
+    assert card.class_names == (names if fits else numbered(3))
+    assert card.background == (background and fits)
+    assert (card.size, card.mean, card.std) == ((32, 48), (0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    assert ("--classes" in said) != fits
 
 
 def test_no_layer_starts_from_random_weights(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from fp4deploy.models import build_unet
 from fp4deploy.packed import PackedNetwork, activation_bytes, full_precision, plain_bytes
 from fp4deploy.packed.memory import _reading_bytes, feature_map_bytes
 from fp4deploy.packed.shapes import shapes_of
+from fp4deploy.qat import calibrate, prepare
 from tests.packed.small_networks import packed
 
 
@@ -25,6 +26,33 @@ def test_plain_bytes_are_two_a_parameter(recipe: str | None, scale: float) -> No
     assert plain_bytes(file.graph) == 2 * sum(parameter.numel() for parameter in model.parameters())
     if recipe is None:
         assert file.weight_bytes == plain_bytes(file.graph)
+
+
+class Called(nn.Module):
+    """A convolution that is called twice, layers in groups, transposed and linear ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.twice = nn.Conv2d(3, 32, 3, padding=1), nn.Conv2d(32, 32, 3, padding=1)
+        self.groups, self.up = nn.Conv2d(32, 32, 1, groups=2, bias=False), nn.ConvTranspose2d(32, 16, 2, stride=2)
+        self.linear, self.head = nn.Linear(16, 24), nn.Conv2d(24, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.twice(self.twice(self.stem(x)).relu()).relu()
+        x = self.up(self.groups(x)).relu().movedim(1, -1)
+        return self.head(self.linear(x).movedim(-1, 1))
+
+
+@pytest.mark.parametrize("formats", [{}, {"fp8": "*"}, {"int8": "twice"}, {"w4a8": "linear"}])
+def test_parameters_count_once_however_often_they_are_read(formats: dict[str, str], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1, 3, 8, 8)
+    model = prepare(Called().eval(), example_inputs=x, **formats)
+    calibrate(model, x)
+    graph = pack(model, tmp_path / "a.fp4", example_inputs=x, verify=False).file.graph
+    assert (
+        plain_bytes(graph) == plain_bytes(full_precision(graph)) == 2 * sum(each.numel() for each in model.parameters())
+    )
 
 
 def test_weights_of_a_full_sized_unet_take_less_than_three_tenths() -> None:

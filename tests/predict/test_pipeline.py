@@ -21,7 +21,7 @@ from fp4deploy.data.sample import Sample, class_type
 from fp4deploy.errors import InputError
 from fp4deploy.models.heads import ClassHead, InstanceHead
 from fp4deploy.plugins.frames.class_map import class_map_reference
-from fp4deploy.predict.pipeline import PARTS, Pipeline, classes_of, frames_of
+from fp4deploy.predict.pipeline import PARTS, PartTimes, Pipeline, classes_of, frames_of
 from fp4deploy.predict.predictor import Predictor
 from fp4deploy.runs import Run
 from tests.contract.invoke import fp4deploy
@@ -171,3 +171,14 @@ def test_outputs_that_are_no_map(untrained: Run, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(runtime, "on_device", lambda images: images.mean((2, 3)))
     with pytest.raises(InputError, match=r"output is \[2, 3\]"):
         Pipeline(runtime).times(frames(2, 8, 9), 1)
+
+
+@pytest.mark.parametrize("overlapped", [None, 2.5, 10.0])
+def test_throughput_is_of_what_is_waited_for(overlapped: float | None) -> None:
+    """Of all parts one after another, or of the same overlapped; shares are of the parts."""
+    parts = dict(zip(PARTS, (1.0, 2.0, 4.0, 0.5, 0.5), strict=True))
+    found = PartTimes(parts, overlapped, 8).to_json()
+    whole = overlapped or 8.0
+    assert (found["images_per_s"], found["over_network"]) == (pytest.approx(8000 / whole), whole / parts["network"])
+    assert found["share"] == {part: value / 8.0 for part, value in parts.items()}
+    assert (found["batch"], found["ms"]) == (8, {**parts, "overlapped": overlapped})

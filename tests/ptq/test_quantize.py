@@ -68,6 +68,39 @@ def test_every_method_leaves_fixed_points_of_quantisation(method: str, images: l
     assert (found.recipe, found.images) == (METHODS[method].recipe, 4)
 
 
+class Registered(nn.Module):
+    """Layers that are called in one order, and registered in the same or the opposite one."""
+
+    def __init__(self, opposite: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers = {
+            "stem": nn.Conv2d(3, 16, 3), "norm1": nn.GroupNorm(4, 16), "conv1": nn.Conv2d(16, 32, 3),
+            "norm2": nn.GroupNorm(4, 32), "conv2": nn.Conv2d(32, 16, 1), "head": nn.Conv2d(16, 4, 1),
+        }  # fmt: skip
+        self.order = list(layers)
+        for name in reversed(layers) if opposite else layers:
+            self.add_module(name, layers[name])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name in self.order:
+            x = self.get_submodule(name)(x)
+            x = x.relu() if name.startswith("norm") else x
+        return x
+
+
+@pytest.mark.parametrize(
+    ("method", "correction"), [*((method, "both") for method in METHODS), ("amax", "bias"), ("amax", "norm")]
+)
+def test_the_order_of_registration_changes_nothing(method: str, correction: str, images: list[torch.Tensor]) -> None:
+    first, second = Registered(False).eval(), Registered(True).eval()
+    for model in (first, second):
+        quantize(model, images, method, iterations=3, correction=correction)
+    states = first.state_dict(), second.state_dict()
+    assert list(states[0]) != list(states[1])
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
 def test_better_methods_are_better_where_they_are_fitted(images: list[torch.Tensor]) -> None:
     reference = network()
     errors = {}

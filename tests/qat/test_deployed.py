@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 from torch import nn
 
+from fp4deploy.errors import InputError
 from fp4deploy.formats.scales import deployed_amax
 from fp4deploy.qat import calibrate, prepare, quantized_layers
 from fp4deploy.qat.load import deployed
@@ -36,3 +40,17 @@ def test_a_tensor_that_is_expanded_is_rounded_once() -> None:
     assert torch.equal(found.bias, torch.full((4,), 0.1).bfloat16().float())  # type: ignore[arg-type]
     assert torch.equal(found.mean, torch.full((1, 3, 1, 1), 0.3).bfloat16().float())  # type: ignore[arg-type]
     assert layer.bias[0] == torch.tensor(0.1)  # type: ignore[index]  of the caller
+
+
+@pytest.mark.parametrize("rest", RESTS)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_parameters_are_finite_and_buffers_may_mask(rest: str, value: float) -> None:
+    """Of layers in FP4 and of those that stay as they are: what is NaN is no network."""
+    for name in ("0.weight", "0.bias", "1.weight", "1.bias"):
+        model = nn.Sequential(nn.Conv2d(3, 16, 1), nn.BatchNorm2d(16), nn.Conv2d(16, 16, 1), nn.Conv2d(16, 2, 1))
+        model.register_buffer("mask", torch.tensor([0.0, -math.inf]))
+        assert deployed(model, RESTS[rest]).mask.tolist() == [0.0, -math.inf]  # type: ignore[union-attr, operator]
+        with torch.no_grad():
+            model.get_parameter(name).view(-1)[0] = value
+        with pytest.raises(InputError, match=f"{name} holds NaN or Inf"):
+            deployed(model, RESTS[rest])

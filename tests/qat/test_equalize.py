@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,87 @@ def test_factors_follow_channels_through_the_graph_and_full_precision_stays_as_i
     part = both[10:14].view(2, 1, 2, 1, 1)
     assert torch.equal(model.of_part.weight.unflatten(0, (2, 2)), before.of_part.weight.unflatten(0, (2, 2)) * part)
     assert torch.equal(model.of_six.weight, before.of_six.weight)
+
+
+BETWEEN: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "relu": lambda x, y: x.relu(),
+    "leaky": lambda x, y: functional.leaky_relu(x, 0.1),
+    "relu6": lambda x, y: functional.relu6(x),
+    "elu": lambda x, y: functional.elu(x),
+    "abs": lambda x, y: x.abs(),
+    "sigmoid": lambda x, y: x.sigmoid(),
+    "clamp": lambda x, y: x.clamp(-0.5, 0.5),
+    "square": lambda x, y: x * x,
+    "number added": lambda x, y: x + 1.0,
+    "number multiplied": lambda x, y: x * 0.5,
+    "sum": lambda x, y: x + y,
+    "difference": lambda x, y: x - y,
+    "product": lambda x, y: x * y,
+    "gate": lambda x, y: x * y.mean((2, 3), keepdim=True).sigmoid(),
+    "larger": torch.maximum,
+    "zeros around": lambda x, y: functional.pad(x, (1, 2, 0, 1)),
+    "ones around": lambda x, y: functional.pad(x, (1, 2, 0, 1), value=1.0),
+    "mirrored": lambda x, y: functional.pad(x, (1, 1, 1, 1), mode="reflect"),
+    "channels of zeros": lambda x, y: functional.pad(x[:, 4:], (0, 0, 0, 0, 0, 4)),
+    "max pool": lambda x, y: functional.max_pool2d(x, 3, 2, 1),
+    "mean pool": lambda x, y: functional.avg_pool2d(x, 3, 2, 1),
+    "resize": lambda x, y: functional.interpolate(x, scale_factor=2.0, mode="bilinear"),
+    "halves": lambda x, y: torch.cat([x[:, :8], y[:, 8:]], 1),
+    "turned": lambda x, y: x.flip(1),
+    "shuffled": lambda x, y: functional.channel_shuffle(x, 4),
+    "softmax": lambda x, y: x.softmax(1),
+    "normalised": lambda x, y: functional.normalize(x, dim=1),
+    "all channels": lambda x, y: x + x.mean(1, keepdim=True),
+}
+
+
+class Between(nn.Module):
+    """Two norms and two convolutions around a function."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.one, self.two = nn.BatchNorm2d(16), nn.GroupNorm(4, 16)
+        self.conv, self.other = nn.Conv2d(16, 16, 1, bias=False), nn.Conv2d(16, 8, 3, groups=2)
+        self.function = BETWEEN[name]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.function(self.one(x), self.two(x))
+        return self.conv(found)[:, :8, 1:-1, 1:-1] + self.other(found)
+
+
+class Every(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Between(name) for name in BETWEEN)
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [part(x) for part in self.parts]
+
+
+def test_whatever_lies_between_full_precision_stays_as_it_is() -> None:
+    torch.manual_seed(0)
+    model, images = uneven(Every()), 2 * torch.randn(2, 16, 8, 8)
+    quantized = [name for name, layer in model.named_modules() if isinstance(layer, nn.Conv2d)]
+    with torch.no_grad():
+        expected = model(images)
+        factors = equalize(model, [images], quantized)
+        same = [torch.allclose(*pair, rtol=1e-4, atol=1e-5) for pair in zip(model(images), expected, strict=True)]
+    assert [name for name, equal in zip(BETWEEN, same, strict=True) if not equal] == []
+    found = {list(BETWEEN)[int(name.split(".")[1])] for name in factors}
+    assert found == {
+        *(
+            "relu",
+            "leaky",
+            "sum",
+            "difference",
+            "mirrored",
+            "zeros around",
+            "max pool",
+            "mean pool",
+            "resize",
+            "halves",
+        ),
+    }
 
 
 @pytest.mark.parametrize("name", ["norm", "conv"])

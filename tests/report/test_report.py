@@ -271,8 +271,9 @@ def test_html_needs_no_network_and_runs_its_own_script_alone(report: ReportData)
 def test_history_skips_a_line_cut_short(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.model_dir("fp16").mkdir()
-    (run.model_dir("fp16") / "metrics.jsonl").write_text('{"epoch": 1, "miou": 0.5}\n{"epoch": 2, "mi')
-    assert history(run, "fp16") == [Epoch(epoch=1, miou=0.5)]
+    diverged = '{"epoch": 2, "loss": NaN, "miou": null, "per_class": {"a": NaN}}'
+    (run.model_dir("fp16") / "metrics.jsonl").write_text(f'{{"epoch": 1, "miou": 0.5}}\n{diverged}\n{{"epoch": 3, "mi')
+    assert history(run, "fp16") == [Epoch(epoch=1, miou=0.5), Epoch(epoch=2, per_class={"a": None})]
     assert history(run, "nvfp4") == []
 
 

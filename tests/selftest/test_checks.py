@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -216,3 +218,17 @@ def test_the_first_difference_is_named() -> None:
         require_same_bytes(x, torch.tensor([[0.0, float("nan")], [5.0, 3.0]]), "x")
     with pytest.raises(GateError, match=r"torch.float32 \[2, 2\] instead of torch.float32 \[4\]"):
         require_same_bytes(x, x.flatten(), "x")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_numbers_are_the_same_where_their_bytes_are(dtype: torch.dtype) -> None:
+    """But for NaN, of which there are many, and the sign of 0: each value beside each other one."""
+    values = torch.tensor([0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, torch.finfo(dtype).tiny], dtype=dtype)
+    for one, other in itertools.product(values, values):
+        same = torch.equal(one, other) or bool(one.isnan() and other.isnan())
+        pair = torch.stack([values[2], one]), torch.stack([values[2], other])
+        if same:
+            assert require_same_bytes(*pair, "x") == 2
+            continue
+        with pytest.raises(GateError, match=r"1 of 2 elements differ, the first at \[1\]"):
+            require_same_bytes(*pair, "x")

@@ -19,6 +19,7 @@ from fp4deploy.system.schema import (
     read_text,
     text_of,
     validated,
+    whole_lines,
 )
 
 
@@ -174,3 +175,18 @@ class TestLines:
 def test_text_of_every_encoding_with_a_byte_order_mark(encoding: str) -> None:
     mark = "\ufeff" if encoding.endswith("e") else ""
     assert text_of((mark + "Straße\n猫").encode(encoding)) == "Straße\n猫"
+
+
+@pytest.mark.parametrize(
+    "bad", ["", "{", "[1", "nul", '{"a": 1, "a": 2}', "[" * 100, '"\\ud800"', str(1 << 64), "\xff"]
+)
+def test_logs_keep_every_line_that_can_be_read(bad: str, tmp_path: Path) -> None:
+    """Wherever the others lie, and with the numbers that are none: a training that diverged has NaN as its loss."""
+    kept = {'{"epoch": 1, "loss": NaN}': {"epoch": 1, "loss": None}, '{"epoch": 2, "loss": [1.5, -Infinity, 1e999]}': {
+        "epoch": 2, "loss": [1.5, None, None]}, '{"epoch": 3}': {"epoch": 3}}  # fmt: skip
+    for place in range(len(kept) + 1):
+        lines = [each.encode() for each in kept]
+        lines.insert(place, bad.encode("latin-1"))
+        path = tmp_path / "log.jsonl"
+        path.write_bytes(b"\n".join(lines) + b"\n")
+        assert list(whole_lines(path)) == list(kept.values())

@@ -22,7 +22,8 @@ from fp4deploy.qat import load_model
 from fp4deploy.runs import Run, create_run
 from fp4deploy.train import Config, SegmentationLoss, load_config, train_models, with_settings
 from fp4deploy.train.loop import MAX_CONSECUTIVE_SKIPPED, Trainer
-from fp4deploy.train.schedule import learning_rate
+from fp4deploy.train.schedule import learning_rate, training_job
+from fp4deploy.train.state import read_progress
 from tests.modes import LEARNS, LOOKS, Mode, modes
 from tests.train.launch import copy_of
 from tests.train.small_network import SPEC
@@ -252,10 +253,13 @@ def with_loss(monkeypatch: pytest.MonkeyPatch, bad: Callable[[int], bool]) -> No
 def test_a_non_finite_step_is_skipped_and_counted(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with_loss(monkeypatch, lambda step: step == 2)
+    with_loss(monkeypatch, lambda step: step in (0, 2))
     run = create_run(tmp_path / "run")
     train_models(config, run, ("fp16",))
-    assert [line["skipped_steps"] for line in lines(run, "fp16")] == [0, 1, 0]
+    written, counters = lines(run, "fp16"), read_progress(training_job(config, run, "fp16").state_path)
+    assert [line["skipped_steps"] for line in written] == [1, 1, 0]
+    assert (counters.epoch, counters.step, counters.skipped) == (3, written[-1]["step"], 2), "of all epochs"
+    assert counters.seconds == pytest.approx(sum(line["seconds"] for line in written), abs=0.01)
     assert all(value.isfinite().all() for value in load_file(run.checkpoint("fp16")).values())
 
 

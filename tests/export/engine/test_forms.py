@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,10 @@ import pytest
 
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.export.engine import forms
-from fp4deploy.export.engine.forms import backend_for, build_forms
+from fp4deploy.export.engine.forms import backend_for, build_forms, smaller_in_fp16
+from fp4deploy.export.ledger.build_log import EngineLayer, Tensor
+from fp4deploy.export.ledger.ledger import Ledger, LedgerRow, ledger_path
+from fp4deploy.precisions import OF_ENGINES
 
 
 @pytest.fixture
@@ -53,3 +57,47 @@ def test_the_library_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         backend_for("sm100")
     with pytest.raises(UnavailableError, match="for sm90: that needs SM100"):
         backend_for("sm90")
+
+
+CARD = {"architecture": "unet", "height": 64, "width": 64}
+W = Tensor("w", (500, 1000), "FP4")  # 250 kB of constants
+
+
+def ledger(weights: str, size: int, **changes: Any) -> Ledger:
+    """Of one layer whose plan has `size` bytes."""
+    row = LedgerRow("a", "Conv2d", weights, weights, weights, weights, "gemm", "", 1, False, (), ())
+    engine = (EngineLayer("k", "gemm", (), (W,), (), ()),)
+    return dataclasses.replace(
+        Ledger("tensorrt-rtx", "1.7.1", "sm120", "auto", "build log", "a.onnx", "0" * 64, f"{weights}.plan", "1" * 64,
+               size, 0.1, (1, 1, 8), CARD, (row,), engine), **changes)  # fmt: skip
+
+
+def advice(own: Ledger, beside: list[Ledger], folder: Path) -> str:
+    for path in folder.glob("*.json"):
+        path.unlink()
+    for number, each in enumerate(beside):
+        ledger_path(folder / f"{number}.plan").write_text(each.to_json())
+    return smaller_in_fp16(folder / "own.plan", own)
+
+
+@pytest.mark.parametrize("weights", [*OF_ENGINES, "FP16"])
+def test_a_plan_is_compared_with_that_of_fp16(weights: str, tmp_path: Path) -> None:
+    """With one of the same network for the same GPU, whatever else lies there, and however it is sorted."""
+    own = ledger(weights, 400_000)
+    others = [
+        ledger("FP16", 1, arch="sm121"), ledger("FP16", 1, batch=(1, 1, 1)), ledger("FP4", 1), ledger("INT8", 1),
+        ledger("FP16", 1, backend="tensorrt"), ledger("FP16", 1, card={**CARD, "width": 32}),
+    ]  # fmt: skip
+    for size in (399_999, 400_000, 400_001):
+        for place in range(len(others) + 1):
+            found = advice(own, [*others[:place], ledger("FP16", size), *others[place:]], tmp_path)
+            larger = weights != "FP16" and size < 400_000
+            assert found.startswith("own.plan is larger than the FP16 plan FP16.plan, 0.40 MB against 0.40") == larger
+            assert bool(found) == larger
+
+
+@pytest.mark.parametrize(("size", "is_code"), [(499_999, False), (500_000, True), (800_000, True)])
+def test_without_a_plan_of_fp16_what_is_mostly_code_is_said(size: int, is_code: bool, tmp_path: Path) -> None:
+    found = advice(ledger("FP4", size), [ledger("FP4", 1)], tmp_path)
+    parts = f"0.25 MB are constants and {(size - 250_000) / 1e6:.2f} MB 1 compiled kernels"
+    assert found.startswith(f"Of own.plan {parts}") == bool(found) == is_code

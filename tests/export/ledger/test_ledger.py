@@ -124,6 +124,19 @@ def test_totals_and_summary() -> None:
     assert found.precision == "nvfp4"
 
 
+def test_a_constant_counts_once_however_many_kernels_read_it() -> None:
+    x = Tensor("x", (1, 32, 256), "FP16")
+    kinds = {"FP4": 4, "FP8": 8, "INT8": 8, "FP16": 16, "BF16": 16, "FP32": 32, "Int64": 64}
+    held = {precision: Tensor(f"w.{precision}", (32, 10), precision) for precision in kinds}
+    alone = tuple(EngineLayer(name, "gemm", (x,), (each,), (x,), ()) for name, each in held.items())
+    copies = (dataclasses.replace(each) for each in held.values())  # as each line of a log is read by itself
+    again = EngineLayer("again", "kgen", (x,), tuple(copies), (x,), ())
+    for layers in (alone, (*alone, again), (again, *alone, again)):
+        totals = dataclasses.replace(ledger(), engine=layers).totals()
+        assert totals.constant_bytes == 320 * sum(kinds.values()) // 8
+        assert totals.engine_layers == len(layers)
+
+
 def test_what_is_not_as_requested_is_counted_beside_fallbacks() -> None:
     """A convolution that the plan makes FP16 is no fallback, and not what was requested."""
     found = ledger()

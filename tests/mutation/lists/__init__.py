@@ -5,8 +5,10 @@ from __future__ import annotations
 from tests.mutation.lists import (
     eighth,
     eleventh,
+    fifteenth,
     fifth,
     first,
+    fourteenth,
     fourth,
     ninth,
     second,
@@ -33,4 +35,6 @@ SETS: dict[str, dict[str, Seeded]] = {
     "ELEVENTH": eleventh.FAULTS,
     "TWELFTH": twelfth.FAULTS,
     "THIRTEENTH": thirteenth.FAULTS,
+    "FOURTEENTH": fourteenth.FAULTS,
+    "FIFTEENTH": fifteenth.FAULTS,
 }
