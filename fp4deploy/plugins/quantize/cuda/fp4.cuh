@@ -85,42 +85,52 @@ FP4_FUNCTION float part_of(uint32_t word, int byte) {
 #endif
 }
 
-FP4_FUNCTION float truncated_e2m1(float u, float part, float& binade) {
-    const float magnitude = fminf(fabsf(u), 6.f), t = fmaf(part, binade_of(magnitude), magnitude);  // below 8
-    binade = binade_of(t);
-#ifdef __CUDA_ARCH__
-    return __fmaf_rz(binade, TRUNCATOR, t);
-#else
-    return fmaf(binade, TRUNCATOR, floorf(t * (2.f / binade)) * (binade * 0.5f));
-#endif
-}
-
 FP4_FUNCTION float round_e2m1(float u, float part) {
-    float binade;
-    const float truncated = truncated_e2m1(u, part, binade);
+    const float magnitude = fminf(fabsf(u), 6.f), t = fmaf(part, binade_of(magnitude), magnitude);  // below 8
+    const float binade = binade_of(t);
+#ifdef __CUDA_ARCH__
+    const float truncated = __fmaf_rz(binade, TRUNCATOR, t);
+#else
+    const float truncated = fmaf(binade, TRUNCATOR, floorf(t * (2.f / binade)) * (binade * 0.5f));
+#endif
     return copysignf(fmaf(binade, -TRUNCATOR, truncated), u);
 }
 
-// For 0 <= u < 7, the float u + 1.5 * 2^22 binades contains the code: its low bits count half binades, its bits from
-// bit 22 up are twice the exponent. `code_of` adds both, which is the code plus CODE_BIAS.
-constexpr uint32_t CODE_BIAS = 299u;
-FP4_FUNCTION uint32_t code_of(float rounded) { return (bits(rounded) & 7u) + (bits(rounded) >> 22); }
-
-// The code of |u| rounded to nearest, plus CODE_BIAS.
-FP4_FUNCTION uint32_t biased_code(float u) {
-    const float magnitude = fminf(fabsf(u), 6.f);
-    return code_of(fmaf(binade_of(magnitude), ROUNDER, magnitude));
+// The code of a magnitude u grows by 4 in a straight line up to u = 2, by 2 more up to 4 and by 1 more up to 6. These are
+// the pieces of half = u / 2: saturation to [0, 1] is a free instruction modifier. At most one of them is a fraction, so
+// that a sum of them is rounded once. It all runs on the FMA pipe, which the rest of a quantiser leaves free.
+FP4_FUNCTION float piece(float half, float from) {
+#ifdef __CUDA_ARCH__
+    return __saturatef(half - from);
+#else
+    return fminf(fmaxf(half - from, 0.f), 1.f);
+#endif
 }
 
-// The code of u rounded stochastically. A negative u that becomes 0 has code 8 (-0), as it has rounded to nearest.
-FP4_FUNCTION uint32_t encode_e2m1(float u, float part) {
-    float binade;
-    const float truncated = truncated_e2m1(u, part, binade);  // without the half of ROUNDER, which is 1 of CODE_BIAS
-    return code_of(truncated) - (CODE_BIAS - 1u) + ((bits(u + 0.f) >> 28) & 8u);
+// The code plus NEAREST, the bits of 1.5 * 2^23: the addition rounds to whole codes, ties to even. NaN: no matter what.
+constexpr uint32_t NEAREST = 0x4B400000u, DOWN = 0x4B000000u;
+FP4_FUNCTION uint32_t nearest_code(float half) {
+    const float sum = fmaf(piece(half, 1.f), 2.f, fmaf(piece(half, 0.f), 4.f, from_bits(NEAREST)));
+    return bits(sum + piece(half, 2.f));
 }
+
+// The code rounded stochastically, plus DOWN, the bits of 2^23. Half the code is added up, so that the sum of the first
+// piece and `part` is that of `round_e2m1` and rounded like it; everything else is rounded down.
+FP4_FUNCTION uint32_t stochastic_code(float half, float part) {
+    const float sum = fmaf(piece(half, 0.f), 2.f, part);
+#ifdef __CUDA_ARCH__
+    const float all = __fmaf_rz(piece(half, 2.f), 0.5f, __fmaf_rz(piece(half, 1.f), 1.f, sum));
+    return bits(__fmaf_rz(all, 2.f, from_bits(DOWN)));
+#else
+    return DOWN + uint32_t(2. * sum + 2. * piece(half, 1.f) + piece(half, 2.f));
+#endif
+}
+
+// A negative u that becomes 0 has code 8 (-0); -0 itself has code 0.
+FP4_FUNCTION uint32_t sign_of(float u) { return bits(u + 0.f) >> 28 & 8u; }
 
 // The code of u rounded to nearest; NaN is left to the caller.
-FP4_FUNCTION uint32_t encode_nearest(float u) { return biased_code(u) - CODE_BIAS + ((bits(u + 0.f) >> 28) & 8u); }
+FP4_FUNCTION uint32_t encode_nearest(float u) { return nearest_code(fabsf(u) * 0.5f) - NEAREST + sign_of(u); }
 
 // Blackwell converts in hardware, but the instruction exists only in code for one architecture or family ("sm_100a",
 // "sm_120f").
@@ -130,29 +140,13 @@ FP4_FUNCTION uint32_t encode_nearest(float u) { return biased_code(u) - CODE_BIA
 #endif
 #endif
 
-// The codes of eight consecutive elements rounded to nearest, the first in the lowest nibble; NaN is left to the
-// caller. The instruction keeps the sign of a zero, hence u + 0, which makes -0 to 0. The hardware path was compiled,
-// not run.
-FP4_FUNCTION uint32_t encode_eight(const float* u) {
-#ifdef FP4_HARDWARE_CODES
-    uint32_t codes;
-    asm("{\n\t.reg .b8 a, b, c, d;\n\t"
-        "cvt.rn.satfinite.e2m1x2.f32 a, %2, %1;\n\t"
-        "cvt.rn.satfinite.e2m1x2.f32 b, %4, %3;\n\t"
-        "cvt.rn.satfinite.e2m1x2.f32 c, %6, %5;\n\t"
-        "cvt.rn.satfinite.e2m1x2.f32 d, %8, %7;\n\t"
-        "mov.b32 %0, {a, b, c, d};\n\t}"
-        : "=r"(codes)
-        : "f"(u[0] + 0.f), "f"(u[1] + 0.f), "f"(u[2] + 0.f), "f"(u[3] + 0.f), "f"(u[4] + 0.f), "f"(u[5] + 0.f),
-          "f"(u[6] + 0.f), "f"(u[7] + 0.f));
-#elif defined(__CUDA_ARCH__)
+// Eight codes, the first in the lowest nibble, from their magnitudes plus `bias`, and the elements for the signs.
+FP4_FUNCTION uint32_t joined(uint32_t (&code)[8], uint32_t bias, const float* u) {
+#ifdef __CUDA_ARCH__
     // Magnitudes are added in pairs, signs are the top bytes of even and of odd elements.
-    uint32_t code[8], sign[8];
+    uint32_t sign[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        code[i] = biased_code(u[i]);
-        sign[i] = bits(u[i] + 0.f);
-    }
+    for (int i = 0; i < 8; ++i) sign[i] = bits(u[i] + 0.f);
 #pragma unroll
     for (int step = 1; step < 8; step *= 2)
 #pragma unroll
@@ -161,12 +155,36 @@ FP4_FUNCTION uint32_t encode_eight(const float* u) {
         const uint32_t low = __byte_perm(sign[i], sign[i + 2], 0x73), high = __byte_perm(sign[i + 4], sign[i + 6], 0x73);
         return __byte_perm(low, high, 0x5410) & 0x80808080u;
     };
-    const uint32_t codes = code[0] - CODE_BIAS * 0x11111111u + (tops(0) >> 4) + tops(1);
+    return code[0] - bias * 0x11111111u + (tops(0) >> 4) + tops(1);
 #else
     uint32_t codes = 0u;
-    for (int i = 0; i < 8; ++i) codes += encode_nearest(u[i]) << (4 * i);
-#endif
+    for (int i = 0; i < 8; ++i) codes += (code[i] - bias + sign_of(u[i])) << (4 * i);
     return codes;
+#endif
+}
+
+// The codes of eight consecutive elements rounded to nearest; NaN is left to the caller. The instruction keeps the sign
+// of a zero, hence u + 0, which makes -0 to 0. The hardware path was compiled, not run.
+FP4_FUNCTION uint32_t encode_eight(const float* u) {
+    uint32_t code[8];
+#ifdef FP4_HARDWARE_CODES
+    asm("{\n\t.reg .b8 a, b, c, d;\n\t"
+        "cvt.rn.satfinite.e2m1x2.f32 a, %2, %1;\n\t"
+        "cvt.rn.satfinite.e2m1x2.f32 b, %4, %3;\n\t"
+        "cvt.rn.satfinite.e2m1x2.f32 c, %6, %5;\n\t"
+        "cvt.rn.satfinite.e2m1x2.f32 d, %8, %7;\n\t"
+        "mov.b32 %0, {a, b, c, d};\n\t}"
+        : "=r"(code[0])
+        : "f"(u[0] + 0.f), "f"(u[1] + 0.f), "f"(u[2] + 0.f), "f"(u[3] + 0.f), "f"(u[4] + 0.f), "f"(u[5] + 0.f),
+          "f"(u[6] + 0.f), "f"(u[7] + 0.f));
+    return code[0];
+#else
+#ifdef __CUDA_ARCH__
+#pragma unroll
+#endif
+    for (int i = 0; i < 8; ++i) code[i] = nearest_code(fabsf(u[i]) * 0.5f);
+    return joined(code, NEAREST, u);
+#endif
 }
 
 FP4_FUNCTION float decode_e2m1(uint32_t code) {
@@ -337,6 +355,16 @@ FP4_FUNCTION Words philox(uint64_t g, uint64_t seed, uint64_t offset) {
 // byte / 512 of the element i.
 FP4_FUNCTION float part_of(const Words& words, int i) { return part_of(words.w[i / 4], i % 4); }
 
+// As `encode_eight`, rounded stochastically; two words, a byte an element.
+FP4_FUNCTION uint32_t encode_eight(const float* u, const uint32_t* words) {
+    uint32_t code[8];
+#ifdef __CUDA_ARCH__
+#pragma unroll
+#endif
+    for (int i = 0; i < 8; ++i) code[i] = stochastic_code(fabsf(u[i]) * 0.5f, part_of(words[i / 4], i % 4));
+    return joined(code, DOWN, u);
+}
+
 FP4_FUNCTION void hadamard(float (&x)[GROUP]) {
 #ifdef __CUDA_ARCH__
 #pragma unroll
@@ -384,12 +412,36 @@ __device__ __forceinline__ void track_amax(
     if (amax) *amax = current;
 }
 
-// atomicMax of a non-negative float, whose bits order like the number; all lanes of a warp call this. Most warps read a
-// larger value and skip the atomic operation. The value they read may be outdated, but then it is only too small.
+// The largest of lanes that are adjacent, a power of two of them; all lanes of a warp call this.
+__device__ __forceinline__ float warp_max(float value, int lanes = 32) {
+    for (int offset = lanes / 2; offset; offset /= 2) value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, offset));
+    return value;
+}
+
+// The largest non-negative value of a block of whole warps, in every thread; a block calls it once.
+__device__ __forceinline__ float block_max(float value) {
+    __shared__ float warps[32];
+    const int thread = threadIdx.y * blockDim.x + threadIdx.x;
+    value = warp_max(value);
+    if (thread % 32 == 0) warps[thread / 32] = value;
+    __syncthreads();
+    return warp_max(thread % 32 < blockDim.x * blockDim.y / 32 ? warps[thread % 32] : 0.f);
+}
+
+// atomicMax of a non-negative float, whose bits order like the number. Most read a larger value and skip the atomic
+// operation. The value they read may be outdated, but then it is only too small.
+__device__ __forceinline__ void raise(int* cell, float value) {
+    if (__float_as_int(value) > *reinterpret_cast<volatile int*>(cell)) atomicMax(cell, __float_as_int(value));
+}
+
+// The same of all lanes of a warp; or of a block, which calls it once: warps of all blocks would queue for the cell.
 __device__ __forceinline__ void raise_to(int* cell, float value) {
-    for (int offset = 16; offset; offset /= 2) value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, offset));
-    if (threadIdx.x % 32 == 0 && __float_as_int(value) > *reinterpret_cast<volatile int*>(cell))
-        atomicMax(cell, __float_as_int(value));
+    value = warp_max(value);
+    if (threadIdx.x % 32 == 0) raise(cell, value);
+}
+__device__ __forceinline__ void raise_by_block(int* cell, float value) {
+    value = block_max(value);
+    if (threadIdx.x == 0) raise(cell, value);
 }
 #endif
 

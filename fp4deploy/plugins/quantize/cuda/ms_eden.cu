@@ -123,12 +123,7 @@ extern "C" __global__ void __launch_bounds__(256) ms_eden(
 #pragma unroll
         for (int i = 0; i < BLOCK; ++i) measured = fmaxf(measured, fp4::is_finite(v[i]) ? fabsf(v[i]) : 0.f);
     }
-    // One warp of the block looks at the cell: warps of all blocks would queue for it.
-    __shared__ float largest_of[256 / 32];
-    for (int offset = 16; offset; offset /= 2) measured = fmaxf(measured, __shfl_xor_sync(0xffffffffu, measured, offset));
-    if (threadIdx.x % 32 == 0) largest_of[threadIdx.x / 32] = measured;
-    __syncthreads();
-    if (threadIdx.x < 32) fp4::raise_to(cell, threadIdx.x < 256 / 32 ? largest_of[threadIdx.x] : 0.f);
+    fp4::raise_by_block(cell, measured);
 #else
     __shared__ float sums[2][SLOTS][BLOCKS + 1];
     const float shrunk = global[0], d = largest * SHRINK * global[1], inverse = 1.f / (6.f * 256.f);

@@ -15,7 +15,9 @@
 //   inner) or codes uint8 [rows, 8 G]; scales uint8 [rows, G] (MXFP4: [rows, G / 2]); in_range uint16 (outer, G,
 //   inner); outer, K, inner int64.
 // Launch: block 256, grid ceil(threads / 256) with threads = outer * G (INNER 0), outer * blocks * ceil(inner / INNER).
+#include "channels.cuh"
 #include "groups.cuh"
+#include "tensor_core.cuh"
 
 extern "C" __global__ void __launch_bounds__(256) quantize_tensor(
     const DTYPE* x, const float* amax, const uint64_t* random, void* out, uint8_t* scales, uint16_t* in_range,
@@ -33,6 +35,10 @@ extern "C" __global__ void __launch_bounds__(256) quantize_tensor(
     const long long in = (long long)(INNER ? thread - rest * wide : 0) * WIDTH;
     const long long group = (long long)(rest - o * blocks) * GROUPS, k = group * 16;
 #endif
+    fp4::GlobalScale global;
+    const auto scale_of_row = [&](long long row) {
+        return ROWS ? fp4::global_scale<E>(amax[has ? row : 0]) : global;
+    };
 #if INNER
     const DTYPE* source = x + ((long long)o * K + k) * inner + in;
     Neighbours raw[LENGTH];
@@ -41,13 +47,16 @@ extern "C" __global__ void __launch_bounds__(256) quantize_tensor(
         raw[i] = Neighbours{};
         if (has && k + i < K) raw[i] = *reinterpret_cast<const Neighbours*>(source + i * inner);
     }
+    global = shared_scale(amax);
 #pragma unroll
     for (int w = 0; w < WIDTH; ++w) {
         float v[LENGTH];
 #pragma unroll
         for (int i = 0; i < LENGTH; ++i) v[i] = widen(raw[i].value[w]);
+        const long long row = (long long)o * inner + in + w;
+        transform(v);
         quantize(
-            v, amax, random, static_cast<uint8_t*>(out), scales, in_range, view, (long long)o * inner + in + w, group,
+            v, scale_of_row(row), random, static_cast<uint8_t*>(out), scales, in_range, view, row, group,
             ((long long)o * view.groups + group) * inner + in + w, has);
 #pragma unroll
         for (int i = 0; i < LENGTH; ++i) raw[i].value[w] = narrow<DTYPE>(v[i]);
@@ -73,8 +82,10 @@ extern "C" __global__ void __launch_bounds__(256) quantize_tensor(
 #pragma unroll
     for (int i = 0; i < 16; ++i) v[i] = has && k + i < K ? widen(source[i]) : 0.f;
 #endif
+    global = shared_scale(amax);
+    transform(v);
     quantize(
-        v, amax, random, static_cast<uint8_t*>(out), scales, in_range, view, o, group,
+        v, scale_of_row(o), random, static_cast<uint8_t*>(out), scales, in_range, view, o, group,
         (long long)o * view.groups + group, has);
 #if PACKED == 0
     if (!has) return;
@@ -109,11 +120,7 @@ extern "C" __global__ void __launch_bounds__(256) fake_quantize_rows(
 #pragma unroll
     for (int j = 0; j < VECTORS; ++j)
         raw[j] = first + j * 256 < vectors ? reinterpret_cast<const uint4*>(x)[first + j * 256] : uint4{};
-    // The divisions of the global scale are done once a block, while the loads are in flight.
-    __shared__ fp4::GlobalScale shared;
-    if (!MX && threadIdx.x == 0) shared = fp4::global_scale<E>(*amax);
-    __syncthreads();
-    const fp4::GlobalScale global = shared;
+    const fp4::GlobalScale global = shared_scale(amax);
 #if MEASURE
     float measured = 0.f;
 #endif
@@ -157,8 +164,68 @@ extern "C" __global__ void __launch_bounds__(256) fake_quantize_rows(
 #endif
     }
 #if MEASURE
-    fp4::raise_to(own, measured);
+    fp4::raise_by_block(own, measured);
 #endif
+}
+#endif
+
+#ifdef HELD
+// Row-scaled: a team of threads, threadIdx.x of it, copies a row to shared memory, finds its amax and quantises it, so that
+// x is read once. Vectors of 16 bytes change places there, so that threads that read whole groups meet in no bank. LINEAR.
+// amax float32 [outer] becomes that of each row.
+// Launch: block (team, rows), the team a power of two or, with one row, any multiple of 32, in all at least 32 and at most
+//   512; grid ceil(outer / rows); shared memory rows * pitch(K), see `operators`.
+constexpr int PIECES = sizeof(DTYPE);  // vectors of a group
+__device__ __forceinline__ uint32_t place_of(uint32_t vector) { return vector ^ (vector >> 3 & 3u); }
+
+__device__ __forceinline__ void load_group(const uint4* row, uint32_t group, float (&v)[16]) {
+    uint4 raw[PIECES];
+#pragma unroll
+    for (int i = 0; i < PIECES; ++i) raw[i] = row[place_of(group * PIECES + i)];
+    const DTYPE* values = reinterpret_cast<const DTYPE*>(raw);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) v[i] = widen(values[i]);
+    transform(v);
+}
+
+extern "C" __global__ void __launch_bounds__(512) quantize_row_scaled(
+    const DTYPE* x, float* amax, const uint64_t* random, void* out, uint8_t* scales, uint16_t* in_range,
+    long long outer, long long K) {
+    extern __shared__ uint4 rows[];
+    const View view{K, 1, K / 16};
+    const uint32_t groups = uint32_t(view.groups), vectors = groups * PIECES, team = blockDim.x;
+    uint4* own = rows + threadIdx.y * ((vectors + 3) / 4 * 4);
+    const long long row = (long long)blockIdx.x * blockDim.y + threadIdx.y;
+    const bool has = row < outer;
+    const uint4* source = reinterpret_cast<const uint4*>(x + row * K);
+    for (uint32_t at = threadIdx.x; has && at < vectors; at += team)
+        copy_16_bytes(shared_address(own + place_of(at)), source + at, true);
+    wait_for_copies();
+    __syncthreads();
+    float largest = 0.f, v[16];
+    for (uint32_t group = threadIdx.x; has && group < groups; group += team) {
+        load_group(own, group, v);
+        const float of_group = largest_of(v);
+        // NaN and Inf do not count; only then elements are looked at one by one.
+        if (of_group < INFINITY) {
+            largest = fmaxf(largest, of_group);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 16; ++i) largest = fmaxf(largest, finite_magnitude(v[i]));
+        }
+    }
+    largest = team < 32 ? fp4::warp_max(largest, team) : blockDim.y > 1 ? fp4::warp_max(largest) : fp4::block_max(largest);
+    if (has && threadIdx.x == 0) amax[row] = largest;
+    const fp4::GlobalScale global = fp4::global_scale<E>(largest);
+    for (uint32_t group = threadIdx.x; has && group < groups; group += team) {
+        const long long place = row * view.groups + group;
+        load_group(own, group, v);
+        quantize(v, global, random, static_cast<uint8_t*>(out), scales, in_range, view, row, group, place, true);
+#if PACKED == 0
+        channels::store(static_cast<DTYPE*>(out) + place * 16, channels::halves(v)[0]);
+        channels::store(static_cast<DTYPE*>(out) + place * 16 + 8, channels::halves(v)[1]);
+#endif
+    }
 }
 #endif
 
@@ -183,13 +250,11 @@ extern "C" __global__ void __launch_bounds__(256) fake_quantize_columns(
     const Index wide = (Index)(inner / 2), thread = (Index)blockIdx.x * 256u + threadIdx.x, row = thread / wide;
     const bool has = row < (Index)(outer * (K / 16));
     const long long first = (long long)row * 16 * wide + (thread - row * wide);
-    __shared__ fp4::GlobalScale shared;
     PAIR values[16];
 #pragma unroll
     for (int i = 0; i < 16; ++i)
         if (has) values[i] = x[first + i * (long long)wide];
-    if (threadIdx.x == 0) shared = fp4::global_scale<E>(*amax);
-    __syncthreads();
+    const fp4::GlobalScale global = shared_scale(amax);
     const float2 both = has ? widen(largest_of(values)) : float2{};
 #if MEASURE
     float measured = fmaxf(both.x, both.y);
@@ -201,10 +266,9 @@ extern "C" __global__ void __launch_bounds__(256) fake_quantize_columns(
             measured = fmaxf(measured, fmaxf(finite_magnitude(v.x), finite_magnitude(v.y)));
         }
     }
-    fp4::raise_to(own, measured);
+    fp4::raise_by_block(own, measured);
 #endif
     if (!has) return;
-    const fp4::GlobalScale global = shared;
     const BlockScale low = fp4::block_scale(both.x, global), high = fp4::block_scale(both.y, global);
     uint32_t bits[2] = {0u, 0u};
 #pragma unroll

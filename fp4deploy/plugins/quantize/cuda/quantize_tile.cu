@@ -104,12 +104,7 @@ extern "C" __global__ void __launch_bounds__(256) quantize_tiles(
 #endif
 #if PACKED
 #if STOCHASTIC
-    uint2 packed = {0u, 0u};
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        packed.x += fp4::encode_e2m1(v[i], fp4::part_of(words_of_row, i)) << (4 * i);
-        packed.y += fp4::encode_e2m1(v[8 + i], fp4::part_of(words_of_row, 8 + i)) << (4 * i);
-    }
+    uint2 packed = {fp4::encode_eight(v, words_of_row.w), fp4::encode_eight(v + 8, words_of_row.w + 2)};
 #else
     uint2 packed = {fp4::encode_eight(v), fp4::encode_eight(v + 8)};
 #endif
