@@ -73,6 +73,13 @@ FP4_FUNCTION float round_e2m1(float u) {
     return fmaf(binade, -ROUNDER, fmaf(binade, ROUNDER, u));
 }
 
+// That of a magnitude.
+FP4_FUNCTION float round_magnitude(float u) {
+    u = fminf(u, 6.f);
+    const float binade = binade_of(u);
+    return fmaf(binade, -ROUNDER, fmaf(binade, ROUNDER, u));
+}
+
 // Stochastic rounding to one of the two neighbours: up with a probability equal to the distance, in 256ths of a step,
 // which is half a binade. `part` is byte / 512: binades of it are added to |u|, and the sum is cut to whole steps: with
 // TRUNCATOR binades, rounded towards zero, it has no bits below a step. NaN is left to the caller, as above.
@@ -140,27 +147,46 @@ FP4_FUNCTION uint32_t encode_nearest(float u) { return nearest_code(fabsf(u) * 0
 #endif
 #endif
 
-// Eight codes, the first in the lowest nibble, from their magnitudes plus `bias`, and the elements for the signs.
-FP4_FUNCTION uint32_t joined(uint32_t (&code)[8], uint32_t bias, const float* u) {
+// The signs of eight elements in bits 3 of nibbles.
+FP4_FUNCTION uint32_t signs_of(const float* u) {
 #ifdef __CUDA_ARCH__
-    // Magnitudes are added in pairs, signs are the top bytes of even and of odd elements.
-    uint32_t sign[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) sign[i] = bits(u[i] + 0.f);
-#pragma unroll
-    for (int step = 1; step < 8; step *= 2)
-#pragma unroll
-        for (int i = 0; i < 8; i += 2 * step) code[i] += code[i + step] << (4 * step);
     const auto tops = [&](int i) {
-        const uint32_t low = __byte_perm(sign[i], sign[i + 2], 0x73), high = __byte_perm(sign[i + 4], sign[i + 6], 0x73);
+        const uint32_t low = __byte_perm(bits(u[i] + 0.f), bits(u[i + 2] + 0.f), 0x73);
+        const uint32_t high = __byte_perm(bits(u[i + 4] + 0.f), bits(u[i + 6] + 0.f), 0x73);
         return __byte_perm(low, high, 0x5410) & 0x80808080u;
     };
-    return code[0] - bias * 0x11111111u + (tops(0) >> 4) + tops(1);
+    return (tops(0) >> 4) + tops(1);
 #else
-    uint32_t codes = 0u;
-    for (int i = 0; i < 8; ++i) codes += (code[i] - bias + sign_of(u[i])) << (4 * i);
-    return codes;
+    uint32_t signs = 0u;
+    for (int i = 0; i < 8; ++i) signs += sign_of(u[i]) << (4 * i);
+    return signs;
 #endif
+}
+
+// Eight codes, the first in the lowest nibble, from those of magnitudes plus `bias`.
+FP4_FUNCTION uint32_t joined(uint32_t (&code)[8], uint32_t bias) {
+#ifdef __CUDA_ARCH__
+#pragma unroll
+#endif
+    for (int step = 1; step < 8; step *= 2)
+#ifdef __CUDA_ARCH__
+#pragma unroll
+#endif
+        for (int i = 0; i < 8; i += 2 * step) code[i] += code[i + step] << (4 * step);
+    return code[0] - bias * 0x11111111u;
+}
+
+// The code of an E2M1 value from 0 to 6 is in bits 22 to 24 of it times 2^-126; all others are 0.
+FP4_FUNCTION uint32_t code_bits(float q) { return bits(q * from_bits(0x00800000u)); }
+
+// Eight such codes, the first in the lowest nibble.
+FP4_FUNCTION uint32_t encode_values(const float* q) {
+    uint32_t codes = 0u;
+#ifdef __CUDA_ARCH__
+#pragma unroll
+#endif
+    for (int i = 0; i < 8; ++i) codes += i < 6 ? code_bits(q[i]) >> (22 - 4 * i) : code_bits(q[i]) << (4 * i - 22);
+    return codes;
 }
 
 // The codes of eight consecutive elements rounded to nearest; NaN is left to the caller. The instruction keeps the sign
@@ -183,7 +209,7 @@ FP4_FUNCTION uint32_t encode_eight(const float* u) {
 #pragma unroll
 #endif
     for (int i = 0; i < 8; ++i) code[i] = nearest_code(fabsf(u[i]) * 0.5f);
-    return joined(code, NEAREST, u);
+    return joined(code, NEAREST) + signs_of(u);
 #endif
 }
 
@@ -333,24 +359,52 @@ struct Words {
     uint32_t w[4];
 };
 
+// The keys of the ten rounds of Philox, two a round; a kernel may compute them once a block.
+constexpr int KEYS = 20;
+FP4_FUNCTION uint32_t key_of(uint64_t seed, int i) {
+    return uint32_t(seed >> (i % 2 * 32)) + uint32_t(i / 2) * (i % 2 ? 0xBB67AE85u : 0x9E3779B9u);
+}
+
 // Philox4x32-10; byte i of the result belongs to element i of group g (see fp4deploy/formats/philox.py).
-FP4_FUNCTION Words philox(uint64_t g, uint64_t seed, uint64_t offset) {
+FP4_FUNCTION Words philox(uint64_t g, const uint32_t (&key)[KEYS], uint64_t offset) {
     uint32_t c0 = uint32_t(g), c1 = uint32_t(g >> 32), c2 = uint32_t(offset), c3 = uint32_t(offset >> 32);
-    uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
 #ifdef __CUDA_ARCH__
 #pragma unroll
 #endif
-    for (int round = 0; round < 10; ++round) {
+    for (int i = 0; i < KEYS; i += 2) {
         uint64_t left = uint64_t(0xD2511F53u) * c0, right = uint64_t(0xCD9E8D57u) * c2;
-        c0 = uint32_t(right >> 32) ^ c1 ^ k0;
+        c0 = uint32_t(right >> 32) ^ c1 ^ key[i];
         c1 = uint32_t(right);
-        c2 = uint32_t(left >> 32) ^ c3 ^ k1;
+        c2 = uint32_t(left >> 32) ^ c3 ^ key[i + 1];
         c3 = uint32_t(left);
-        k0 += 0x9E3779B9u;
-        k1 += 0xBB67AE85u;
     }
     return {{c0, c1, c2, c3}};
 }
+
+FP4_FUNCTION Words philox(uint64_t g, uint64_t seed, uint64_t offset) {
+    uint32_t key[KEYS];
+#ifdef __CUDA_ARCH__
+#pragma unroll
+#endif
+    for (int i = 0; i < KEYS; ++i) key[i] = key_of(seed, i);
+    return philox(g, key, offset);
+}
+
+#ifdef __CUDACC__
+// Of a block: the keys in shared memory, written by its first threads; a barrier follows.
+struct alignas(16) SharedKeys {
+    uint4 four[KEYS / 4];
+    __device__ __forceinline__ void set(uint64_t seed) {
+        if (threadIdx.x < KEYS) reinterpret_cast<uint32_t*>(four)[threadIdx.x] = key_of(seed, threadIdx.x);
+    }
+    __device__ __forceinline__ Words philox(uint64_t g, uint64_t offset) const {
+        uint4 keys[KEYS / 4];
+#pragma unroll
+        for (int i = 0; i < KEYS / 4; ++i) keys[i] = four[i];
+        return fp4::philox(g, reinterpret_cast<const uint32_t(&)[KEYS]>(keys), offset);
+    }
+};
+#endif
 
 // byte / 512 of the element i.
 FP4_FUNCTION float part_of(const Words& words, int i) { return part_of(words.w[i / 4], i % 4); }
@@ -362,7 +416,7 @@ FP4_FUNCTION uint32_t encode_eight(const float* u, const uint32_t* words) {
 #pragma unroll
 #endif
     for (int i = 0; i < 8; ++i) code[i] = stochastic_code(fabsf(u[i]) * 0.5f, part_of(words[i / 4], i % 4));
-    return joined(code, DOWN, u);
+    return joined(code, DOWN) + signs_of(u);
 }
 
 FP4_FUNCTION void hadamard(float (&x)[GROUP]) {
