@@ -391,17 +391,22 @@ FP4_FUNCTION Words philox(uint64_t g, uint64_t seed, uint64_t offset) {
 }
 
 #ifdef __CUDACC__
-// Of a block: the keys in shared memory, written by its first threads; a barrier follows.
-struct alignas(16) SharedKeys {
+// Philox with a seed and an offset {seed, offset}, whose keys a block of at least KEYS threads computes once into shared
+// memory; a barrier follows.
+struct alignas(16) SharedPhilox {
     uint4 four[KEYS / 4];
-    __device__ __forceinline__ void set(uint64_t seed) {
-        if (threadIdx.x < KEYS) reinterpret_cast<uint32_t*>(four)[threadIdx.x] = key_of(seed, threadIdx.x);
+    uint64_t offset;
+
+    __device__ __forceinline__ void set(const uint64_t* random) {
+        const int thread = threadIdx.y * blockDim.x + threadIdx.x;
+        if (thread < KEYS) reinterpret_cast<uint32_t*>(four)[thread] = key_of(random[0], thread);
+        if (thread == 0) offset = random[1];
     }
-    __device__ __forceinline__ Words philox(uint64_t g, uint64_t offset) const {
+    __device__ __forceinline__ Words words(uint64_t g) const {
         uint4 keys[KEYS / 4];
 #pragma unroll
         for (int i = 0; i < KEYS / 4; ++i) keys[i] = four[i];
-        return fp4::philox(g, reinterpret_cast<const uint32_t(&)[KEYS]>(keys), offset);
+        return philox(g, reinterpret_cast<const uint32_t(&)[KEYS]>(keys), offset);
     }
 };
 #endif

@@ -40,13 +40,19 @@ __device__ __forceinline__ float largest_of(const float (&v)[LENGTH]) {
     return amax;
 }
 
-// The global scale of a tensor is computed once a block, while its loads are under way; there is none of MXFP4, nor where
-// only an amax is found, and with ROWS each row has its own.
-__device__ __forceinline__ fp4::GlobalScale shared_scale(const float* amax) {
-    if (MX || ROWS || PACKED == 3) return {};
-    __shared__ fp4::GlobalScale shared;
-    if (threadIdx.x == 0) shared = fp4::global_scale<E>(*amax);
-    __syncthreads();
+// What a block computes once while its loads are under way: the global scale of a tensor (there is none of MXFP4, nor where
+// only an amax is found, and with ROWS each row has its own), and the keys of random bytes.
+constexpr bool GLOBAL = !MX && !ROWS && PACKED != 3;
+struct Shared {
+    fp4::GlobalScale global;
+    fp4::SharedPhilox philox;
+};
+
+__device__ __forceinline__ const Shared& shared_by_block(const float* amax, const uint64_t* random) {
+    __shared__ Shared shared;
+    if (GLOBAL && threadIdx.x == 0) shared.global = fp4::global_scale<E>(*amax);
+    if (STOCHASTIC) shared.philox.set(random);
+    if (GLOBAL || STOCHASTIC) __syncthreads();
     return shared;
 }
 
@@ -83,7 +89,7 @@ __device__ __forceinline__ void transform(float (&v)[LENGTH]) {
 // One or two groups of a row, transformed. `v` is read, and becomes the fake-quantised values or is written as codes and scales. All
 // threads of a warp call this (shuffles); `has` says whether a thread has elements.
 __device__ __forceinline__ void quantize(
-    float (&v)[LENGTH], const fp4::GlobalScale& global, const uint64_t* random, uint8_t* codes, uint8_t* scales,
+    float (&v)[LENGTH], const fp4::GlobalScale& global, const Shared& shared, uint8_t* codes, uint8_t* scales,
     uint16_t* in_range, const View& view, long long row, long long group, long long mask_index, bool has) {
 #if PACKED == 3
     float largest = 0.f;
@@ -97,7 +103,7 @@ __device__ __forceinline__ void quantize(
 #pragma unroll
     for (int part = 0; part < GROUPS; ++part) {
 #if STOCHASTIC
-        fp4::Words words = fp4::philox(uint64_t(row) * view.groups + group + part, random[0], random[1]);
+        fp4::Words words = shared.philox.words(uint64_t(row) * view.groups + group + part);
 #endif
         uint32_t bits = 0u;
         float scaled[16];

@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(256) ms_eden(
     const long long tiles = INNER ? count * wide : (count + SLOTS - 1) / SLOTS;
     const bool words = !INNER && K % BLOCK == 0 && reinterpret_cast<uint64_t>(x) % 16 == 0;
 
-    // What all groups have: signs, the scales of the whole, the keys of random bytes.
+    // What all groups have: signs, the scales of the whole, the keys of Philox.
     __shared__ alignas(16) float signs[BLOCKS][BLOCK];
     if (threadIdx.x < BLOCKS) {
         const fp4::Words random_signs = fp4::philox(threadIdx.x, rotation[0], rotation[1]);
@@ -84,14 +84,13 @@ extern "C" __global__ void __launch_bounds__(256) ms_eden(
         for (int i = 0; i < BLOCK; ++i) signs[threadIdx.x][i] = random_signs.w[i / 4] >> (8 * (i % 4)) & 1u ? -1.f : 1.f;
     }
 #if !MEASURE
-    __shared__ fp4::SharedKeys keys;
+    __shared__ fp4::SharedPhilox philox;
     __shared__ float global[2];
-    keys.set(random[0]);
+    philox.set(random);
     if (threadIdx.x == 32) {
         const float shrunk = *amax * SHRINK;
         global[0] = shrunk, global[1] = shrunk > 0.f ? fminf(256.f / shrunk, fp4::FLOAT_MAX) : 0.f;
     }
-    const uint64_t offset = random[1];
 #else
     float measured = 0.f;
 #endif
@@ -187,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(256) ms_eden(
         const float correction = projection > 0.f ? squares / projection : 1.f;
         const long long image = middle == 1 ? o : o / middle, row = (image * inner + in) * middle + (o - image * middle);
         const long long place = row * groups * BLOCKS + group * BLOCKS + block;
-        const uint32_t byte = keys.philox(place, offset).w[0] & 0xFFu;
+        const uint32_t byte = philox.words(place).w[0] & 0xFFu;
         const bool broken = !fp4::is_finite(largest);
         const float rounded = broken ? fp4::quiet_nan() : round_stochastically(d8 * correction, byte);
 #if PACKED

@@ -35,10 +35,6 @@ extern "C" __global__ void __launch_bounds__(256) quantize_tensor(
     const long long in = (long long)(INNER ? thread - rest * wide : 0) * WIDTH;
     const long long group = (long long)(rest - o * blocks) * GROUPS, k = group * 16;
 #endif
-    fp4::GlobalScale global;
-    const auto scale_of_row = [&](long long row) {
-        return ROWS ? fp4::global_scale<E>(amax[has ? row : 0]) : global;
-    };
 #if INNER
     const DTYPE* source = x + ((long long)o * K + k) * inner + in;
     Neighbours raw[LENGTH];
@@ -47,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(256) quantize_tensor(
         raw[i] = Neighbours{};
         if (has && k + i < K) raw[i] = *reinterpret_cast<const Neighbours*>(source + i * inner);
     }
-    global = shared_scale(amax);
+    const Shared& shared = shared_by_block(amax, random);
 #pragma unroll
     for (int w = 0; w < WIDTH; ++w) {
         float v[LENGTH];
@@ -56,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(256) quantize_tensor(
         const long long row = (long long)o * inner + in + w;
         transform(v);
         quantize(
-            v, scale_of_row(row), random, static_cast<uint8_t*>(out), scales, in_range, view, row, group,
+            v, ROWS ? fp4::global_scale<E>(amax[has ? row : 0]) : shared.global, shared, static_cast<uint8_t*>(out), scales, in_range, view, row, group,
             ((long long)o * view.groups + group) * inner + in + w, has);
 #pragma unroll
         for (int i = 0; i < LENGTH; ++i) raw[i].value[w] = narrow<DTYPE>(v[i]);
@@ -82,10 +78,10 @@ extern "C" __global__ void __launch_bounds__(256) quantize_tensor(
 #pragma unroll
     for (int i = 0; i < 16; ++i) v[i] = has && k + i < K ? widen(source[i]) : 0.f;
 #endif
-    global = shared_scale(amax);
+    const Shared& shared = shared_by_block(amax, random);
     transform(v);
     quantize(
-        v, scale_of_row(o), random, static_cast<uint8_t*>(out), scales, in_range, view, o, group,
+        v, ROWS ? fp4::global_scale<E>(amax[has ? o : 0]) : shared.global, shared, static_cast<uint8_t*>(out), scales, in_range, view, o, group,
         (long long)o * view.groups + group, has);
 #if PACKED == 0
     if (!has) return;
@@ -120,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(256) fake_quantize_rows(
 #pragma unroll
     for (int j = 0; j < VECTORS; ++j)
         raw[j] = first + j * 256 < vectors ? reinterpret_cast<const uint4*>(x)[first + j * 256] : uint4{};
-    const fp4::GlobalScale global = shared_scale(amax);
+    const fp4::GlobalScale global = shared_by_block(amax, nullptr).global;
 #if MEASURE
     float measured = 0.f;
 #endif
@@ -192,6 +188,7 @@ extern "C" __global__ void __launch_bounds__(512) quantize_row_scaled(
     const DTYPE* x, float* amax, const uint64_t* random, void* out, uint8_t* scales, uint16_t* in_range,
     long long outer, long long K) {
     extern __shared__ uint4 rows[];
+    const Shared& shared = shared_by_block(nullptr, random);
     const View view{K, 1, K / 16};
     const uint32_t groups = uint32_t(view.groups), vectors = groups * PIECES, team = blockDim.x;
     uint4* own = rows + threadIdx.y * ((vectors + 3) / 4 * 4);
@@ -220,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(512) quantize_row_scaled(
     for (uint32_t group = threadIdx.x; has && group < groups; group += team) {
         const long long place = row * view.groups + group;
         load_group(own, group, v);
-        quantize(v, global, random, static_cast<uint8_t*>(out), scales, in_range, view, row, group, place, true);
+        quantize(v, global, shared, static_cast<uint8_t*>(out), scales, in_range, view, row, group, place, true);
 #if PACKED == 0
         channels::store(static_cast<DTYPE*>(out) + place * 16, channels::halves(v)[0]);
         channels::store(static_cast<DTYPE*>(out) + place * 16 + 8, channels::halves(v)[1]);
@@ -254,7 +251,7 @@ extern "C" __global__ void __launch_bounds__(256) fake_quantize_columns(
 #pragma unroll
     for (int i = 0; i < 16; ++i)
         if (has) values[i] = x[first + i * (long long)wide];
-    const fp4::GlobalScale global = shared_scale(amax);
+    const fp4::GlobalScale global = shared_by_block(amax, nullptr).global;
     const float2 both = has ? widen(largest_of(values)) : float2{};
 #if MEASURE
     float measured = fmaxf(both.x, both.y);

@@ -58,6 +58,10 @@ extern "C" __global__ void __launch_bounds__(256) quantize_tiles(
     __shared__ fp4::GlobalScale global_scale;
     __shared__ float rows[FORMAT == 1 ? 3 : 1][8][16];
     if (threadIdx.x == 0) global_scale = fp4::global_scale<E>(*amax);
+#if STOCHASTIC
+    __shared__ fp4::SharedPhilox philox;
+    philox.set(random);
+#endif
     float v[16], largest = 0.f;
     if (words && has) {
         channels::load(x + base, channels::halves(v)[0]);
@@ -83,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(256) quantize_tiles(
     if (!has) return;  // only now: the shuffles above need all lanes
     const long long row = plane * R + r;
 #if STOCHASTIC
-    const fp4::Words words_of_row = fp4::philox(uint64_t(row) * groups + g, random[0], random[1]);
+    const fp4::Words words_of_row = philox.words(uint64_t(row) * groups + g);
 #endif
 #pragma unroll
     for (int i = 0; i < 16; ++i) v[i] *= block.encode;
