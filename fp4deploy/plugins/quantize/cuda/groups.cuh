@@ -70,7 +70,7 @@ __device__ __forceinline__ BlockScale scale_of(const float (&v)[LENGTH], const f
 #endif
 }
 
-__device__ __forceinline__ long long scale_index(long long row, long long k, long long count) {
+__device__ __forceinline__ uint64_t scale_index(uint64_t row, uint64_t k, uint64_t count) {
 #if PACKED == 2
     // The 128x4 layout of cuBLASLt and tcgen05: tiles of 128 rows x 4 scales, rows 32 apart adjacent.
     return row % 32 * 16 + row / 32 % 4 * 4 + k % 4 + k / 4 * 512 + row / 128 * 512 * ((count + 3) / 4);

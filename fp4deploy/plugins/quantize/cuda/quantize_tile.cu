@@ -40,19 +40,21 @@ extern "C" __global__ void __launch_bounds__(256) quantize_tiles(
     long long B, long long R, long long K, long long stride_a, long long stride_b, long long stride_r,
     long long stride_k) {
     const long long groups = (K + 15) / 16;
-    const uint32_t tile_rows = uint32_t((R + 15) / 16);
+    // Tiles are fewer than 2^32, so that divisions have 32 bits; a matrix needs one.
+    const uint32_t tile_rows = uint32_t((R + 15) / 16), planes = uint32_t(A * B);
 #if ALONG
     const uint32_t chunks = uint32_t((groups + 15) / 16), above = blockIdx.x / chunks;
     const long long g = (long long)(blockIdx.x - above * chunks) * 16 + threadIdx.x % 16;
-    const uint32_t plane = above / tile_rows;
-    const long long r = (long long)(above - plane * tile_rows) * 16 + threadIdx.x / 32 + threadIdx.x % 32 / 16 * 8;
-    const bool has = r < R && g < groups;
+    const int row_of_tile = threadIdx.x / 32 + threadIdx.x % 32 / 16 * 8;
 #else
-    const long long tile = ((long long)blockIdx.x * 256 + threadIdx.x) / 16, above = tile / groups, g = tile % groups;
-    const long long plane = above / tile_rows, r = above % tile_rows * 16 + threadIdx.x % 16;
-    const bool has = r < R && tile < A * B * tile_rows * groups;
+    const uint32_t tile = blockIdx.x * 16u + threadIdx.x / 16u, above = tile / uint32_t(groups);
+    const long long g = tile - above * uint32_t(groups);
+    const int row_of_tile = threadIdx.x % 16;
 #endif
-    const long long base = plane / B * stride_a + plane % B * stride_b + r * stride_r + g * 16 * stride_k;
+    const uint32_t plane = planes > 1 ? above / tile_rows : 0u, a = B > 1 ? plane / uint32_t(B) : plane;
+    const long long r = (long long)(above - plane * tile_rows) * 16 + row_of_tile;
+    const bool has = r < R && g < groups && above < planes * tile_rows;
+    const long long base = a * stride_a + (plane - a * uint32_t(B)) * stride_b + r * stride_r + g * 16 * stride_k;
     const uint64_t places = reinterpret_cast<uint64_t>(x) | reinterpret_cast<uint64_t>(out) | reinterpret_cast<uint64_t>(in_range);
     const bool words = ALONG && K % 16 == 0 && ((places | stride_a | stride_b | stride_r) & 15) == 0;
     __shared__ fp4::GlobalScale global_scale;
