@@ -74,7 +74,7 @@ FAULTS = {
         "vectors are copied to another place": planted.replaced(
             r"(cp\.async\.cg\.shared\.global\s+\[%r\d+)\]", r"\1+16]", 0
         ),
-        "infinities count": planted.replaced(
+        "every value is taken for an infinity": planted.replaced(
             r"setp\.equ\.f32(\s+%p\d+, %f\d+, )0f7F800000;", r"setp.equ.f32\g<1>0f7FFFFFFF;", None
         ),
         "amaxes are shifted": planted.replaced(r"(st\.global\.f32\s+\[%rd\d+)\]", r"\1+4]", 0),

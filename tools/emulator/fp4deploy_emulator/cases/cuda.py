@@ -183,7 +183,7 @@ def row_scaled(
     random: bool = False,
     hadamard: bool = False,
 ) -> Callable[[Setting, Outcome], None]:
-    """Codes, scales and amaxes of rows, the second of zeros, the third with values that are not finite; values and mask."""
+    """Codes, scales and amaxes of rows, one of zeros, one with values that are not finite; values and mask."""
 
     def case(setting: Setting, outcome: Outcome) -> None:
         x = _values(setting, shape, dtype)
