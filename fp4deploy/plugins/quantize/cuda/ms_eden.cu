@@ -115,8 +115,7 @@ extern "C" __global__ void __launch_bounds__(256) ms_eden(
             channels::load(source, channels::halves(v)[0]);
             channels::load(source + BLOCK / 2, channels::halves(v)[1]);
         } else {
-#pragma unroll
-            for (int i = 0; i < BLOCK; ++i) v[i] = !words && has && k + i < K ? widen(source[i * inner]) : 0.f;
+            channels::gather(source, inner, has && !words ? int(min((long long)BLOCK, K - k)) : 0, v);
         }
         // The first stage, with the signs: products are exact, so that an fma rounds like the sum.
 #pragma unroll
@@ -200,8 +199,7 @@ extern "C" __global__ void __launch_bounds__(256) ms_eden(
 #pragma unroll
         for (int i = 0; i < BLOCK; ++i) v[i] = copysignf(q[i], v[i] + 0.f) * unit;  // NaN, all of them, where one is not finite
 #if INNER
-#pragma unroll
-        for (int i = 0; i < BLOCK; ++i) narrow(v[i], target[i * inner]);
+        channels::scatter(target, inner, BLOCK, v);
 #else
         channels::store(target, channels::halves(v)[0]);
         channels::store(target + BLOCK / 2, channels::halves(v)[1]);

@@ -55,6 +55,7 @@ extern "C" __global__ void __launch_bounds__(256) quantize_tiles(
     const long long r = (long long)(above - plane * tile_rows) * 16 + row_of_tile;
     const bool has = r < R && g < groups && above < planes * tile_rows;
     const long long base = a * stride_a + (plane - a * uint32_t(B)) * stride_b + r * stride_r + g * 16 * stride_k;
+    const int elements = has ? int(min(16LL, K - g * 16)) : 0;
     const uint64_t places = reinterpret_cast<uint64_t>(x) | reinterpret_cast<uint64_t>(out) | reinterpret_cast<uint64_t>(in_range);
     const bool words = ALONG && K % 16 == 0 && ((places | stride_a | stride_b | stride_r) & 15) == 0;
     __shared__ fp4::GlobalScale global_scale;
@@ -69,8 +70,7 @@ extern "C" __global__ void __launch_bounds__(256) quantize_tiles(
         channels::load(x + base, channels::halves(v)[0]);
         channels::load(x + base + 8, channels::halves(v)[1]);
     } else {
-#pragma unroll
-        for (int i = 0; i < 16; ++i) v[i] = has && g * 16 + i < K ? widen(x[base + i * stride_k]) : 0.f;
+        channels::gather(x + base, stride_k, elements, v);
     }
 #pragma unroll
     for (int i = 0; i < 16; ++i) largest = fp4::nan_max(largest, fabsf(v[i]));
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(256) quantize_tiles(
     } else {
 #pragma unroll
         for (int i = 0; i < 16; ++i)
-            if (g * 16 + i < K) in_range[base + i * stride_k] = inside.each[i];
+            if (i < elements) in_range[base + i * stride_k] = inside.each[i];
     }
 #endif
 #if PACKED
@@ -131,9 +131,7 @@ extern "C" __global__ void __launch_bounds__(256) quantize_tiles(
         channels::store(target, channels::halves(v)[0]);
         channels::store(target + 8, channels::halves(v)[1]);
     } else {
-#pragma unroll
-        for (int i = 0; i < 16; ++i)
-            if (g * 16 + i < K) narrow(v[i], target[i * stride_k]);
+        channels::scatter(target, stride_k, elements, v);
     }
 #endif
 }
