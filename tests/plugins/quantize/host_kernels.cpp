@@ -127,6 +127,12 @@ void round_nearest(const float* u, int64_t count, float* q, uint8_t* direct) {
     }
 }
 
+// Codes of 0 <= u < 7 without a clamp, as the packing kernel takes them from the rounded sum.
+void codes_of_sums(const float* u, int64_t count, uint8_t* codes) {
+    for (int64_t i = 0; i < count; ++i)
+        codes[i] = uint8_t(fp4::code_of(std::fmaf(fp4::binade_of(u[i]), fp4::ROUNDER, u[i])) - fp4::CODE_BIAS);
+}
+
 void divide_by_range(const float* v, int64_t count, int largest, float* quotient, float* expected) {
     const fp4::GlobalScale global = largest == 256 ? fp4::global_scale<256>(1.f) : fp4::global_scale<448>(1.f);
     for (int64_t i = 0; i < count; ++i) {
@@ -139,7 +145,7 @@ void round_stochastic(const float* u, const uint8_t* random, int64_t count, floa
     for (int64_t i = 0; i < count; ++i) {
         q[i] = fp4::round_e2m1(u[i], fp4::part_of(random[i], 0));
         const float part = fp4::part_of(random[i], 0);
-        codes[i] = uint8_t(fp4::stochastic_code(std::fabs(u[i]) * 0.5f, part) - fp4::DOWN + fp4::sign_of(u[i]));
+        codes[i] = uint8_t(fp4::stochastic_code(std::fabs(u[i]), part) - fp4::DOWN + fp4::sign_of(u[i]));
     }
 }
 

@@ -26,6 +26,10 @@ def test_nearest_codes_of_two_million_floats(header: Header) -> None:
     header("round_nearest", u, len(u), q, codes)
     assert_bits(q, formats.round_e2m1(u))
     assert_bits(codes, formats.encode_e2m1(u))
+    small = u[(u >= 0) & (u < 7)].contiguous()
+    codes = torch.empty(len(small), dtype=torch.uint8)
+    header("codes_of_sums", small, len(small), codes)
+    assert_bits(codes, formats.encode_e2m1(small), "without a clamp")
 
 
 def test_stochastic_codes_for_every_byte(header: Header) -> None:

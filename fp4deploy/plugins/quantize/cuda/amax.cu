@@ -36,7 +36,8 @@ extern "C" __global__ void __launch_bounds__(256) finite_amax(
     }
     if (thread < head) largest = fmaxf(largest, finite_magnitude(x[thread]));
     if (thread < count - tail) largest = fmaxf(largest, finite_magnitude(x[tail + thread]));
-    fp4::raise_by_block(amax, largest);
+    largest = fp4::block_max(largest);
+    if (threadIdx.x == 0 && largest > 0.f) atomicMax(amax, __float_as_int(largest));
 }
 
 extern "C" __global__ void __launch_bounds__(256) row_amax(

@@ -103,33 +103,41 @@ FP4_FUNCTION float round_e2m1(float u, float part) {
     return copysignf(fmaf(binade, -TRUNCATOR, truncated), u);
 }
 
-// The code of a magnitude u grows by 4 in a straight line up to u = 2, by 2 more up to 4 and by 1 more up to 6. These are
-// the pieces of half = u / 2: saturation to [0, 1] is a free instruction modifier. At most one of them is a fraction, so
-// that a sum of them is rounded once. It all runs on the FMA pipe, which the rest of a quantiser leaves free.
-FP4_FUNCTION float piece(float half, float from) {
+// For 0 <= u < 7, the float u + 1.5 * 2^22 binades contains the code: its low bits count half binades, its bits from
+// bit 22 up are twice the exponent. `code_of` adds both, which is the code plus CODE_BIAS.
+constexpr uint32_t CODE_BIAS = 299u;
+FP4_FUNCTION uint32_t code_of(float rounded) { return (bits(rounded) & 7u) + (bits(rounded) >> 22); }
+
+// The code of |u| rounded to nearest, plus CODE_BIAS.
+FP4_FUNCTION uint32_t biased_code(float u) {
+    const float magnitude = fminf(fabsf(u), 6.f);
+    return code_of(fmaf(binade_of(magnitude), ROUNDER, magnitude));
+}
+
+// The code of a magnitude grows by 4 in a straight line up to 2, by 2 more up to 4 and by 1 more up to 6. These are the
+// pieces, each from 0 to 1: half the magnitude less 0, 1 or 2, and saturation is a free instruction modifier. At most one
+// is a fraction, so that a sum of them is rounded once. It all runs on the FMA pipe. Measured fact (H200, 2026-11-30, BF16,
+// 16384 x 6144): stochastic packing took 119 us instead of 131 by it and by keys once a block; for rounding to nearest,
+// pieces took 70 us instead of 65 of packing and 75 instead of 67 of MXFP4, so that `biased_code` has none.
+FP4_FUNCTION float piece(float magnitude, float from) {
+    const float part = fmaf(magnitude, 0.5f, -from);
 #ifdef __CUDA_ARCH__
-    return __saturatef(half - from);
+    return __saturatef(part);
 #else
-    return fminf(fmaxf(half - from, 0.f), 1.f);
+    return fminf(fmaxf(part, 0.f), 1.f);
 #endif
 }
 
-// The code plus NEAREST, the bits of 1.5 * 2^23: the addition rounds to whole codes, ties to even. NaN: no matter what.
-constexpr uint32_t NEAREST = 0x4B400000u, DOWN = 0x4B000000u;
-FP4_FUNCTION uint32_t nearest_code(float half) {
-    const float sum = fmaf(piece(half, 1.f), 2.f, fmaf(piece(half, 0.f), 4.f, from_bits(NEAREST)));
-    return bits(sum + piece(half, 2.f));
-}
-
-// The code rounded stochastically, plus DOWN, the bits of 2^23. Half the code is added up, so that the sum of the first
-// piece and `part` is that of `round_e2m1` and rounded like it; everything else is rounded down.
-FP4_FUNCTION uint32_t stochastic_code(float half, float part) {
-    const float sum = fmaf(piece(half, 0.f), 2.f, part);
+// The code of a magnitude rounded stochastically, plus DOWN, the bits of 2^23. Half the code is added up, so that the sum of
+// the first piece and `part` is that of `round_e2m1` and rounded like it; everything else is rounded down.
+constexpr uint32_t DOWN = 0x4B000000u;
+FP4_FUNCTION uint32_t stochastic_code(float magnitude, float part) {
+    const float sum = fmaf(piece(magnitude, 0.f), 2.f, part);
 #ifdef __CUDA_ARCH__
-    const float all = __fmaf_rz(piece(half, 2.f), 0.5f, __fmaf_rz(piece(half, 1.f), 1.f, sum));
+    const float all = __fmaf_rz(piece(magnitude, 2.f), 0.5f, __fmaf_rz(piece(magnitude, 1.f), 1.f, sum));
     return bits(__fmaf_rz(all, 2.f, from_bits(DOWN)));
 #else
-    return DOWN + uint32_t(2. * sum + 2. * piece(half, 1.f) + piece(half, 2.f));
+    return DOWN + uint32_t(2. * sum + 2. * piece(magnitude, 1.f) + piece(magnitude, 2.f));
 #endif
 }
 
@@ -137,7 +145,7 @@ FP4_FUNCTION uint32_t stochastic_code(float half, float part) {
 FP4_FUNCTION uint32_t sign_of(float u) { return bits(u + 0.f) >> 28 & 8u; }
 
 // The code of u rounded to nearest; NaN is left to the caller.
-FP4_FUNCTION uint32_t encode_nearest(float u) { return nearest_code(fabsf(u) * 0.5f) - NEAREST + sign_of(u); }
+FP4_FUNCTION uint32_t encode_nearest(float u) { return biased_code(u) - CODE_BIAS + sign_of(u); }
 
 // Blackwell converts in hardware, but the instruction exists only in code for one architecture or family ("sm_100a",
 // "sm_120f").
@@ -147,19 +155,20 @@ FP4_FUNCTION uint32_t encode_nearest(float u) { return nearest_code(fabsf(u) * 0
 #endif
 #endif
 
-// The signs of eight elements in bits 3 of nibbles.
-FP4_FUNCTION uint32_t signs_of(const float* u) {
+// Eight codes of magnitudes, with the signs of their elements in bits 3 of nibbles.
+FP4_FUNCTION uint32_t with_signs(uint32_t codes, const float* u) {
 #ifdef __CUDA_ARCH__
+    uint32_t sign[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sign[i] = bits(u[i] + 0.f);
     const auto tops = [&](int i) {
-        const uint32_t low = __byte_perm(bits(u[i] + 0.f), bits(u[i + 2] + 0.f), 0x73);
-        const uint32_t high = __byte_perm(bits(u[i + 4] + 0.f), bits(u[i + 6] + 0.f), 0x73);
+        const uint32_t low = __byte_perm(sign[i], sign[i + 2], 0x73), high = __byte_perm(sign[i + 4], sign[i + 6], 0x73);
         return __byte_perm(low, high, 0x5410) & 0x80808080u;
     };
-    return (tops(0) >> 4) + tops(1);
+    return codes + (tops(0) >> 4) + tops(1);
 #else
-    uint32_t signs = 0u;
-    for (int i = 0; i < 8; ++i) signs += sign_of(u[i]) << (4 * i);
-    return signs;
+    for (int i = 0; i < 8; ++i) codes += sign_of(u[i]) << (4 * i);
+    return codes;
 #endif
 }
 
@@ -208,8 +217,8 @@ FP4_FUNCTION uint32_t encode_eight(const float* u) {
 #ifdef __CUDA_ARCH__
 #pragma unroll
 #endif
-    for (int i = 0; i < 8; ++i) code[i] = nearest_code(fabsf(u[i]) * 0.5f);
-    return joined(code, NEAREST) + signs_of(u);
+    for (int i = 0; i < 8; ++i) code[i] = biased_code(u[i]);
+    return with_signs(joined(code, CODE_BIAS), u);
 #endif
 }
 
@@ -420,8 +429,8 @@ FP4_FUNCTION uint32_t encode_eight(const float* u, const uint32_t* words) {
 #ifdef __CUDA_ARCH__
 #pragma unroll
 #endif
-    for (int i = 0; i < 8; ++i) code[i] = stochastic_code(fabsf(u[i]) * 0.5f, part_of(words[i / 4], i % 4));
-    return joined(code, DOWN) + signs_of(u);
+    for (int i = 0; i < 8; ++i) code[i] = stochastic_code(fabsf(u[i]), part_of(words[i / 4], i % 4));
+    return with_signs(joined(code, DOWN), u);
 }
 
 FP4_FUNCTION void hadamard(float (&x)[GROUP]) {

@@ -40,20 +40,14 @@ __device__ __forceinline__ float largest_of(const float (&v)[LENGTH]) {
     return amax;
 }
 
-// What a block computes once while its loads are under way: the global scale of a tensor (there is none of MXFP4, nor where
-// only an amax is found, and with ROWS each row has its own), and the keys of random bytes.
-constexpr bool GLOBAL = !MX && !ROWS && PACKED != 3;
-struct Shared {
-    fp4::GlobalScale global;
-    fp4::SharedPhilox philox;
-};
-
-__device__ __forceinline__ const Shared& shared_by_block(const float* amax, const uint64_t* random) {
-    __shared__ Shared shared;
-    if (GLOBAL && threadIdx.x == 0) shared.global = fp4::global_scale<E>(*amax);
-    if (STOCHASTIC) shared.philox.set(random);
-    if (GLOBAL || STOCHASTIC) __syncthreads();
-    return shared;
+// The keys of random bytes, which a block computes once while its loads are under way.
+__device__ __forceinline__ const fp4::SharedPhilox& shared_philox(const uint64_t* random) {
+    __shared__ fp4::SharedPhilox philox;
+#if STOCHASTIC
+    philox.set(random);
+    __syncthreads();
+#endif
+    return philox;
 }
 
 __device__ __forceinline__ BlockScale scale_of(const float (&v)[LENGTH], const fp4::GlobalScale& global) {
@@ -70,7 +64,7 @@ __device__ __forceinline__ BlockScale scale_of(const float (&v)[LENGTH], const f
 #endif
 }
 
-__device__ __forceinline__ uint64_t scale_index(uint64_t row, uint64_t k, uint64_t count) {
+__device__ __forceinline__ long long scale_index(long long row, long long k, long long count) {
 #if PACKED == 2
     // The 128x4 layout of cuBLASLt and tcgen05: tiles of 128 rows x 4 scales, rows 32 apart adjacent.
     return row % 32 * 16 + row / 32 % 4 * 4 + k % 4 + k / 4 * 512 + row / 128 * 512 * ((count + 3) / 4);
@@ -86,10 +80,15 @@ __device__ __forceinline__ void transform(float (&v)[LENGTH]) {
 #endif
 }
 
-// One or two groups of a row, transformed. `v` is read, and becomes the fake-quantised values or is written as codes and scales. All
-// threads of a warp call this (shuffles); `has` says whether a thread has elements.
+// There is no global scale of MXFP4, nor where only an amax is found.
+__device__ __forceinline__ fp4::GlobalScale global_scale(const float* amax, long long row, bool has) {
+    return MX || PACKED == 3 ? fp4::GlobalScale{} : fp4::global_scale<E>(amax[ROWS && has ? row : 0]);
+}
+
+// One or two groups of a row, transformed. `v` is read, and becomes the fake-quantised values or is written as codes and
+// scales. All threads of a warp call this (shuffles); `has` says whether a thread has elements.
 __device__ __forceinline__ void quantize(
-    float (&v)[LENGTH], const fp4::GlobalScale& global, const Shared& shared, uint8_t* codes, uint8_t* scales,
+    float (&v)[LENGTH], const fp4::GlobalScale& global, const fp4::SharedPhilox& philox, uint8_t* codes, uint8_t* scales,
     uint16_t* in_range, const View& view, long long row, long long group, long long mask_index, bool has) {
 #if PACKED == 3
     float largest = 0.f;
@@ -103,7 +102,7 @@ __device__ __forceinline__ void quantize(
 #pragma unroll
     for (int part = 0; part < GROUPS; ++part) {
 #if STOCHASTIC
-        fp4::Words words = shared.philox.words(uint64_t(row) * view.groups + group + part);
+        fp4::Words words = philox.words(uint64_t(row) * view.groups + group + part);
 #endif
         uint32_t bits = 0u;
         float scaled[16];

@@ -189,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(256) ms_eden(
         const bool broken = !fp4::is_finite(largest);
         const float rounded = broken ? fp4::quiet_nan() : round_stochastically(d8 * correction, byte);
 #if PACKED
-        uint2 codes = {fp4::encode_values(q) + fp4::signs_of(v), fp4::encode_values(q + 8) + fp4::signs_of(v + 8)};
+        uint2 codes = {fp4::with_signs(fp4::encode_values(q), v), fp4::with_signs(fp4::encode_values(q + 8), v + 8)};
         if (broken) codes = {};
         static_cast<uint2*>(out)[place] = codes;
         scales[place] = fp4::encode_e4m3(rounded);

@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(256) quantize_tensor(
         raw[i] = Neighbours{};
         if (has && k + i < K) raw[i] = *reinterpret_cast<const Neighbours*>(source + i * inner);
     }
-    const Shared& shared = shared_by_block(amax, random);
+    const fp4::SharedPhilox& philox = shared_philox(random);
 #pragma unroll
     for (int w = 0; w < WIDTH; ++w) {
         float v[LENGTH];
@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(256) quantize_tensor(
         const long long row = (long long)o * inner + in + w;
         transform(v);
         quantize(
-            v, ROWS ? fp4::global_scale<E>(amax[has ? row : 0]) : shared.global, shared, static_cast<uint8_t*>(out), scales, in_range, view, row, group,
+            v, global_scale(amax, row, has), philox, static_cast<uint8_t*>(out), scales, in_range, view, row, group,
             ((long long)o * view.groups + group) * inner + in + w, has);
 #pragma unroll
         for (int i = 0; i < LENGTH; ++i) raw[i].value[w] = narrow<DTYPE>(v[i]);
@@ -78,10 +78,10 @@ extern "C" __global__ void __launch_bounds__(256) quantize_tensor(
 #pragma unroll
     for (int i = 0; i < 16; ++i) v[i] = has && k + i < K ? widen(source[i]) : 0.f;
 #endif
-    const Shared& shared = shared_by_block(amax, random);
+    const fp4::SharedPhilox& philox = shared_philox(random);
     transform(v);
     quantize(
-        v, ROWS ? fp4::global_scale<E>(amax[has ? o : 0]) : shared.global, shared, static_cast<uint8_t*>(out), scales, in_range, view, o, group,
+        v, global_scale(amax, o, has), philox, static_cast<uint8_t*>(out), scales, in_range, view, o, group,
         (long long)o * view.groups + group, has);
 #if PACKED == 0
     if (!has) return;
@@ -116,7 +116,11 @@ extern "C" __global__ void __launch_bounds__(256) fake_quantize_rows(
 #pragma unroll
     for (int j = 0; j < VECTORS; ++j)
         raw[j] = first + j * 256 < vectors ? reinterpret_cast<const uint4*>(x)[first + j * 256] : uint4{};
-    const fp4::GlobalScale global = shared_by_block(amax, nullptr).global;
+    // The divisions of the global scale are done once a block, while the loads are in flight.
+    __shared__ fp4::GlobalScale shared;
+    if (!MX && threadIdx.x == 0) shared = fp4::global_scale<E>(*amax);
+    __syncthreads();
+    const fp4::GlobalScale global = shared;
 #if MEASURE
     float measured = 0.f;
 #endif
@@ -188,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(512) quantize_row_scaled(
     const DTYPE* x, float* amax, const uint64_t* random, void* out, uint8_t* scales, uint16_t* in_range,
     long long outer, long long K) {
     extern __shared__ uint4 rows[];
-    const Shared& shared = shared_by_block(nullptr, random);
+    const fp4::SharedPhilox& philox = shared_philox(random);
     const View view{K, 1, K / 16};
     const uint32_t groups = uint32_t(view.groups), vectors = groups * PIECES, team = blockDim.x;
     uint4* own = rows + threadIdx.y * ((vectors + 3) / 4 * 4);
@@ -217,7 +221,7 @@ extern "C" __global__ void __launch_bounds__(512) quantize_row_scaled(
     for (uint32_t group = threadIdx.x; has && group < groups; group += team) {
         const long long place = row * view.groups + group;
         load_group(own, group, v);
-        quantize(v, global, shared, static_cast<uint8_t*>(out), scales, in_range, view, row, group, place, true);
+        quantize(v, global, philox, static_cast<uint8_t*>(out), scales, in_range, view, row, group, place, true);
 #if PACKED == 0
         channels::store(static_cast<DTYPE*>(out) + place * 16, channels::halves(v)[0]);
         channels::store(static_cast<DTYPE*>(out) + place * 16 + 8, channels::halves(v)[1]);
@@ -247,11 +251,13 @@ extern "C" __global__ void __launch_bounds__(256) fake_quantize_columns(
     const Index wide = (Index)(inner / 2), thread = (Index)blockIdx.x * 256u + threadIdx.x, row = thread / wide;
     const bool has = row < (Index)(outer * (K / 16));
     const long long first = (long long)row * 16 * wide + (thread - row * wide);
+    __shared__ fp4::GlobalScale shared;
     PAIR values[16];
 #pragma unroll
     for (int i = 0; i < 16; ++i)
         if (has) values[i] = x[first + i * (long long)wide];
-    const fp4::GlobalScale global = shared_by_block(amax, nullptr).global;
+    if (threadIdx.x == 0) shared = fp4::global_scale<E>(*amax);
+    __syncthreads();
     const float2 both = has ? widen(largest_of(values)) : float2{};
 #if MEASURE
     float measured = fmaxf(both.x, both.y);
@@ -266,6 +272,7 @@ extern "C" __global__ void __launch_bounds__(256) fake_quantize_columns(
     fp4::raise_by_block(own, measured);
 #endif
     if (!has) return;
+    const fp4::GlobalScale global = shared;
     const BlockScale low = fp4::block_scale(both.x, global), high = fp4::block_scale(both.y, global);
     uint32_t bits[2] = {0u, 0u};
 #pragma unroll

@@ -108,11 +108,21 @@ __device__ __forceinline__ uint32_t signs_of(const uint32_t* w) {
     return (odd & 0x80808080u) | ((even & 0x80808080u) >> 4);
 }
 
-// The magnitudes of eight codes added to `sum`, the first in the lowest nibble.
+// The magnitudes of eight codes added to `sum`, the first in the lowest nibble, for 0 <= u < 7. The code is piecewise
+// linear in u: 4 steps up to 2, 2 more up to 4, 1 more up to 6. Saturation to [0, 1], a free instruction modifier, cuts
+// u into these pieces. Adding each to 1.5 * 2^23 rounds to whole steps, ties to even. All of it runs on the FMA pipe,
+// which the rest of the kernel leaves free.
 __device__ __forceinline__ uint32_t codes_of(const float* x, float half_encode, uint32_t sum) {
+    constexpr float magic = 12582912.f;  // 0x4B400000
 #pragma unroll
-    for (int i = 0; i < 8; ++i) sum += fp4::nearest_code(fabsf(x[i]) * half_encode) << (4 * i);
-    return sum - fp4::NEAREST * 0x11111111u;
+    for (int i = 0; i < 8; ++i) {
+        const float half = fabsf(x[i]) * half_encode;
+        float steps = fmaf(__saturatef(half), 4.f, magic);
+        steps = fmaf(__saturatef(half - 1.f), 2.f, steps);
+        steps = steps + __saturatef(half - 2.f);
+        sum += __float_as_uint(steps) << (4 * i);
+    }
+    return sum - 0x4B400000u * 0x11111111u;
 }
 
 // The codes of an ordinary group, eight a word.
