@@ -81,7 +81,8 @@ extern "C" __global__ void __launch_bounds__(256) ms_eden(
     if (threadIdx.x < BLOCKS) {
         const fp4::Words random_signs = fp4::philox(threadIdx.x, rotation[0], rotation[1]);
 #pragma unroll
-        for (int i = 0; i < BLOCK; ++i) signs[threadIdx.x][i] = random_signs.w[i / 4] >> (8 * (i % 4)) & 1u ? -1.f : 1.f;
+        for (int i = 0; i < BLOCK; ++i)
+            signs[threadIdx.x][i] = random_signs.w[i / 4] >> (8 * (i % 4)) & 1u ? -1.f : 1.f;
     }
 #if !MEASURE
     __shared__ fp4::SharedPhilox philox;
@@ -129,7 +130,8 @@ extern "C" __global__ void __launch_bounds__(256) ms_eden(
         if (BLOCKS > 1) {
 #pragma unroll
             for (int i = 0; i < BLOCK; i += 4)
-                *reinterpret_cast<float4*>(shared + place_of(slot, block, i)) = make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
+                *reinterpret_cast<float4*>(shared + place_of(slot, block, i)) =
+                    make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
             wait_for_group();
             const auto share = [&](int i) {
                 return reinterpret_cast<Adjacent*>(shared + place_of(slot, i / SHARE, SHARE * block + i % SHARE));
@@ -197,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(256) ms_eden(
         const float unit = (rounded * shrunk) * inverse;
         DTYPE* target = static_cast<DTYPE*>(out) + (o * padded + k) * inner + in;
 #pragma unroll
-        for (int i = 0; i < BLOCK; ++i) v[i] = copysignf(q[i], v[i] + 0.f) * unit;  // NaN, all of them, where one is not finite
+        for (int i = 0; i < BLOCK; ++i) v[i] = copysignf(q[i], v[i] + 0.f) * unit;  // all NaN where one is not finite
 #if INNER
         channels::scatter(target, inner, BLOCK, v);
 #else

@@ -215,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(512) quantize_row_scaled(
             for (int i = 0; i < 16; ++i) largest = fmaxf(largest, finite_magnitude(v[i]));
         }
     }
-    largest = team < 32 ? fp4::warp_max(largest, team) : blockDim.y > 1 ? fp4::warp_max(largest) : fp4::block_max(largest);
+    largest = team > 32 ? fp4::block_max(largest) : fp4::warp_max(largest, team);
     if (has && threadIdx.x == 0) amax[row] = largest;
     const fp4::GlobalScale global = fp4::global_scale<E>(largest);
     for (uint32_t group = threadIdx.x; has && group < groups; group += team) {
