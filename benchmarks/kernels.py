@@ -94,8 +94,20 @@ def cases(dtype: torch.dtype, peers: bool) -> dict[str, tuple[Callable[[int], ob
         "packed swizzled": (lambda i: ops.pack_along(xs[i], 1, amax, None, PLAIN, True), packed),
         "packed, amax found": (lambda i: dispatch.quantize_nvfp4(xs[i]), packed),
         "amax alone": (lambda i: ops.finite_amax(xs[i]), read),
+        "row-scaled fake quantise": (
+            lambda i: dispatch.fake_quantize_nvfp4(xs[i], row_scaled=True, mask=False),
+            2 * read,
+        ),
         "row-scaled packed": (lambda i: dispatch.quantize_nvfp4(xs[i], row_scaled=True), packed),
         "2-D packed": (lambda i: dispatch.quantize_nvfp4(xs[i], "2d", amax), packed),
+        "2-D packed, 4/6": (
+            lambda i: dispatch.quantize_nvfp4(xs[i], "2d", amax, four_over_six=FourOverSix("mae", 256, True)),
+            packed,
+        ),
+        "2-D packed, stochastic": (
+            lambda i: dispatch.quantize_nvfp4(xs[i], "2d", amax, rounding="stochastic"),
+            packed,
+        ),
         "MXFP4 packed": (lambda i: dispatch.quantize_mxfp4(xs[i]), packed),
         "stochastic packed": (lambda i: dispatch.quantize_nvfp4(xs[i], amax=amax, rounding="stochastic"), packed),
         "Hadamard + fake quantise": (

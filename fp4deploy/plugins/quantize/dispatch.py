@@ -65,7 +65,7 @@ def fake_quantize_nvfp4(
     axes = tuple(normalized_axis(x, axis) for axis in axes)
     check_options(axes, row_scaled, four_over_six, rounding)
     random, variant = random_state(x, rounding, seed, offset), nvfp4_variant(four_over_six, hadamard, row_scaled)
-    scale = _global_amax(x, axes[-1], amax, row_scaled, hadamard)
+    scale = None if row_scaled and amax is None else _global_amax(x, axes[-1], amax, row_scaled, hadamard)
     if len(axes) == 2:
         values, in_range = ops.quantize_tiles(x.detach(), *axes, scale, random, variant, mask)
     else:
@@ -142,11 +142,14 @@ def quantize_nvfp4(
     random, variant = random_state(x, rounding, seed, offset), nvfp4_variant(four_over_six, hadamard, row_scaled)
     if row_scaled and isinstance(amax, torch.Tensor) and amax.ndim:
         amax = amax.unsqueeze(axis)
-    scale = _global_amax(x, axis, amax, row_scaled, hadamard)
-    if block == "2d":
-        codes, scales = ops.pack_tiles(x.detach(), scale, random, variant)
+    if row_scaled and amax is None:
+        codes, scales, scale = ops.pack_row_scaled(x.detach(), axis, random, variant)
     else:
-        codes, scales = ops.pack_along(x.detach(), axis, scale, random, variant, False)
+        scale = _global_amax(x, axis, amax, row_scaled, hadamard)
+        if block == "2d":
+            codes, scales = ops.pack_tiles(x.detach(), scale, random, variant)
+        else:
+            codes, scales = ops.pack_along(x.detach(), axis, scale, random, variant, False)
     return Nvfp4Tensor(
         codes,
         scales.view(torch.float8_e4m3fn),
@@ -233,10 +236,6 @@ def _global_amax(
 ) -> torch.Tensor:
     if amax is not None:
         return static_amax(x, axis, amax, row_scaled).contiguous()
-    if row_scaled:
-        source = formats.random_hadamard(x, axis) if hadamard else x
-        rows: torch.Tensor = ops.row_amax(source.detach(), axis)
-        return rows
     whole: torch.Tensor = ops.hadamard_amax(x.detach(), axis) if hadamard else ops.finite_amax(x.detach())
     return whole
 

@@ -17,10 +17,11 @@ from fp4deploy.formats.constants import E4M3_MAX_FOUR_OVER_SIX
 from fp4deploy.formats.ms_eden import SHRINK, SIGN_STREAM, group_of
 from fp4deploy.plugins.quantize.dispatch import Seed, random_state, runs_on_gpu
 from fp4deploy.plugins.quantize.layout import CHANNELS_LAST, View, dense, is_channels_last, view_along
-from fp4deploy.plugins.runtime.launch import kernel
+from fp4deploy.plugins.runtime.launch import kernel, num_sms
 from fp4deploy.plugins.runtime.torch_library import ANY_DEVICE, CUDA_TYPES, operator
 
 THREADS = 256
+WAVES = 12  # blocks a multiprocessor: whole waves of the four or six that run there at once
 
 
 def fake_quantize_ms_eden(x: torch.Tensor, rotation: torch.Tensor, seed: torch.Tensor, axis: int = -1) -> torch.Tensor:
@@ -73,12 +74,14 @@ def _in_order(x: torch.Tensor, axis: int) -> tuple[torch.Tensor, View, int]:
 def _launch(
     x: torch.Tensor, view: View, middle: int, macros: dict[str, str | int | None], *tensors: torch.Tensor | None
 ) -> None:
-    group = group_of(view.size)
+    group, outer, size = group_of(view.size), view.outer, view.size
+    if view.inner == middle == 1 and size % group == 0:
+        outer, size = 1, outer * size  # groups follow each other: one long row, which needs no division
     macros = {"DTYPE": CUDA_TYPES[x.dtype], "INNER": int(view.inner > 1), "BLOCKS": group // NVFP4_BLOCK, **macros}
-    count, slots = view.outer * -(-view.size // group), THREADS * NVFP4_BLOCK // group
+    count, slots = outer * -(-size // group), THREADS * NVFP4_BLOCK // group
     blocks = count * -(-view.inner // slots) if view.inner > 1 else -(-count // slots)
     launch = kernel("ms_eden.cu", "ms_eden", "PPPPPPPqqqq", macros, x.device).launch
-    launch(blocks, THREADS, x, *tensors, view.outer, view.size, view.inner, middle)
+    launch(min(blocks, WAVES * num_sms(x.device)), THREADS, x, *tensors, outer, size, view.inner, middle)
 
 
 @operator(

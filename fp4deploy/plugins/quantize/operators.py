@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from fp4deploy.formats import MXFP4_BLOCK, NVFP4_BLOCK
+from fp4deploy.formats import MXFP4_BLOCK, NVFP4_BLOCK, random_hadamard
 from fp4deploy.plugins.quantize.layout import View, dense, is_channels_last, view_along
 from fp4deploy.plugins.runtime.launch import kernel, num_sms
 from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, SMALL, THREADS, like_first, operator, scalar
@@ -19,6 +19,7 @@ FILL = 132 * 16  # blocks that fill a large GPU
 # Fitted on an H200 (2026-11-21, `python benchmarks/kernels.py`); the times of the other choices are not recorded.
 BLOCKS = {"pack_rows": 8, "pack_rows_4o6": 6}  # thread blocks a multiprocessor: two waves
 TILE = (128, 4)
+HELD = 96 << 10  # bytes of a row that stay in shared memory while its amax is found: what a block has on every GPU
 VECTORS = 2  # 16-byte loads of a thread: the fastest of 1, 2, 4, 8, likewise
 
 
@@ -49,10 +50,9 @@ def _launch(
     mx = _block(variant) == MXFP4_BLOCK
     width = 0 if view.inner == 1 else _width(x, view.inner)
     groups = view.groups(_block(variant))
+    linear = _is_linear(x, view, variant, outputs[0])
     blocks = groups // 2 if mx and width else groups
     threads = view.outer * blocks * -(-view.inner // (width or 1))
-    aligned = all(tensor.data_ptr() % 16 == 0 for tensor in (x, outputs[0]))
-    linear = view.inner == 1 and view.size % _block(variant) == 0 and aligned
     macros = _macros(x, variant, random)
     macros |= {"PACKED": packed, "IN_RANGE": int(outputs[2] is not None), "INNER": width, "LINEAR": int(linear)}
     macros |= {"BIG": int(max(threads, view.rows) > SMALL)}
@@ -90,6 +90,37 @@ def _launch(
     launch(-(-threads // THREADS), THREADS, x, amax, random, *outputs, view.outer, view.size, view.inner)
 
 
+def _launch_row_scaled(
+    x: torch.Tensor,
+    axis: int,
+    random: torch.Tensor | None,
+    variant: list[int],
+    outputs: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    packed: int,
+) -> torch.Tensor:
+    """As `_launch`, with the amax of each row, which is returned; `x` is read twice where a block cannot hold a row."""
+    x, view = dense(x, axis, in_order=True)
+    pitch = -(-view.size * x.element_size() // 64) * 64
+    if pitch > HELD or not _is_linear(x, view, variant, outputs[0]):
+        amax = _row_amax(random_hadamard(x, axis) if variant[4] else x, axis)
+        _launch(x, view, amax, random, variant, outputs, packed)
+        return amax
+    amax = _fake_row_amax(x, axis)
+    # A thread has 128 bytes of a row or, in a warp, at least a group.
+    team = min(512, pitch // 128 // 32 * 32) or min(32, 1 << (view.groups(NVFP4_BLOCK) - 1).bit_length())
+    rows = max(1, 128 // team) if team <= 32 else 1
+    macros = _macros(x, variant, random) | {"PACKED": packed, "IN_RANGE": int(outputs[2] is not None)}
+    macros |= {"INNER": 0, "LINEAR": 1, "BIG": 0, "HELD": 1}
+    launch = kernel("quantize.cu", "quantize_row_scaled", "PPPPPPqq", macros, x.device).launch
+    launch(-(-view.outer // rows), (team, rows), x, amax, random, *outputs, view.outer, view.size, shared=rows * pitch)
+    return amax
+
+
+def _is_linear(x: torch.Tensor, view: View, variant: list[int], out: torch.Tensor) -> bool:
+    """Whether whole blocks follow each other in memory, at addresses that 16-byte loads take."""
+    return view.inner == 1 and view.size % _block(variant) == 0 and (x.data_ptr() | out.data_ptr()) % 16 == 0
+
+
 def _is_plain(variant: list[int], random: torch.Tensor | None) -> bool:
     return random is None and variant == [0, 448, 0, 0, 0, 0]
 
@@ -118,7 +149,11 @@ def _quantize_along(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     x, view = dense(x, axis, in_order=random is not None or bool(variant[5]))
     values, bits = _quantized(x, axis, view, variant, inside)
-    _launch(x, view, amax, random, variant, (values, None, bits if inside else None), 0)
+    outputs = values, None, bits if inside else None
+    if amax is None and variant[5]:
+        _launch_row_scaled(x, axis, random, variant, outputs, 0)
+    else:
+        _launch(x, view, amax, random, variant, outputs, 0)
     return values, bits
 
 
@@ -170,6 +205,17 @@ def _pack_along(
     codes, scales = _packed(x, axis, variant, swizzled)
     _launch(x, view, amax, random, variant, (codes, scales, None), 2 if swizzled else 1)
     return codes, scales
+
+
+@operator(
+    "pack_row_scaled(Tensor x, int axis, Tensor? random, int[] variant) -> (Tensor, Tensor, Tensor)",
+    lambda x, axis, random, variant: (*_packed(x, axis, variant, False), _fake_row_amax(x, axis)),
+)
+def _pack_row_scaled(
+    x: torch.Tensor, axis: int, random: torch.Tensor | None, variant: list[int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    codes, scales = _packed(x, axis, variant, swizzled=False)
+    return codes, scales, _launch_row_scaled(x, axis, random, variant, (codes, scales, None), 1)
 
 
 def _packed(x: torch.Tensor, axis: int, variant: list[int], swizzled: bool) -> tuple[torch.Tensor, torch.Tensor]:

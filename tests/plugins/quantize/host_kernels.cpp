@@ -16,17 +16,17 @@ struct Outputs {
 // One row of 16 with the scale of its block; `random` is null for rounding to nearest.
 void quantize_row(
     const float* x, const fp4::BlockScale& block, const fp4::Words* random, const Outputs& out, int64_t row) {
-    uint32_t packed[2] = {0u, 0u};
     uint16_t in_range = 0u;
     float scaled[fp4::GROUP];
     for (int i = 0; i < fp4::GROUP; ++i) {
         float u = scaled[i] = x[i] * block.encode;
         float q = random ? fp4::round_e2m1(u, fp4::part_of(*random, i)) : fp4::round_e2m1(u);
-        if (random) packed[i / 8] += fp4::encode_e2m1(u, fp4::part_of(*random, i)) << (4 * (i % 8));
         out.values[row * fp4::GROUP + i] = block.step * q;
         in_range |= uint16_t((std::fabs(u) <= 6.f ? 1u : 0u) << i);
     }
-    if (!random) packed[0] = fp4::encode_eight(scaled), packed[1] = fp4::encode_eight(scaled + 8);
+    uint32_t packed[2];
+    for (int i = 0; i < 2; ++i)
+        packed[i] = random ? fp4::encode_eight(scaled + 8 * i, random->w + 2 * i) : fp4::encode_eight(scaled + 8 * i);
     if (block.encode != block.encode) packed[0] = packed[1] = 0u;
     for (int i = 0; i < 8; ++i) out.codes[row * 8 + i] = uint8_t(packed[i / 4] >> (8 * (i % 4)));
     out.in_range[row] = in_range;
@@ -144,7 +144,8 @@ void divide_by_range(const float* v, int64_t count, int largest, float* quotient
 void round_stochastic(const float* u, const uint8_t* random, int64_t count, float* q, uint8_t* codes) {
     for (int64_t i = 0; i < count; ++i) {
         q[i] = fp4::round_e2m1(u[i], fp4::part_of(random[i], 0));
-        codes[i] = uint8_t(fp4::encode_e2m1(u[i], fp4::part_of(random[i], 0)));
+        const float part = fp4::part_of(random[i], 0);
+        codes[i] = uint8_t(fp4::stochastic_code(std::fabs(u[i]), part) - fp4::DOWN + fp4::sign_of(u[i]));
     }
 }
 

@@ -124,6 +124,27 @@ def test_packed_bytes(dtype: torch.dtype, variant: dict[str, Any]) -> None:
                 assert_same(packed.amax, expected.amax, (kind, shape, "amax"))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_every_length_in_one_pass_or_two(dtype: torch.dtype) -> None:
+    """A row is of lanes, a warp, a block, or too long for one; or it begins between words, or is strided."""
+    for shape in [(1, 16), (129, 48), (7, 1040), (5, 8224), (3, 24576), (2, 24576 + 16), (2, 49152), (1, 65536 + 32)]:
+        for kind in ("rows", "broken"):
+            x = sample(shape, dtype, kind)
+            x[0, : shape[1] // 2] = 0
+            for y in (x, x.flatten()[3 : shape[0] * 16 - 13].view(-1, 16) if shape[0] > 1 else x, x.T.contiguous().T):
+                for variant in ({}, {"hadamard": True}, {"rounding": "stochastic", "seed": 5}):
+                    poison()
+                    packed = dispatch.quantize_nvfp4(y, row_scaled=True, **variant)
+                    rest = {name: value for name, value in variant.items() if name != "hadamard"}
+                    source = formats.random_hadamard(y) if "hadamard" in variant else y
+                    expected = formats.quantize_nvfp4(source, row_scaled=True, **rest)
+                    assert_same(packed.codes, expected.codes, (shape, kind, variant, "codes"))
+                    assert_same(
+                        packed.scales.view(torch.uint8), expected.scales.view(torch.uint8), (shape, kind, variant)
+                    )
+                    assert_same(packed.amax, expected.amax, (shape, kind, variant, "amax"))
+
+
 @pytest.mark.parametrize("choice", [None, *CHOICES], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_two_dimensional_blocks(dtype: torch.dtype, choice: FourOverSix | None) -> None:

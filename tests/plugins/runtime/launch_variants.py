@@ -131,6 +131,13 @@ def _packed(
     return lambda: operators._pack_along(torch.zeros(shape, dtype=dtype), axis, _amax(), bits, variant, swizzle)
 
 
+def _row_scaled(
+    shape: tuple[int, ...], dtype: torch.dtype, variant: list[int], random: bool = False
+) -> Callable[[], object]:
+    bits = torch.zeros(2, dtype=torch.int64) if random else None
+    return lambda: operators._pack_row_scaled(torch.zeros(shape, dtype=dtype), 1, bits, variant)
+
+
 def _big(exercise: Callable[[], object]) -> Callable[[], object]:
     """As a tensor with 2^31 threads."""
     return mock.patch.object(operators, "SMALL", 0)(exercise)
@@ -239,7 +246,7 @@ def _gemv(rows: int, outputs: int, dtype: torch.dtype, *gpu: int) -> Callable[[]
 # FORMAT, E, SQUARED, FAST, HADAMARD, ROWS
 PLAIN, MX_FLOOR, MX_CEIL = [0, 448, 0, 0, 0, 0], [2, 448, 0, 0, 0, 0], [3, 448, 0, 0, 0, 0]
 STRICT, FAST, ROWS_FAST = [1, 256, 0, 0, 0, 0], [1, 448, 1, 1, 0, 0], [1, 256, 0, 1, 0, 1]
-STRICT_SQUARED = [1, 256, 1, 0, 0, 0]
+STRICT_SQUARED, ROWS = [1, 256, 1, 0, 0, 0], [0, 448, 0, 0, 0, 1]
 HADAMARD, ROWS_HADAMARD, MX_HADAMARD = [0, 448, 0, 0, 1, 0], [0, 448, 0, 0, 1, 1], [3, 448, 0, 0, 1, 0]
 # Multiprocessors, shared memory of a block, capability.
 H200, SM120 = (132, 232_448, 90), (188, 101_376, 120)
@@ -379,6 +386,10 @@ EXERCISES: list[Callable[[], object]] = [
     _packed(MATRIX, 1, BFLOAT, ROWS_FAST),
     _packed(IMAGE, 1, BFLOAT, MX_FLOOR, swizzle=True),
     _big(_packed(MATRIX, 1, BFLOAT, HADAMARD, random=True, swizzle=True)),
+    _row_scaled(MATRIX, HALF, ROWS),
+    _row_scaled(MATRIX, BFLOAT, ROWS_FAST),
+    _row_scaled(MATRIX, FLOAT, ROWS_HADAMARD, random=True),
+    lambda: operators._quantize_along(torch.zeros(MATRIX, dtype=BFLOAT), 1, None, None, ROWS, True),
     lambda: operators._quantize_tiles(torch.zeros(48, 48, 3, 3), 0, 1, _amax(), None, STRICT, True),
     lambda: operators._pack_tiles(torch.zeros(MATRIX, dtype=HALF), _amax(), torch.zeros(2, dtype=torch.int64), PLAIN),
     lambda: operators._finite_amax(torch.zeros(MATRIX, dtype=BFLOAT)),

@@ -39,12 +39,12 @@ BLACKWELL = ("sm_100a", "sm_120a", "sm_103a", "sm_121a", "sm_110a", "sm_107a")
 MAIN, OTHERS = ("sm_80", "sm_90a", *BLACKWELL[:2]), BLACKWELL[2:]
 ONE_CODE = {"100a", "103a", "120a", "121a"}  # for 11.0 nvcc orders some instructions in another way
 CONVERSION = "cvt.rn.satfinite.e2m1x2.f32"
-CONVERTING = ("quantize_tensor", "norm_pack", "norm_pool_pack", "pointwise_pack")
+CONVERTING = ("quantize_tensor", "quantize_row_scaled", "norm_pack", "norm_pool_pack", "pointwise_pack")
 # Kernels whose loads are of 16 bytes; of `quantize.cu` with LINEAR those of every kernel.
 WIDE = {"pack_rows", "pack_rows_4o6", "finite_amax", "concat", "separate", "moments", "apply", "sums", "gradient"}
 WIDE |= {"norm_pack", "norm_pool_pack", "pointwise_pack", "pool", "pool_gradient", "track_amax", "previous_amax"}
 WIDE |= {"normalized", "pooled", "joined"}
-WIDE_LOAD = re.compile(r"ld\.(?:volatile\.)?global[.\w]*\.v4\.[bfsu]32")
+WIDE_LOAD = re.compile(r"ld\.(?:volatile\.)?global[.\w]*\.v4\.[bfsu]32|cp\.async\.cg\.shared\.global [^;]*, 16,")
 REPORT = re.compile(
     r"Function properties for (\S+)\s+(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
 )

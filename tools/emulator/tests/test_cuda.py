@@ -64,6 +64,22 @@ FAULTS = {
             r"(st\.shared\.(?:u32|f32)\s+\[%r\d+)\+512\]", r"\1+516]", 0
         ),
     },
+    "row-scaled, a block a row": {
+        "rows are read before they have come": planted.replaced(r"cp\.async\.wait_all;", "", 0),
+        "a barrier is missing behind the copies": planted.without_barrier(0),
+        "a barrier is missing behind the amaxes of warps": planted.without_barrier(1),
+        "half of the lanes are left out": planted.replaced(
+            r"(shfl\.sync\.bfly\.b32\s+\S+\s+\S+\s+)16,", r"\g<1>8,", None
+        ),
+        "vectors are copied to another place": planted.replaced(
+            r"(cp\.async\.cg\.shared\.global\s+\[%r\d+)\]", r"\1+16]", 0
+        ),
+        "every value is taken for an infinity": planted.replaced(
+            r"setp\.equ\.f32(\s+%p\d+, %f\d+, )0f7F800000;", r"setp.equ.f32\g<1>0f7FFFFFFF;", None
+        ),
+        "amaxes are shifted": planted.replaced(r"(st\.global\.f32\s+\[%rd\d+)\]", r"\1+4]", 0),
+        "stores are misaligned": planted.replaced(r"(st\.global\.v2\.u32\s+\[%rd\d+)\]", r"\1+4]", None),
+    },
     "blocks of 16 x 16, stochastic": {
         "sums are rounded": planted.replaced(r"fma\.rz\.f32", "fma.rn.f32", 3),
         "a byte is another element's": planted.replaced(r"mov\.b32(\s+%r\d+, )30289;", r"mov.b32\g<1>30288;", 0),
@@ -177,12 +193,14 @@ FAULTS = {
     },
     "MS-EDEN along the channels": {
         "a barrier is missing": planted.without_barrier(0),
-        "elements go to another block": planted.replaced(r"(st\.shared\.(?:u32|f32)\s+\[%r\d+)\+4\]", r"\1+8]", 0),
+        "elements go to another place": planted.replaced(r"(st\.shared\.v4\.f32\s+\[%r\d+)\+16\]", r"\1+32]", -1),
+        "elements go to another block": planted.replaced(r"(st\.shared\.v2\.f32\s+\[%r\d+)\+80\]", r"\1+160]", 0),
+        "lanes do not wait for those of their group": planted.replaced(r"bar\.warp\.sync\s+\S+;", "", 0),
         "a division is no quotient": planted.replaced(r"div\.rn\.f32", "mul.rn.f32", 1),
         "a word is read from another place": planted.replaced(
             r"(ld\.global\.v4\.u32\s+[^\[]*\[%rd\d+)\+16\]", r"\1+0]", 0
         ),
-        "a word goes to another place": planted.replaced(r"(st\.global\.v4\.u32\s+\[%rd\d+)\+16\]", r"\1+0]", 0),
+        "a word goes to another place": planted.replaced(r"(st\.global\.v4\.u32\s+\[%rd\d+)\+-16\]", r"\1+0]", 0),
         "amaxes of other warps are left out": planted.replaced(
             r"setp\.gt\.u32(\s+%p\d+, %r\d+, )7;", r"setp.gt.u32\g<1>0;", 0
         ),

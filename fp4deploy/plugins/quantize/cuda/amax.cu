@@ -13,11 +13,6 @@ __device__ __forceinline__ float finite_magnitude(DTYPE x) {
     return magnitude < INFINITY ? magnitude : 0.f;
 }
 
-__device__ __forceinline__ float warp_max(float value) {
-    for (int offset = 16; offset; offset /= 2) value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, offset));
-    return value;
-}
-
 extern "C" __global__ void __launch_bounds__(256) finite_amax(
     const DTYPE* x, int* amax, const float* previous, long long count) {
     if (previous && *previous > fp4::ZEROS_AMAX) {
@@ -41,16 +36,8 @@ extern "C" __global__ void __launch_bounds__(256) finite_amax(
     }
     if (thread < head) largest = fmaxf(largest, finite_magnitude(x[thread]));
     if (thread < count - tail) largest = fmaxf(largest, finite_magnitude(x[tail + thread]));
-    // Warps through shuffles, the block through shared memory, the grid through one atomic operation a block. Integer
-    // atomicMax is right because the bits of non-negative floats order like the numbers.
-    __shared__ float shared[8];
-    largest = warp_max(largest);
-    if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = largest;
-    __syncthreads();
-    if (threadIdx.x < 32) {
-        largest = warp_max(threadIdx.x < 8 ? shared[threadIdx.x] : 0.f);
-        if (threadIdx.x == 0 && largest > 0.f) atomicMax(amax, __float_as_int(largest));
-    }
+    largest = fp4::block_max(largest);
+    if (threadIdx.x == 0 && largest > 0.f) atomicMax(amax, __float_as_int(largest));
 }
 
 extern "C" __global__ void __launch_bounds__(256) row_amax(
@@ -76,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(256) row_amax(
             for (long long k = threadIdx.x % 32; k < K; k += 32)
                 largest = fmaxf(largest, finite_magnitude(source[k]));
         }
-        largest = warp_max(largest);
+        largest = fp4::warp_max(largest);
         if (threadIdx.x % 32 == 0) amax[row] = largest;
         return;
     }

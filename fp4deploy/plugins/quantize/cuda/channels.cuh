@@ -69,6 +69,36 @@ __device__ __forceinline__ void store(float* target, const float (&values)[VECTO
 using Halves = float[2][VECTOR];
 __device__ __forceinline__ Halves& halves(float (&block)[2 * VECTOR]) { return reinterpret_cast<Halves&>(block); }
 
+// The first `elements` of a block of 16 that are `stride` apart, and zeros: all loads are under way before the first is
+// needed, and pointers advance by bytes, because a 64-bit index an element costs more than what is done with it.
+template <typename T>
+__device__ __forceinline__ void gather(const T* source, long long stride, int elements, float (&values)[2 * VECTOR]) {
+    const long long step = stride * (long long)sizeof(T);
+    const char* place = reinterpret_cast<const char*>(source);
+    T raw[2 * VECTOR];
+    if (elements >= 2 * VECTOR) {
+#pragma unroll
+        for (int i = 0; i < 2 * VECTOR; ++i, place += step) raw[i] = *reinterpret_cast<const T*>(place);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 2 * VECTOR; ++i, place += step) {
+            raw[i] = narrow<T>(0.f);
+            if (i < elements) raw[i] = *reinterpret_cast<const T*>(place);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * VECTOR; ++i) values[i] = widen(raw[i]);
+}
+
+template <typename T>
+__device__ __forceinline__ void scatter(T* target, long long stride, int elements, const float (&values)[2 * VECTOR]) {
+    const long long step = stride * (long long)sizeof(T);
+    char* place = reinterpret_cast<char*>(target);
+#pragma unroll
+    for (int i = 0; i < 2 * VECTOR; ++i, place += step)
+        if (i < elements) *reinterpret_cast<T*>(place) = narrow<T>(values[i]);
+}
+
 // Zeros where there is no pixel: a predicated load, no branch, so that several are on their way before the first is needed.
 template <typename T> __device__ __forceinline__ uint4 load_if(const T* source, bool has) {
     uint4 raw = {0u, 0u, 0u, 0u};

@@ -40,6 +40,16 @@ __device__ __forceinline__ float largest_of(const float (&v)[LENGTH]) {
     return amax;
 }
 
+// The keys of random bytes, which a block computes once while its loads are under way.
+__device__ __forceinline__ const fp4::SharedPhilox& shared_philox(const uint64_t* random) {
+    __shared__ fp4::SharedPhilox philox;
+#if STOCHASTIC
+    philox.set(random);
+    __syncthreads();
+#endif
+    return philox;
+}
+
 __device__ __forceinline__ BlockScale scale_of(const float (&v)[LENGTH], const fp4::GlobalScale& global) {
     float amax = largest_of(v);
 #if FORMAT == 0
@@ -63,47 +73,42 @@ __device__ __forceinline__ long long scale_index(long long row, long long k, lon
 #endif
 }
 
-// One or two groups of a row. `v` is read, and becomes the fake-quantised values or is written as codes and scales. All
-// threads of a warp call this (shuffles); `has` says whether a thread has elements.
-__device__ __forceinline__ void quantize(
-    float (&v)[LENGTH], const float* amax, const uint64_t* random, uint8_t* codes, uint8_t* scales, uint16_t* in_range,
-    const View& view, long long row, long long group, long long mask_index, bool has) {
+__device__ __forceinline__ void transform(float (&v)[LENGTH]) {
 #if HADAMARD
 #pragma unroll
-    for (int part = 0; part < GROUPS; ++part) {
-        float x[16];
-#pragma unroll
-        for (int i = 0; i < 16; ++i) x[i] = v[part * 16 + i];
-        fp4::hadamard(x);
-#pragma unroll
-        for (int i = 0; i < 16; ++i) v[part * 16 + i] = x[i];
-    }
+    for (int part = 0; part < GROUPS; ++part) fp4::hadamard(reinterpret_cast<float(&)[16]>(v[part * 16]));
 #endif
+}
+
+// There is no global scale of MXFP4, nor where only an amax is found.
+__device__ __forceinline__ fp4::GlobalScale global_scale(const float* amax, long long row, bool has) {
+    return MX || PACKED == 3 ? fp4::GlobalScale{} : fp4::global_scale<E>(amax[ROWS && has ? row : 0]);
+}
+
+// One or two groups of a row, transformed. `v` is read, and becomes the fake-quantised values or is written as codes and
+// scales. All threads of a warp call this (shuffles); `has` says whether a thread has elements.
+__device__ __forceinline__ void quantize(
+    float (&v)[LENGTH], const fp4::GlobalScale& global, const fp4::SharedPhilox& philox, uint8_t* codes, uint8_t* scales,
+    uint16_t* in_range, const View& view, long long row, long long group, long long mask_index, bool has) {
 #if PACKED == 3
     float largest = 0.f;
 #pragma unroll
     for (int i = 0; i < LENGTH; ++i) largest = fmaxf(largest, fabsf(v[i]) < INFINITY ? fabsf(v[i]) : 0.f);
-    for (int offset = 16; offset; offset /= 2)
-        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
-    if (threadIdx.x % 32 == 0 && largest > 0.f) atomicMax(reinterpret_cast<int*>(codes), __float_as_int(largest));
+    fp4::raise_to(reinterpret_cast<int*>(codes), largest);
     return;
 #endif
-    const fp4::GlobalScale global = MX ? fp4::GlobalScale{} : fp4::global_scale<E>(amax[ROWS && has ? row : 0]);
     const BlockScale block = scale_of(v, global);
     if (!has) return;  // only now: the shuffles above need all lanes
 #pragma unroll
     for (int part = 0; part < GROUPS; ++part) {
 #if STOCHASTIC
-        fp4::Words words = fp4::philox(uint64_t(row) * view.groups + group + part, random[0], random[1]);
+        fp4::Words words = philox.words(uint64_t(row) * view.groups + group + part);
 #endif
-        uint32_t packed[2] = {0u, 0u}, bits = 0u;
+        uint32_t bits = 0u;
         float scaled[16];
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
             float u = scaled[i] = v[part * 16 + i] * block.encode;
-#if STOCHASTIC
-            packed[i / 8] += fp4::encode_e2m1(u, fp4::part_of(words, i)) << (4 * (i % 8));
-#endif
 #if IN_RANGE
             bits |= (fabsf(u) <= 6.f ? 1u : 0u) << i;
 #endif
@@ -116,11 +121,13 @@ __device__ __forceinline__ void quantize(
 #endif
         }
 #if PACKED
-#if !STOCHASTIC
-        packed[0] = fp4::encode_eight(scaled), packed[1] = fp4::encode_eight(scaled + 8);
+#if STOCHASTIC
+        uint2 packed = {fp4::encode_eight(scaled, words.w), fp4::encode_eight(scaled + 8, words.w + 2)};
+#else
+        uint2 packed = {fp4::encode_eight(scaled), fp4::encode_eight(scaled + 8)};
 #endif
-        if (block.encode != block.encode) packed[0] = packed[1] = 0u;  // a block with NaN or Inf: codes 0, scale NaN
-        reinterpret_cast<uint2*>(codes)[row * view.groups + group + part] = make_uint2(packed[0], packed[1]);
+        if (block.encode != block.encode) packed = {0u, 0u};  // a block with NaN or Inf: codes 0, scale NaN
+        reinterpret_cast<uint2*>(codes)[row * view.groups + group + part] = packed;
 #if FORMAT < 2
         scales[scale_index(row, group + part, view.groups)] = uint8_t(fp4::encode_e4m3(block.d8));
 #else

@@ -10,16 +10,36 @@
 //   of values DTYPE (outer, K, inner)); MEASURE (only the finite amax of what is rotated, into cell, zero before).
 // Arguments: amax float32 [1], of what is rotated; rotation, random: uint64 {seed, offset}; middle: rows are numbered
 //   with the last `middle` of `outer` innermost.
-// Launch: block 256, which has 256 / BLOCKS slots; grid ceil(outer * groups / slots), with INNER
+// Launch: block 256, which has 256 / BLOCKS slots; any grid up to ceil(outer * groups / slots), with INNER
 //   outer * groups * ceil(inner / slots).
 #include "channels.cuh"
 
 constexpr int BLOCK = 16, GROUP = BLOCK * BLOCKS, SLOTS = 256 / BLOCKS;
 constexpr int SHARE = BLOCK / BLOCKS;  // elements of each block that a thread has for the stages among blocks
-constexpr int SPREAD = BLOCK + 1;      // of a block in shared memory: no bank conflicts
-constexpr int PITCH = BLOCKS * SPREAD + (INNER ? 1 - BLOCKS % 2 : 0);  // of a group; odd with INNER
+constexpr int ADJACENT = SHARE < 4 ? SHARE : 4;  // of these, in a word of shared memory
+// Of a block and of a group in shared memory: no bank conflicts.
+constexpr int SPREAD = BLOCK + 4, PITCH = BLOCKS * SPREAD + (BLOCKS == 8 ? BLOCK : 0);
 constexpr float NORM = BLOCKS == 8 ? 0.08838834764831845f : BLOCKS == 4 ? 0.125f : BLOCKS == 2 ? 0.17677669529663687f : 0.25f;
 constexpr float SHRINK = 0.98812500000000003f;
+
+struct alignas(sizeof(float) * ADJACENT) Adjacent {
+    float value[ADJACENT];
+};
+
+// Where a block of a slot has an element, which is a multiple of ADJACENT: with INNER lanes of a warp are adjacent slots.
+__device__ __forceinline__ int place_of(int slot, int block, int element) {
+    if (INNER) return ((block * (BLOCK / 4) + element / 4) * SLOTS + slot) * 4 + element % 4;
+    return slot * PITCH + block * SPREAD + element;
+}
+
+// Without INNER the lanes of a group are of one warp.
+__device__ __forceinline__ void wait_for_group() {
+    if (INNER) {
+        __syncthreads();
+    } else {
+        __syncwarp();
+    }
+}
 
 // a + b and a - b of elements that are First, 2 First, 4 First ... apart.
 template <int First> __device__ __forceinline__ void butterflies(float (&v)[BLOCK]) {
@@ -48,128 +68,148 @@ __device__ __forceinline__ float round_stochastically(float d, uint32_t byte) {
 extern "C" __global__ void __launch_bounds__(256) ms_eden(
     const DTYPE* x, const float* amax, const uint64_t* rotation, const uint64_t* random, void* out, uint8_t* scales,
     int* cell, long long outer, long long K, long long inner, long long middle) {
-    __shared__ float shared[BLOCKS > 1 ? SLOTS * PITCH : 1];
+    __shared__ alignas(16) float shared[BLOCKS > 1 ? (INNER ? BLOCK * 256 : SLOTS * PITCH) : 4];
     const int slot = INNER ? threadIdx.x % SLOTS : threadIdx.x / BLOCKS;
     const int block = INNER ? threadIdx.x / SLOTS : threadIdx.x % BLOCKS;
-    const long long groups = (K + GROUP - 1) / GROUP;
-    long long o, group, in = 0;
-    bool has;
-#if INNER
-    const uint32_t wide = uint32_t((inner + SLOTS - 1) / SLOTS), rest = blockIdx.x / wide;
-    in = (long long)(blockIdx.x - rest * wide) * SLOTS + slot;
-    o = rest / uint32_t(groups), group = rest - o * groups, has = in < inner;
-#else
-    const long long at = (long long)blockIdx.x * SLOTS + slot;
-    has = at < outer * groups;
-    o = outer * groups < 0xFFFFFFFFLL ? uint32_t(at) / uint32_t(groups) : at / groups, group = at - o * groups;
-#endif
-    const long long k = group * GROUP + block * BLOCK, padded = groups * GROUP;
-    const DTYPE* source = x + (o * K + k) * inner + in;
-    float v[BLOCK];
+    const long long groups = (K + GROUP - 1) / GROUP, padded = groups * GROUP, count = outer * groups;
+    const uint32_t wide = uint32_t((inner + SLOTS - 1) / SLOTS);
+    const long long tiles = INNER ? count * wide : (count + SLOTS - 1) / SLOTS;
     const bool words = !INNER && K % BLOCK == 0 && reinterpret_cast<uint64_t>(x) % 16 == 0;
-    if (words && has && k < K) {
-        channels::load(source, channels::halves(v)[0]);
-        channels::load(source + BLOCK / 2, channels::halves(v)[1]);
-    } else {
-#pragma unroll
-        for (int i = 0; i < BLOCK; ++i) v[i] = !words && has && k + i < K ? widen(source[i * inner]) : 0.f;
-    }
 
-    // What all groups have: the bits of signs, element i's at the place i, and the scales of the whole.
-    __shared__ uint32_t signs[BLOCKS];
-    __shared__ float global[2];
+    // What all groups have: signs, the scales of the whole, the keys of Philox.
+    __shared__ alignas(16) float signs[BLOCKS][BLOCK];
     if (threadIdx.x < BLOCKS) {
-        const fp4::Words words = fp4::philox(threadIdx.x, rotation[0], rotation[1]);
-        uint32_t mask = 0;
+        const fp4::Words random_signs = fp4::philox(threadIdx.x, rotation[0], rotation[1]);
 #pragma unroll
-        for (int i = 0; i < BLOCK; ++i) mask |= (words.w[i / 4] >> (8 * (i % 4)) & 1u) << i;
-        signs[threadIdx.x] = mask;
+        for (int i = 0; i < BLOCK; ++i)
+            signs[threadIdx.x][i] = random_signs.w[i / 4] >> (8 * (i % 4)) & 1u ? -1.f : 1.f;
     }
 #if !MEASURE
+    __shared__ fp4::SharedPhilox philox;
+    __shared__ float global[2];
+    philox.set(random);
     if (threadIdx.x == 32) {
         const float shrunk = *amax * SHRINK;
         global[0] = shrunk, global[1] = shrunk > 0.f ? fminf(256.f / shrunk, fp4::FLOAT_MAX) : 0.f;
     }
+#else
+    float measured = 0.f;
 #endif
     __syncthreads();
-    const uint32_t minus = signs[block];
+    for (long long tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+        long long o = 0, group = 0, in = 0;
+#if INNER
+        const uint32_t rest = uint32_t(tile) / wide;
+        in = (long long)(uint32_t(tile) - rest * wide) * SLOTS + slot;
+        o = rest / uint32_t(groups), group = rest - o * groups;
+        const bool has = in < inner;
+#else
+        const long long at = tile * SLOTS + slot;
+        const bool has = at < count;
+        if (outer > 1) o = count < 0xFFFFFFFFLL ? uint32_t(at) / uint32_t(groups) : at / groups;
+        group = at - o * groups;
+#endif
+        const long long k = group * GROUP + block * BLOCK;
+        const DTYPE* source = x + (o * K + k) * inner + in;
+        float v[BLOCK];
+        if (words && has && k < K) {
+            channels::load(source, channels::halves(v)[0]);
+            channels::load(source + BLOCK / 2, channels::halves(v)[1]);
+        } else {
+            channels::gather(source, inner, has && !words ? int(min((long long)BLOCK, K - k)) : 0, v);
+        }
+        // The first stage, with the signs: products are exact, so that an fma rounds like the sum.
 #pragma unroll
-    for (int i = 0; i < BLOCK; ++i) v[i] = fp4::from_bits(fp4::bits(v[i]) ^ (minus << (31 - i) & 0x80000000u));
-    butterflies<1>(v);
-    if (BLOCKS > 1) {
-        float* own = shared + slot * PITCH;
+        for (int i = 0; i < BLOCK; i += 4) {
+            const float4 sign = *reinterpret_cast<const float4*>(&signs[block][i]);
+            const float a = v[i] * sign.x, b = v[i + 2] * sign.z;
+            v[i] = fmaf(v[i + 1], sign.y, a), v[i + 1] = fmaf(-v[i + 1], sign.y, a);
+            v[i + 2] = fmaf(v[i + 3], sign.w, b), v[i + 3] = fmaf(-v[i + 3], sign.w, b);
+        }
+        butterflies<2>(v);
+        if (BLOCKS > 1) {
 #pragma unroll
-        for (int i = 0; i < BLOCK; ++i) own[block * SPREAD + i] = v[i];
-        __syncthreads();
+            for (int i = 0; i < BLOCK; i += 4)
+                *reinterpret_cast<float4*>(shared + place_of(slot, block, i)) =
+                    make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
+            wait_for_group();
+            const auto share = [&](int i) {
+                return reinterpret_cast<Adjacent*>(shared + place_of(slot, i / SHARE, SHARE * block + i % SHARE));
+            };
 #pragma unroll
-        for (int i = 0; i < BLOCK; ++i) v[i] = own[i / SHARE * SPREAD + SHARE * block + i % SHARE];
-        butterflies<SHARE>(v);
+            for (int i = 0; i < BLOCK; i += ADJACENT) reinterpret_cast<Adjacent&>(v[i]) = *share(i);
+            butterflies<SHARE>(v);
+#if !MEASURE
 #pragma unroll
-        for (int i = 0; i < BLOCK; ++i) own[i / SHARE * SPREAD + SHARE * block + i % SHARE] = v[i];
-        __syncthreads();
+            for (int i = 0; i < BLOCK; i += ADJACENT) *share(i) = reinterpret_cast<Adjacent&>(v[i]);
+            wait_for_group();
 #pragma unroll
-        for (int i = 0; i < BLOCK; ++i) v[i] = own[block * SPREAD + i];
-    }
-    float largest = 0.f;
+            for (int i = 0; i < BLOCK; i += 4) {
+                const float4 four = *reinterpret_cast<const float4*>(shared + place_of(slot, block, i));
+                v[i] = four.x, v[i + 1] = four.y, v[i + 2] = four.z, v[i + 3] = four.w;
+            }
+#endif
+        }
+        float largest = 0.f;
 #pragma unroll
-    for (int i = 0; i < BLOCK; ++i) {
-        v[i] *= NORM;
-        largest = fp4::nan_max(largest, fabsf(v[i]));
+        for (int i = 0; i < BLOCK; ++i) {
+            if (!MEASURE) v[i] *= NORM;
+            largest = fp4::nan_max(largest, fabsf(v[i]));
+        }
+#if MEASURE
+        if (fp4::is_finite(largest)) {
+            measured = fmaxf(measured, largest);
+        } else {
+#pragma unroll
+            for (int i = 0; i < BLOCK; ++i) measured = fmaxf(measured, fp4::is_finite(v[i]) ? fabsf(v[i]) : 0.f);
+        }
+        if (BLOCKS > 1) wait_for_group();  // before the next group is written
+#else
+        const float shrunk = global[0], d = largest * SHRINK * global[1], inverse = 1.f / (6.f * 256.f);
+        const float d8 = d == d ? fp4::round_e4m3(fminf(d, 448.f)) : d, step = (d8 * shrunk) * inverse;
+        const float encode = step > 0.f ? fminf(1.f / step, fp4::FLOAT_MAX) : 0.f;
+        float squares = 0.f, projection = 0.f, q[BLOCK];
+#pragma unroll
+        for (int i = 0; i < BLOCK; ++i) {
+            q[i] = fp4::round_magnitude(fabsf(v[i] * encode));
+            squares += v[i] * v[i];
+            projection += (fabsf(v[i]) * q[i]) * step;
+            v[i] *= encode;
+        }
+        __shared__ float2 sums[256 + SLOTS];  // of squares, of projections
+        const auto sums_of = [&](int i) -> float2& { return sums[INNER ? i * SLOTS + slot : slot * (BLOCKS + 1) + i]; };
+        sums_of(block) = make_float2(squares, projection);
+        wait_for_group();
+        if (!has) continue;
+        squares = 0.f, projection = 0.f;
+#pragma unroll
+        for (int i = 0; i < BLOCKS; ++i) squares += sums_of(i).x, projection += sums_of(i).y;
+        const float correction = projection > 0.f ? squares / projection : 1.f;
+        const long long image = middle == 1 ? o : o / middle, row = (image * inner + in) * middle + (o - image * middle);
+        const long long place = row * groups * BLOCKS + group * BLOCKS + block;
+        const uint32_t byte = philox.words(place).w[0] & 0xFFu;
+        const bool broken = !fp4::is_finite(largest);
+        const float rounded = broken ? fp4::quiet_nan() : round_stochastically(d8 * correction, byte);
+#if PACKED
+        uint2 codes = {fp4::with_signs(fp4::encode_values(q), v), fp4::with_signs(fp4::encode_values(q + 8), v + 8)};
+        if (broken) codes = {};
+        static_cast<uint2*>(out)[place] = codes;
+        scales[place] = fp4::encode_e4m3(rounded);
+#else
+        const float unit = (rounded * shrunk) * inverse;
+        DTYPE* target = static_cast<DTYPE*>(out) + (o * padded + k) * inner + in;
+#pragma unroll
+        for (int i = 0; i < BLOCK; ++i) v[i] = copysignf(q[i], v[i] + 0.f) * unit;  // all NaN where one is not finite
+#if INNER
+        channels::scatter(target, inner, BLOCK, v);
+#else
+        channels::store(target, channels::halves(v)[0]);
+        channels::store(target + BLOCK / 2, channels::halves(v)[1]);
+#endif
+#endif
+#endif
     }
 #if MEASURE
-    float measured = largest;
-    if (!fp4::is_finite(largest)) {
-        measured = 0.f;
-#pragma unroll
-        for (int i = 0; i < BLOCK; ++i) measured = fmaxf(measured, fp4::is_finite(v[i]) ? fabsf(v[i]) : 0.f);
-    }
-    // One warp of the block looks at the cell: warps of all blocks would queue for it.
-    __shared__ float largest_of[256 / 32];
-    for (int offset = 16; offset; offset /= 2) measured = fmaxf(measured, __shfl_xor_sync(0xffffffffu, measured, offset));
-    if (threadIdx.x % 32 == 0) largest_of[threadIdx.x / 32] = measured;
-    __syncthreads();
-    if (threadIdx.x < 32) fp4::raise_to(cell, threadIdx.x < 256 / 32 ? largest_of[threadIdx.x] : 0.f);
-#else
-    __shared__ float sums[2][SLOTS][BLOCKS + 1];
-    const float shrunk = global[0], d = largest * SHRINK * global[1], inverse = 1.f / (6.f * 256.f);
-    const float d8 = d == d ? fp4::round_e4m3(fminf(d, 448.f)) : d, step = (d8 * shrunk) * inverse;
-    const float encode = step > 0.f ? fminf(1.f / step, fp4::FLOAT_MAX) : 0.f;
-    float squares = 0.f, projection = 0.f;
-#pragma unroll
-    for (int i = 0; i < BLOCK; ++i) {
-        const float u = v[i] * encode, q = fp4::round_e2m1(u);
-        squares += v[i] * v[i];
-        projection += (v[i] * q) * step;
-        v[i] = PACKED ? u : copysignf(q, u + 0.f);
-    }
-    sums[0][slot][block] = squares, sums[1][slot][block] = projection;
-    __syncthreads();
-    if (!has) return;
-    squares = 0.f, projection = 0.f;
-#pragma unroll
-    for (int i = 0; i < BLOCKS; ++i) squares += sums[0][slot][i], projection += sums[1][slot][i];
-    const float correction = projection > 0.f ? squares / projection : 1.f;
-    const long long image = middle == 1 ? o : o / middle, row = (image * inner + in) * middle + (o - image * middle);
-    const long long place = row * groups * BLOCKS + group * BLOCKS + block;
-    const uint32_t byte = fp4::philox(place, random[0], random[1]).w[0] & 0xFFu;
-    const bool broken = !fp4::is_finite(largest);
-    const float rounded = broken ? fp4::quiet_nan() : round_stochastically(d8 * correction, byte);
-#if PACKED
-    uint2 codes = broken ? uint2{} : uint2{fp4::encode_eight(v), fp4::encode_eight(v + 8)};
-    static_cast<uint2*>(out)[place] = codes;
-    scales[place] = fp4::encode_e4m3(rounded);
-#else
-    const float unit = (rounded * shrunk) * inverse;
-    DTYPE* target = static_cast<DTYPE*>(out) + (o * padded + k) * inner + in;
-#pragma unroll
-    for (int i = 0; i < BLOCK; ++i) v[i] *= unit;  // NaN, all of them, where one is not finite
-#if INNER
-#pragma unroll
-    for (int i = 0; i < BLOCK; ++i) narrow(v[i], target[i * inner]);
-#else
-    channels::store(target, channels::halves(v)[0]);
-    channels::store(target + BLOCK / 2, channels::halves(v)[1]);
-#endif
-#endif
+    fp4::raise_by_block(cell, measured * NORM);  // rounds as every element does
 #endif
 }

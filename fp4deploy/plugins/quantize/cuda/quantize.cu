@@ -15,7 +15,9 @@
 //   inner) or codes uint8 [rows, 8 G]; scales uint8 [rows, G] (MXFP4: [rows, G / 2]); in_range uint16 (outer, G,
 //   inner); outer, K, inner int64.
 // Launch: block 256, grid ceil(threads / 256) with threads = outer * G (INNER 0), outer * blocks * ceil(inner / INNER).
+#include "channels.cuh"
 #include "groups.cuh"
+#include "tensor_core.cuh"
 
 extern "C" __global__ void __launch_bounds__(256) quantize_tensor(
     const DTYPE* x, const float* amax, const uint64_t* random, void* out, uint8_t* scales, uint16_t* in_range,
@@ -41,13 +43,16 @@ extern "C" __global__ void __launch_bounds__(256) quantize_tensor(
         raw[i] = Neighbours{};
         if (has && k + i < K) raw[i] = *reinterpret_cast<const Neighbours*>(source + i * inner);
     }
+    const fp4::SharedPhilox& philox = shared_philox(random);
 #pragma unroll
     for (int w = 0; w < WIDTH; ++w) {
         float v[LENGTH];
 #pragma unroll
         for (int i = 0; i < LENGTH; ++i) v[i] = widen(raw[i].value[w]);
+        const long long row = (long long)o * inner + in + w;
+        transform(v);
         quantize(
-            v, amax, random, static_cast<uint8_t*>(out), scales, in_range, view, (long long)o * inner + in + w, group,
+            v, global_scale(amax, row, has), philox, static_cast<uint8_t*>(out), scales, in_range, view, row, group,
             ((long long)o * view.groups + group) * inner + in + w, has);
 #pragma unroll
         for (int i = 0; i < LENGTH; ++i) raw[i].value[w] = narrow<DTYPE>(v[i]);
@@ -73,8 +78,10 @@ extern "C" __global__ void __launch_bounds__(256) quantize_tensor(
 #pragma unroll
     for (int i = 0; i < 16; ++i) v[i] = has && k + i < K ? widen(source[i]) : 0.f;
 #endif
+    const fp4::SharedPhilox& philox = shared_philox(random);
+    transform(v);
     quantize(
-        v, amax, random, static_cast<uint8_t*>(out), scales, in_range, view, o, group,
+        v, global_scale(amax, o, has), philox, static_cast<uint8_t*>(out), scales, in_range, view, o, group,
         (long long)o * view.groups + group, has);
 #if PACKED == 0
     if (!has) return;
@@ -157,8 +164,69 @@ extern "C" __global__ void __launch_bounds__(256) fake_quantize_rows(
 #endif
     }
 #if MEASURE
-    fp4::raise_to(own, measured);
+    fp4::raise_by_block(own, measured);
 #endif
+}
+#endif
+
+#ifdef HELD
+// Row-scaled: a team of threads, threadIdx.x of it, copies a row to shared memory, finds its amax and quantises it, so that
+// x is read once. Vectors of 16 bytes change places there, so that threads that read whole groups meet in no bank. LINEAR.
+// amax float32 [outer] becomes that of each row.
+// Launch: block (team, rows), the team a power of two or, with one row, any multiple of 32, in all at least 32 and at most
+//   512; grid ceil(outer / rows); shared memory rows * pitch(K), see `operators`.
+constexpr int PIECES = sizeof(DTYPE);  // vectors of a group
+__device__ __forceinline__ uint32_t place_of(uint32_t vector) { return vector ^ (vector >> 3 & 3u); }
+
+__device__ __forceinline__ void load_group(const uint4* row, uint32_t group, float (&v)[16]) {
+    uint4 raw[PIECES];
+#pragma unroll
+    for (int i = 0; i < PIECES; ++i) raw[i] = row[place_of(group * PIECES + i)];
+    const DTYPE* values = reinterpret_cast<const DTYPE*>(raw);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) v[i] = widen(values[i]);
+    transform(v);
+}
+
+extern "C" __global__ void __launch_bounds__(512) quantize_row_scaled(
+    const DTYPE* x, float* amax, const uint64_t* random, void* out, uint8_t* scales, uint16_t* in_range,
+    long long outer, long long K) {
+    extern __shared__ uint4 rows[];
+    const fp4::SharedPhilox& philox = shared_philox(random);
+    const View view{K, 1, K / 16};
+    const uint32_t groups = uint32_t(view.groups), vectors = groups * PIECES, team = blockDim.x;
+    uint4* own = rows + threadIdx.y * ((vectors + 3) / 4 * 4);
+    const long long row = (long long)blockIdx.x * blockDim.y + threadIdx.y;
+    const bool has = row < outer;
+    const uint4* source = reinterpret_cast<const uint4*>(x + row * K);
+    for (uint32_t at = threadIdx.x; has && at < vectors; at += team)
+        copy_16_bytes(shared_address(own + place_of(at)), source + at, true);
+    wait_for_copies();
+    __syncthreads();
+    float largest = 0.f, v[16];
+    for (uint32_t group = threadIdx.x; has && group < groups; group += team) {
+        load_group(own, group, v);
+        const float of_group = largest_of(v);
+        // NaN and Inf do not count; only then elements are looked at one by one.
+        if (of_group < INFINITY) {
+            largest = fmaxf(largest, of_group);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 16; ++i) largest = fmaxf(largest, finite_magnitude(v[i]));
+        }
+    }
+    largest = team > 32 ? fp4::block_max(largest) : fp4::warp_max(largest, team);
+    if (has && threadIdx.x == 0) amax[row] = largest;
+    const fp4::GlobalScale global = fp4::global_scale<E>(largest);
+    for (uint32_t group = threadIdx.x; has && group < groups; group += team) {
+        const long long place = row * view.groups + group;
+        load_group(own, group, v);
+        quantize(v, global, philox, static_cast<uint8_t*>(out), scales, in_range, view, row, group, place, true);
+#if PACKED == 0
+        channels::store(static_cast<DTYPE*>(out) + place * 16, channels::halves(v)[0]);
+        channels::store(static_cast<DTYPE*>(out) + place * 16 + 8, channels::halves(v)[1]);
+#endif
+    }
 }
 #endif
 
@@ -201,7 +269,7 @@ extern "C" __global__ void __launch_bounds__(256) fake_quantize_columns(
             measured = fmaxf(measured, fmaxf(finite_magnitude(v.x), finite_magnitude(v.y)));
         }
     }
-    fp4::raise_to(own, measured);
+    fp4::raise_by_block(own, measured);
 #endif
     if (!has) return;
     const fp4::GlobalScale global = shared;

@@ -40,31 +40,37 @@ extern "C" __global__ void __launch_bounds__(256) quantize_tiles(
     long long B, long long R, long long K, long long stride_a, long long stride_b, long long stride_r,
     long long stride_k) {
     const long long groups = (K + 15) / 16;
-    const uint32_t tile_rows = uint32_t((R + 15) / 16);
+    // Tiles are fewer than 2^32, so that divisions have 32 bits; a matrix needs one.
+    const uint32_t tile_rows = uint32_t((R + 15) / 16), planes = uint32_t(A * B);
 #if ALONG
     const uint32_t chunks = uint32_t((groups + 15) / 16), above = blockIdx.x / chunks;
     const long long g = (long long)(blockIdx.x - above * chunks) * 16 + threadIdx.x % 16;
-    const uint32_t plane = above / tile_rows;
-    const long long r = (long long)(above - plane * tile_rows) * 16 + threadIdx.x / 32 + threadIdx.x % 32 / 16 * 8;
-    const bool has = r < R && g < groups;
+    const int row_of_tile = threadIdx.x / 32 + threadIdx.x % 32 / 16 * 8;
 #else
-    const long long tile = ((long long)blockIdx.x * 256 + threadIdx.x) / 16, above = tile / groups, g = tile % groups;
-    const long long plane = above / tile_rows, r = above % tile_rows * 16 + threadIdx.x % 16;
-    const bool has = r < R && tile < A * B * tile_rows * groups;
+    const uint32_t tile = blockIdx.x * 16u + threadIdx.x / 16u, above = tile / uint32_t(groups);
+    const long long g = tile - above * uint32_t(groups);
+    const int row_of_tile = threadIdx.x % 16;
 #endif
-    const long long base = plane / B * stride_a + plane % B * stride_b + r * stride_r + g * 16 * stride_k;
+    const uint32_t plane = planes > 1 ? above / tile_rows : 0u, a = B > 1 ? plane / uint32_t(B) : plane;
+    const long long r = (long long)(above - plane * tile_rows) * 16 + row_of_tile;
+    const bool has = r < R && g < groups && above < planes * tile_rows;
+    const long long base = a * stride_a + (plane - a * uint32_t(B)) * stride_b + r * stride_r + g * 16 * stride_k;
+    const int elements = has ? int(min(16LL, K - g * 16)) : 0;
     const uint64_t places = reinterpret_cast<uint64_t>(x) | reinterpret_cast<uint64_t>(out) | reinterpret_cast<uint64_t>(in_range);
     const bool words = ALONG && K % 16 == 0 && ((places | stride_a | stride_b | stride_r) & 15) == 0;
     __shared__ fp4::GlobalScale global_scale;
     __shared__ float rows[FORMAT == 1 ? 3 : 1][8][16];
     if (threadIdx.x == 0) global_scale = fp4::global_scale<E>(*amax);
+#if STOCHASTIC
+    __shared__ fp4::SharedPhilox philox;
+    philox.set(random);
+#endif
     float v[16], largest = 0.f;
     if (words && has) {
         channels::load(x + base, channels::halves(v)[0]);
         channels::load(x + base + 8, channels::halves(v)[1]);
     } else {
-#pragma unroll
-        for (int i = 0; i < 16; ++i) v[i] = has && g * 16 + i < K ? widen(x[base + i * stride_k]) : 0.f;
+        channels::gather(x + base, stride_k, elements, v);
     }
 #pragma unroll
     for (int i = 0; i < 16; ++i) largest = fp4::nan_max(largest, fabsf(v[i]));
@@ -83,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(256) quantize_tiles(
     if (!has) return;  // only now: the shuffles above need all lanes
     const long long row = plane * R + r;
 #if STOCHASTIC
-    const fp4::Words words_of_row = fp4::philox(uint64_t(row) * groups + g, random[0], random[1]);
+    const fp4::Words words_of_row = philox.words(uint64_t(row) * groups + g);
 #endif
 #pragma unroll
     for (int i = 0; i < 16; ++i) v[i] *= block.encode;
@@ -99,17 +105,12 @@ extern "C" __global__ void __launch_bounds__(256) quantize_tiles(
     } else {
 #pragma unroll
         for (int i = 0; i < 16; ++i)
-            if (g * 16 + i < K) in_range[base + i * stride_k] = inside.each[i];
+            if (i < elements) in_range[base + i * stride_k] = inside.each[i];
     }
 #endif
 #if PACKED
 #if STOCHASTIC
-    uint2 packed = {0u, 0u};
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        packed.x += fp4::encode_e2m1(v[i], fp4::part_of(words_of_row, i)) << (4 * i);
-        packed.y += fp4::encode_e2m1(v[8 + i], fp4::part_of(words_of_row, 8 + i)) << (4 * i);
-    }
+    uint2 packed = {fp4::encode_eight(v, words_of_row.w), fp4::encode_eight(v + 8, words_of_row.w + 2)};
 #else
     uint2 packed = {fp4::encode_eight(v), fp4::encode_eight(v + 8)};
 #endif
@@ -130,9 +131,7 @@ extern "C" __global__ void __launch_bounds__(256) quantize_tiles(
         channels::store(target, channels::halves(v)[0]);
         channels::store(target + 8, channels::halves(v)[1]);
     } else {
-#pragma unroll
-        for (int i = 0; i < 16; ++i)
-            if (g * 16 + i < K) narrow(v[i], target[i * stride_k]);
+        channels::scatter(target, stride_k, elements, v);
     }
 #endif
 }

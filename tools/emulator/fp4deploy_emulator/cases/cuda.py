@@ -176,6 +176,41 @@ def fake_quantize(
     return case
 
 
+def row_scaled(
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    choice: formats.FourOverSix | None = None,
+    random: bool = False,
+    hadamard: bool = False,
+) -> Callable[[Setting, Outcome], None]:
+    """Codes, scales and amaxes of rows, one of zeros, one with values that are not finite; values and mask."""
+
+    def case(setting: Setting, outcome: Outcome) -> None:
+        x = _values(setting, shape, dtype)
+        x[1:2] = 0
+        x[2:3, ::48], x[2:3, 16::48] = float("nan"), float("-inf")
+        source = formats.random_hadamard(x, 1) if hadamard else x
+        options = _options(random) | {"row_scaled": True, "four_over_six": choice}
+        variant = [*_variant(choice)[:4], int(hadamard), 1]
+        with emulated(setting, outcome):
+            codes, scales, amax = operators._pack_row_scaled(x, 1, _bits(random), variant)
+            values, bits = operators._quantize_along(x, 1, None, _bits(random), variant, not hadamard)
+        packed = formats.quantize_nvfp4(source, **options)
+        outcome.compare(codes, packed.codes)
+        outcome.compare(scales, packed.scales.view(torch.uint8))
+        outcome.compare(amax.squeeze(1), packed.amax)
+        expected, inside = formats.fake_quantize_nvfp4(source, (1,), **options)
+        outcome.compare(values.nan_to_num(), expected.to(dtype).nan_to_num())
+        outcome.compare(values.isnan(), expected.isnan())
+        if not hadamard:
+            gradient = normal(setting, *shape, seed=9).to(dtype)
+            with emulated(setting, outcome):
+                masked = operators._mask_gradient(gradient, bits, 1)
+            outcome.compare(masked, torch.where(inside, gradient, 0))
+
+    return case
+
+
 def fake_quantize_mx(
     shape: tuple[int, ...], axis: int, dtype: torch.dtype, rule: str, random: bool = False
 ) -> Callable[[Setting, Outcome], None]:
@@ -326,6 +361,13 @@ CASES = (
     Case("blocks of 16 x 16, stochastic", QUANTIZERS, Tiles((17, 256), BFLOAT, stochastic=True)),
     Case("blocks of 16 x 16, stochastic, ragged, FP32", QUANTIZERS, Tiles((5, 35), FLOAT, stochastic=True)),
     Case("blocks of 16 x 16, which begin between words", QUANTIZERS, Tiles((32, 256), HALF, ahead=3)),
+    Case("row-scaled, a block a row", QUANTIZERS, row_scaled((3, 8224), HALF)),
+    Case("row-scaled, a warp a row", QUANTIZERS, row_scaled((5, 1040), BFLOAT)),
+    Case("row-scaled, lanes a row", QUANTIZERS, row_scaled((35, 80), FLOAT)),
+    Case("row-scaled, one row of 16, stochastic", QUANTIZERS, row_scaled((1, 16), BFLOAT, random=True)),
+    Case("row-scaled, 4/6, FP32", QUANTIZERS, row_scaled((3, 2064), FLOAT, STRICT)),
+    Case("row-scaled, RHT", QUANTIZERS, row_scaled((3, 2048), HALF, hadamard=True)),
+    Case("row-scaled, ragged", QUANTIZERS, row_scaled((9, 40), HALF)),
     Case("amax", QUANTIZERS, amaxes),
     Case("all weights", "weights", all_weights),
     Case("GEMV, 1 row", "GEMV", gemv_case(1, 512, 24, HALF), has_tma),

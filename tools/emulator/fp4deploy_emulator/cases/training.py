@@ -342,6 +342,7 @@ PACKING = (
     Case("MS-EDEN along the width", OPERANDS, MsEden(3, (2, 35, 3, 40), channels_last=True)),
     Case("MS-EDEN along rows, FP32", OPERANDS, MsEden(1, (35, 130), torch.float32)),
     Case("MS-EDEN along rows of whole blocks, FP32", OPERANDS, MsEden(1, (35, 144), torch.float32)),
+    Case("MS-EDEN along many rows", OPERANDS, MsEden(1, (450, 128), torch.bfloat16)),
     Case("MS-EDEN along rows that begin between words", OPERANDS, MsEden(1, (35, 144), ahead=3)),
     Case("MS-EDEN along tokens, BF16", OPERANDS, MsEden(0, (150, 35), torch.bfloat16)),
     Case("MS-EDEN along 48 channels", OPERANDS, MsEden(1, (2, 48, 3, 5), channels_last=True)),
