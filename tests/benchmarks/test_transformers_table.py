@@ -20,6 +20,7 @@ def test_rows_say_what_was_refused_and_what_was_not_measured() -> None:
     assert {*ASKED, *OF_THEIR_OWN} <= NETWORKS.keys()
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", [*ASKED, *OF_THEIR_OWN])
 def test_a_row_of_each_network(name: str) -> None:
     library = NETWORKS[name].library
