@@ -31,7 +31,6 @@ from fp4deploy_emulator.ptx import Entry, Immediate, Instruction
 
 Array = NDArray[Any]
 ROUNDINGS = {"rn", "rz", "rm", "rp", "rni", "rzi", "rmi", "rpi"}
-IGNORED = {"full", "approx", "uni", "sat", "ftz"}
 _QUIET = np.uint32(0x7FFFFFFF).view(np.float32)
 
 
