@@ -2,9 +2,10 @@
 
     python -m benchmarks.decoding PHOTOS --model unet.fp4 --json benchmarks/results/decoding_h200.json
 
-A row for each decoder and batch: milliseconds an image, of all files through `predict.decode.Decoder`, the best of
-`--repeats`; frames of nvJPEG stay on the GPU. `differs`: of 255, between Pillow's values and nvJPEG's; `other_class`:
-the share of pixels whose class in the model's masks is another.
+Needs an NVIDIA GPU. A row for each decoder and batch: milliseconds an image, of all files through
+`predict.decode.Decoder`, the best of `--repeats`; frames of nvJPEG stay on the GPU. `differs`: of 255, between Pillow's
+values and nvJPEG's, of the files that nvJPEG decodes; `other_class`: the share of their pixels whose class is another
+in the model's masks.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 
 from benchmarks.peers import command, machine
+from fp4deploy.bench.environment import cpu_name
 from fp4deploy.bench.runtimes.open import open_for_images
 from fp4deploy.predict.decode import CPU, Decoded, Decoder, gpu, host_pixels
 from fp4deploy.predict.predictor import Predictor
@@ -36,7 +38,7 @@ def row(decoder: Decoder, paths: list[Path], repeats: int) -> dict[str, Any]:
     return {**about, "images": len(paths), "by_it": found, "ms_an_image": min(times[1:])}
 
 
-def differences(one: list[Any], other: list[Any]) -> dict[str, float]:
+def differences(one: list[Decoded], other: list[Decoded]) -> dict[str, float]:
     """Of values 0..255 of two decoders: mean, largest, and the share that differs by more than 8."""
     counts = np.zeros(256, np.int64)
     for first, second in zip(one, other, strict=True):
@@ -47,7 +49,7 @@ def differences(one: list[Any], other: list[Any]) -> dict[str, float]:
     return {"mean": float((counts * values).sum() / total), "largest": largest, "share_above_8": above}
 
 
-def other_class(predictor: Predictor, one: list[Any], other: list[Any]) -> float:
+def other_class(predictor: Predictor, one: list[Decoded], other: list[Decoded]) -> float:
     """The share of pixels that have another class."""
     pairs = [[each.pixels for each in pair] for pair in zip(one, other, strict=True)]
     masks = [[predictor.predict(host_pixels(each)).mask for each in pair] for pair in pairs]
@@ -63,13 +65,16 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    paths = [source.path for source in find_sources([arguments.photos])]
-    decoders = [CPU]
-    if torch.cuda.is_available():
-        decoders += [gpu(torch.device("cuda", 0), batch) for batch in arguments.batches]
-    found: dict[str, Any] = {"command": command(), "machine": machine()}
+    paths = [source.path for source in find_sources([arguments.photos]) if not source.is_video]
+    decoders = [CPU, *(gpu(torch.device("cuda", 0), batch) for batch in arguments.batches)]
+    found: dict[str, Any] = {"command": command(), "machine": machine() | {"cpu": cpu_name()}}
     found["rows"] = [row(decoder, paths, arguments.repeats) for decoder in decoders]
-    one, other = (list(decoder(paths)) for decoder in (CPU, decoders[-1]))
+    pairs = [
+        (first, second)
+        for first, second in zip(CPU(paths), decoders[-1](paths), strict=True)
+        if isinstance(first, Decoded) and isinstance(second, Decoded) and first.decoder != second.decoder
+    ]
+    one, other = ([pair[place] for pair in pairs] for place in (0, 1))
     found["differs"] = differences(one, other)
     if arguments.model:
         found["other_class"] = other_class(Predictor(open_for_images(arguments.model)), one, other)

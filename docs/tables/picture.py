@@ -110,16 +110,16 @@ def one_rule() -> str:
         found = result(name)["variants"]
         split = "test" if found["rule"]["gap_test"] else "best"
         ways = [found[each] for each in ("rule", "ptq_rule")]
-        least = min(
-            (run["fp4_macs"] for row in ways for run in row["runs"].values() if "fp4_macs" in run), default=None
-        )
+        runs = [run for row in ways for run in row["runs"].values()]
+        shares = [run["fp4_macs"] for run in runs if "fp4_macs" in run]
+        of = "" if len(shares) == len(runs) else f" ({len(shares)} of {len(runs)} runs)"
         seeds = "; ".join(str(len(row[f"gap_{split}"]["by_seed"])) for row in ways)
         cells = [f"{label}; {'test' if split == 'test' else 'validation'}", spread(found["control"][split]), seeds]
         rows.append(
             [
                 *cells,
                 *(shown(row[f"gap_{split}"]) for row in ways),
-                NOT_MEASURED if least is None else f"{100 * least:.1f} %",
+                f"{100 * min(shares):.1f} %{of}" if shares else NOT_MEASURED,
             ]
         )
     head = ["data; network; split", "FP16 control", "seeds: QAT; calibrated", "QAT", "calibrated"]

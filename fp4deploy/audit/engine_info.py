@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from fp4deploy.errors import InputError
-from fp4deploy.export.ledger.build_log import MULTIPLYING, PRECISIONS
+from fp4deploy.export.ledger.build_log import MULTIPLYING, PRECISIONS, EngineLayer, Tensor
 from fp4deploy.system.schema import validated
 
 _TYPES = re.compile(
@@ -31,8 +31,15 @@ _WIDTH = ("FP4", "INT4", "FP8", "INT8", "FP16", "BF16", "TF32", "FP32")
 
 
 class _Tensor(BaseModel):
+    Name: str = ""
+    Dimensions: list[int] = []
     format: str = Field("", alias="Format/Datatype")
     Datatype: str = ""
+
+    def tensor(self) -> Tensor:
+        """As a ledger reads it; precision "" where the name of the type is unknown."""
+        found = _TYPES.findall(self.format or self.Datatype)
+        return Tensor(self.Name, tuple(self.Dimensions), _NAMES.get(found[-1].lower(), "") if found else "")
 
 
 class _Layer(BaseModel):
@@ -68,16 +75,20 @@ def engine_rows(document: dict[str, Any], path: Path) -> list[dict[str, Any]]:
         layer = validated(_Layer, entry, f"{path}: layer {number}")
         if not _multiplies(layer.LayerType, layer.TacticName):
             continue
-        operands = [[kind for each in given if (kind := _precision(each))] for given in (layer.Inputs, layer.Constants)]
-        found = [min(kinds, key=_WIDTH.index) for kinds in operands if kinds]  # scales and biases are wider
+        nodes = tuple(_NODE.findall(layer.Metadata))
+        inputs, constants = (tuple(each.tensor() for each in given) for given in (layer.Inputs, layer.Constants))
+        operands = EngineLayer(layer.Name, layer.LayerType, inputs, constants, (), nodes).operands
+        known = [each.precision for each in operands if each.precision]
         rows.append(
             {
                 "layer": layer.Name,
                 "operator": layer.LayerType,
-                "runs": max(found, key=_WIDTH.index, default="unknown"),  # the narrower operand is decoded
-                "operands": ", ".join(dict.fromkeys((*operands[0], *operands[1]))),
+                "runs": max(known, key=_WIDTH.index, default="unknown"),  # the narrower operand is decoded
+                "operands": ", ".join(
+                    dict.fromkeys(each.precision for each in (*inputs, *constants) if each.precision)
+                ),
                 "kernel": layer.TacticName,
-                "onnx_nodes": _NODE.findall(layer.Metadata),
+                "onnx_nodes": list(nodes),
             }
         )
     return rows
@@ -90,8 +101,3 @@ def _multiplies(kind: str, tactic: str) -> bool:
         or any(word in lowered for word in ("conv", "gemm", "matrix"))
         or "gemm" in tactic.lower()
     )
-
-
-def _precision(tensor: _Tensor) -> str:
-    found = _TYPES.findall(tensor.format or tensor.Datatype)
-    return _NAMES.get(found[-1].lower(), "") if found else ""

@@ -186,7 +186,9 @@ def _integer(size: object) -> object:
 
 def _flatten(call: Call) -> Tensor:
     x, axis = call.tensor(0), call.get("axis", 1)
-    return x.flatten(1) if axis == 1 else x.reshape(math.prod(x.shape[:axis]), -1)
+    if axis == 1 and x.ndim > 1:
+        return x.flatten(1)
+    return x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
 
 
 def _transpose(call: Call) -> object:

@@ -27,7 +27,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from fp4deploy.data.images import Jpeg, common_jpeg, upright_image
+from fp4deploy.data.images import TRANSPOSED, Jpeg, common_jpeg, upright_image
 from fp4deploy.data.sample import Pixels
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.predict.pipeline import Frame
@@ -151,9 +151,15 @@ def _each(jpegs: Sequence[Jpeg], decode: Callable[[Sequence[Jpeg]], list[Tensor]
         return []
     try:
         found = decode(jpegs)
+    except torch.OutOfMemoryError as error:
+        raise InputError(
+            f"{len(jpegs)} JPEG files at once need more GPU memory than there is: --batch less."
+        ) from error
+    except torch.AcceleratorError:
+        raise  # a fault of the GPU, and none of a file
     except RuntimeError:  # of one of them, for all
         return [None] if len(jpegs) == 1 else [frame for jpeg in jpegs for frame in _each([jpeg], decode)]
-    sizes = [jpeg.size[::-1] if jpeg.orientation in range(5, 9) else jpeg.size for jpeg in jpegs]
+    sizes = [jpeg.size[::-1] if jpeg.orientation in TRANSPOSED else jpeg.size for jpeg in jpegs]
     return [frame if frame.shape == (*size, 3) else None for frame, size in zip(found, sizes, strict=True)]
 
 
@@ -163,7 +169,7 @@ def upright(image: Tensor, orientation: int) -> Tensor:
     >>> upright(torch.arange(6).view(1, 2, 3).expand(3, 2, 3), 6)[..., 0].tolist()
     [[3, 0], [4, 1], [5, 2]]
     """
-    image = image.mT if orientation in range(5, 9) else image
+    image = image.mT if orientation in TRANSPOSED else image
     axes = FLIPS.get(orientation)
     return (image.flip(axes) if axes else image).permute(1, 2, 0).contiguous()
 

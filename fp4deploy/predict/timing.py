@@ -8,6 +8,7 @@ is timed by the clock, one image after the other, after one image that is not co
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,24 +34,26 @@ class StageTime:
     p99: float
 
 
-def stage_times(predictor: Predictor, paths: Sequence[Path], decoder: Decoder = CPU) -> list[StageTime]:
-    """Times of each of `STAGES` over image files; images larger than the network are made smaller, not tiled.
+def stage_times(
+    predictor: Predictor, paths: Sequence[Path], decoder: Decoder = CPU
+) -> tuple[list[StageTime], dict[str, int]]:
+    """Times of each of `STAGES` over image files, and how many were decoded by what; none is tiled, but made smaller.
 
     Raises:
         InputError: no image, or one that cannot be decoded.
     """
     if not paths:
         raise InputError("There is no image to time. Name files or a folder with images.")
-    rows = [_times(predictor, path, decoder) for path in (paths[0], *paths)][1:]
+    rows, names = zip(*[_times(predictor, path, decoder) for path in (paths[0], *paths)][1:], strict=True)
     columns = np.array([[*row, sum(row)] for row in rows]) * 1e3
     return [
         StageTime(stage, *(float(np.quantile(column, q)) for q in (0.5, 0.9, 0.99)))
         for stage, column in zip(STAGES, columns.T, strict=True)
-    ]
+    ], dict(Counter(names))
 
 
-def _times(predictor: Predictor, path: Path, decoder: Decoder) -> list[float]:
-    """Seconds of the four stages of one image."""
+def _times(predictor: Predictor, path: Path, decoder: Decoder) -> tuple[list[float], str]:
+    """Seconds of the four stages of one image, and what decoded it."""
     assert predictor.pipeline is not None
     start = time.perf_counter()
     (decoded,) = decoder.decode([path])
@@ -62,4 +65,4 @@ def _times(predictor: Predictor, path: Path, decoder: Decoder) -> list[float]:
     predictor.predictions(answer)
     seconds = {part: value / 1e3 for part, value in row.items()}
     after = seconds["classes"] + seconds["copy out"] + time.perf_counter() - start
-    return [decode, seconds["copy in"] + seconds["prepare"], seconds["network"], after]
+    return [decode, seconds["copy in"] + seconds["prepare"], seconds["network"], after], decoded.decoder

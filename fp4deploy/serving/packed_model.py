@@ -12,12 +12,23 @@ import triton_python_backend_utils as pb_utils
 
 from fp4deploy.bench.runtimes.packed import PackedRuntime
 from fp4deploy.errors import InputError
+from fp4deploy.packed.capture import SHAPES
 from fp4deploy.predict.predictor import Predictor, as_pixels
 
 OUTPUTS = {
     "MASK": lambda found: np.stack([each.mask for each in found]),
     "FOUND": lambda found: np.array([[json.dumps(_entry(each))] for each in found], np.object_),
 }
+PARAMETERS = ("tile", "overlap", "min_score")
+
+
+def graph_sizes(most: int) -> list[int]:
+    """Sizes of batches up to `most`, no more than a packed network keeps CUDA graphs of.
+
+    >>> graph_sizes(8), graph_sizes(6), graph_sizes(1)
+    ([1, 2, 4, 8], [1, 3, 6], [1])
+    """
+    return sorted({1, *(max(most >> halved, 1) for halved in range(SHAPES - 1))})
 
 
 def _entry(found):  # type: ignore[no-untyped-def]
@@ -27,19 +38,27 @@ def _entry(found):  # type: ignore[no-untyped-def]
 class TritonPythonModel:
     """FRAMES, RGB uint8 [N, H, W, 3] -> MASK [N, H, W], the class of each pixel; of a model with a head FOUND [N, 1].
 
-    FOUND is JSON: what predictions.json and instances.json have of a frame.
+    FOUND is JSON: what predictions.json and instances.json have of a frame. Instance models give both, detectors and
+    classifiers FOUND alone.
     """
+
+    sizes: tuple[int, ...] | list[int] = ()  # to which batches are filled
 
     def initialize(self, args: dict[str, str]) -> None:
         """Open the network and run it once, so that what is missing is an error here."""
         config = json.loads(args["model_config"])
-        given = {name: json.loads(value["string_value"]) for name, value in config["parameters"].items()}
+        stated = config["parameters"]  # the server's own among them, such as EXECUTION_ENV_PATH
+        settings = {name: json.loads(stated[name]["string_value"]) for name in PARAMETERS if name in stated}
         device = {"GPU": f"cuda:{args['model_instance_device_id']}", "CPU": "cpu"}.get(args["model_instance_kind"])
         path = Path(args["model_repository"]) / args["model_version"] / "model.fp4"
         self.most = config["max_batch_size"]
-        self.predictor = Predictor(PackedRuntime(path, device), **given, batch=self.most)
+        runtime = PackedRuntime(path, device)
+        self.predictor = Predictor(runtime, **settings, batch=self.most)
         self.outputs = [output["name"] for output in config["output"]]
-        list(self.predictor.predict_batches([[np.zeros((*self.predictor.card.size, 3), np.uint8)]]))
+        if runtime.cuda:
+            self.sizes = graph_sizes(self.most)
+        blank = np.zeros((*self.predictor.card.size, 3), np.uint8)
+        list(self.predictor.predict_batches([blank] * size for size in self.sizes or [1]))
 
     def execute(self, requests: list) -> list:  # type: ignore[type-arg]
         """Answer each request."""
@@ -65,11 +84,17 @@ class TritonPythonModel:
         frames = [frame for request in requests for frame in request]
         batches = [frames[at : at + self.most] for at in range(0, len(frames), self.most)]
         try:
-            found = [each for batch in self.predictor.predict_batches(batches) for each in batch]
+            answers = self.predictor.predict_batches([self._filled(batch) for batch in batches])
+            found = [each for batch, answer in zip(batches, answers, strict=True) for each in answer[: len(batch)]]
         except InputError as error:  # of all together, such as of memory
             return [error] if len(requests) == 1 else [each for one in requests for each in self._predicted([one])]
         each = iter(found)
         return [[next(each) for _ in request] for request in requests]
+
+    def _filled(self, batch):  # type: ignore[no-untyped-def]
+        """With its last frame repeated up to a size of which there is a CUDA graph."""
+        size = next((size for size in self.sizes if size >= len(batch)), len(batch))
+        return [*batch, *[batch[-1]] * (size - len(batch))]
 
     def _response(self, found):  # type: ignore[no-untyped-def]
         """Of an error, of predictions with an error among them, or of predictions."""

@@ -342,19 +342,45 @@ def test_an_engine_says_what_runs(precision: str, runs: str, fell_back: bool, tm
     assert (row.layer, row.requested, row.runs, row.fell_back) == ("product", "FP4", runs, fell_back)
 
 
-@pytest.mark.parametrize("weight", ["FP4E2M1", "FP8E4M3", "Int8", "Half", "Float"])
+@pytest.mark.parametrize(
+    ("place", "weight"),
+    [
+        *(("Constants", weight) for weight in ("FP4E2M1", "FP8E4M3", "Int8", "Half", "Float")),
+        *(("Inputs", weight) for weight in ("FP4E2M1", "Int8", "Half", "Float")),  # FP8 of several axes: block scales
+    ],
+)
 @pytest.mark.parametrize("activation", ["FP4E2M1", "FP8E4M3", "Int8", "Half", "Float"])
-def test_an_operand_that_is_narrower_is_decoded(activation: str, weight: str, tmp_path: Path) -> None:
+def test_an_operand_that_is_narrower_is_decoded(activation: str, weight: str, place: str, tmp_path: Path) -> None:
     """Weights that are stored in FP4 and multiplied in FP16 are no FP4 GEMM; scales and biases are no operands."""
-    onnx.save(_matmul(), tmp_path / "model.onnx")
+    given = [_tensor(weight, [64, 32]), *([_tensor("FP8E4M3", [1, 4, 32])] if weight == "FP4E2M1" else [])]
     engine = _engine(activation)
-    kinds = (weight, "FP8E4M3", "Float") if weight == "FP4E2M1" else (weight, "Float")
-    engine["Layers"][1]["Constants"] = [{"Name": kind, "Format/Datatype": kind} for kind in kinds]
-    (tmp_path / "layers.json").write_text(json.dumps(engine))
-    (row,) = audit_file(tmp_path / "layers.json", model=tmp_path / "model.onnx").rows
+    engine["Layers"][1].setdefault(place, []).extend(given)
+    engine["Layers"][1].setdefault("Constants", []).extend([_tensor("Float", []), _tensor("Half", [32])])
     widths = {"FP4E2M1": "FP4", "FP8E4M3": "FP8", "Int8": "INT8", "Half": "FP16", "Float": "FP32"}
     expected = widths[max(activation, weight, key=list(widths).index)]
-    assert (row.runs, row.fell_back) == (expected, expected != "FP4")
+    assert _run(engine, tmp_path) == (expected, expected != "FP4")
+
+
+@pytest.mark.parametrize("bias", ["Half", "Float"])
+def test_a_bias_alone_is_no_operand(bias: str, tmp_path: Path) -> None:
+    """Of products of two activations, and where the weight is not listed."""
+    for inputs in (["FP4E2M1"], ["FP4E2M1", "FP8E4M3", "FP4E2M1", "FP8E4M3"]):
+        engine = _engine("FP4E2M1")
+        engine["Layers"][1]["Inputs"] = [_tensor(kind, [1, 4, 64]) for kind in inputs]
+        engine["Layers"][1]["Constants"] = [_tensor(bias, [32])]
+        assert _run(engine, tmp_path) == ("FP4", False)
+
+
+def _tensor(kind: str, shape: list[int]) -> dict[str, Any]:
+    return {"Name": kind, "Dimensions": shape, "Format/Datatype": kind}
+
+
+def _run(engine: dict[str, Any], folder: Path) -> tuple[str, bool]:
+    """What the one product of an engine runs in, and whether it fell back."""
+    onnx.save(_matmul(), folder / "model.onnx")
+    (folder / "layers.json").write_text(json.dumps(engine))
+    (row,) = audit_file(folder / "layers.json", model=folder / "model.onnx").rows
+    return row.runs, row.fell_back
 
 
 def test_a_node_that_no_kernel_names_is_a_row(tmp_path: Path) -> None:

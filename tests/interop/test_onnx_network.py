@@ -109,6 +109,7 @@ def beside_defaults(net: Onnx, x: str) -> Iterator[str]:
     for start, more in ((1, {}), (1, {"end": 3}), (-2, {}), (0, {"end": -1})):
         shape = node("Concat", node("Shape", x, start=start, **more), whole(f"{start}{more}", -1), axis=0)
         yield node("Reshape", x, shape)
+    yield node("Flatten", node("ReduceSum", x, whole("all but one", 0, 2, 3), keepdims=0))
     flat = node("Flatten", node("GlobalAveragePool", x))
     for alpha, beta, turned in itertools.product((1.0, 0.5), (1.0, 2.0), (0, 1)):
         weight = net.normal(f"{alpha}{beta}{turned}.w", *((5, 8) if turned else (8, 5)))

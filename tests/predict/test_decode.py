@@ -51,6 +51,23 @@ def decoded(path: Path, decode: Any = stored) -> Decoded:
     return found
 
 
+def test_what_is_wrong_with_the_gpu_is_no_fault_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.jpg"
+    path.write_bytes(jpeg(Image.fromarray(photo(37, 53))))
+
+    def fails(error: Exception) -> Any:
+        def decode(jpegs: Sequence[Jpeg]) -> list[torch.Tensor]:
+            raise error
+
+        return decode
+
+    with pytest.raises(InputError, match="2 JPEG files at once need more GPU memory than there is: --batch less"):
+        with_fallback([path, path], fails(torch.OutOfMemoryError("of memory")), OTHER)
+    with pytest.raises(torch.AcceleratorError):
+        with_fallback([path, path], fails(torch.AcceleratorError("illegal memory access")), OTHER)
+    assert decoded(path, fails(RuntimeError("not this file"))).decoder == PILLOW
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_common_files_are_decoded_by_it(tmp_path: Path, name: str) -> None:
     path = tmp_path / "a.jpg"
@@ -170,9 +187,10 @@ def test_without_a_gpu(tmp_path: Path) -> None:
         gpu(torch.device("cuda"))
 
 
-@pytest.mark.parametrize("given", [("-",), ("camera:0",), ("a.nii",), (".", "--nnunet", ".")])
+@pytest.mark.parametrize("given", [("-",), ("camera:0",), ("a.nii",), ("a.mp4",), (".", "--nnunet", ".")])
 def test_only_image_files_are_decoded_on_a_gpu(tmp_path: Path, given: tuple[str, ...]) -> None:
-    (tmp_path / "a.nii").touch()
+    for name in ("a.nii", "a.mp4"):
+        (tmp_path / name).touch()
     done = fp4deploy("predict", *given, "--decode", "gpu", folder=tmp_path)
     assert done.code == 2
     assert "--decode is of image files" in done.stderr

@@ -1,4 +1,4 @@
-"""nvJPEG by torchvision: Pillow's pixels but for roundings, its geometry, and what it does not take by Pillow."""
+"""nvJPEG by torchvision: pixels near Pillow's, its geometry, and what it does not take by Pillow."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from fp4deploy.errors import InputError
+from fp4deploy.predict.decode import PILLOW
 from fp4deploy.predict.predictor import load
 from fp4deploy.predict.timing import STAGES, stage_times
 from fp4deploy.runs import Run
@@ -26,7 +27,8 @@ def photos(tmp_path: Path) -> list[Path]:
 
 
 def test_every_stage_is_timed(untrained: Run, photos: list[Path]) -> None:
-    found = stage_times(load(untrained.checkpoint("fp16")), photos)
+    found, decoders = stage_times(load(untrained.checkpoint("fp16")), photos)
+    assert decoders == {PILLOW: len(photos)}
     assert [row.stage for row in found] == list(STAGES)
     assert all(0 < row.p50 <= row.p90 <= row.p99 for row in found)
     assert found[-1].p99 >= max(row.p99 for row in found[:-1])
@@ -43,6 +45,6 @@ def test_the_command_writes_no_masks(untrained: Run, photos: list[Path], tmp_pat
     )  # fmt: skip
     assert done.code == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["images"] == len(photos)
+    assert (found["images"], found["decoders"]) == (len(photos), {PILLOW: len(photos)})
     assert [row["stage"] for row in found["stages"]] == list(STAGES)
     assert not (tmp_path / "predictions").exists()

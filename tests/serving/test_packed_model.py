@@ -43,6 +43,7 @@ def served(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str = "CPU", **p
     parsed = text_format.Parse((folder / "config.pbtxt").read_text(), model_config()())
     config = json_format.MessageToDict(parsed, preserving_proto_field_name=True)
     config["parameters"] |= {name: {"string_value": json.dumps(value)} for name, value in parameters.items()}
+    config["parameters"]["EXECUTION_ENV_PATH"] = {"string_value": "/opt/env.tar.gz"}  # the server's own
     given = {"model_config": json.dumps(config), "model_instance_kind": kind, "model_instance_device_id": "0"}
     return python_model(folder, monkeypatch, {**given, "model_repository": str(folder), "model_version": "1"})
 
@@ -90,6 +91,21 @@ def test_more_frames_than_a_batch(folder: Path, packed: Path, monkeypatch: pytes
     answers = model.execute([{"FRAMES": frames(5, 20, 30)}] * 4)
     assert sizes == [8, 8, 4]
     assert [len(answer.outputs["MASK"]) for answer in answers] == [5] * 4
+
+
+def test_batches_of_any_size_are_filled_to_few(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A packed network keeps few CUDA graphs; what fills a batch answers nobody."""
+    model, sizes = served(folder, monkeypatch), set()
+    requests = [{"FRAMES": frames(count, 20, 30)} for count in range(1, 9)]
+    expected = [model.execute([request])[0].outputs["MASK"] for request in requests]
+    whole = model.predictor.predict_batches
+    monkeypatch.setattr(
+        model.predictor, "predict_batches", lambda batches: whole([sizes.add(len(each)) or each for each in batches])
+    )
+    model.sizes = [1, 2, 4, 8]  # on a GPU
+    for request, masks in zip(requests, expected, strict=True):
+        assert np.array_equal(model.execute([request])[0].outputs["MASK"], masks)
+    assert sizes == {1, 2, 4, 8}
 
 
 BAD = {

@@ -28,7 +28,7 @@ def export(
     source: Annotated[
         Path | None,
         typer.Argument(
-            help="Run folder, checkpoint, results folder of nnU-Net; an .onnx file for servers, an .fp4 for MONAI.",
+            help="Run folder, checkpoint, results folder of nnU-Net; of servers .onnx or .fp4 files, of MONAI .fp4.",
             show_default="the latest run",
             autocompletion=completion.sources,
         ),

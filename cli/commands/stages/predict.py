@@ -71,7 +71,7 @@ def predict(
     decode: Annotated[
         Literal["cpu", "gpu"],
         typer.Option(
-            "--decode", help="JPEG files by Pillow, or by nvJPEG (torchvision): faster, slightly other pixels."
+            "--decode", help="JPEG files by Pillow, or on the GPU by nvJPEG (torchvision), which gives other pixels."
         ),
     ] = "cpu",
     as_json: Annotated[
@@ -125,6 +125,8 @@ def predict(
     if not piped and STDIN in images:
         raise InputError("- reads one image from stdin; give it alone.")
     sources = [] if piped or live else find_sources(images)
+    if decode == "gpu" and all(source.is_video for source in sources):
+        raise InputError("--decode is of image files, and these are videos; leave it out.")
     path, predictor = _predictor(model, tile, overlap, min_score, batch)
     note(f"{shown(path)} on {predictor.runtime.name}, {predictor.runtime.precision}.")
     decoder = _decoder(predictor, decode, batch)
@@ -219,18 +221,19 @@ def _times(predictor: Predictor, model: Path, sources: list[Source], as_json: bo
     from fp4deploy.predict.timing import COLUMNS, stage_times
 
     paths = [source.path for source in sources if not source.is_video]
-    found = stage_times(predictor, paths, decoder)
+    found, decoders = stage_times(predictor, paths, decoder)
     if as_json:
         about = {"model": str(model), "runtime": predictor.runtime.name, "device": predictor.runtime.device}
-        about["decoder"] = decoder.name
-        print_json({**about, "images": len(paths), "stages": [asdict(row) for row in found]})
+        print_json({**about, "decoders": decoders, "images": len(paths), "stages": [asdict(row) for row in found]})
         return
     cells = [(row.stage, *map(milliseconds, (row.p50, row.p90, row.p99))) for row in found]
     results().print(table(COLUMNS, cells, right=COLUMNS[1:]))
+    note("Decoded by " + ", ".join(f"{name}: {count}" for name, count in decoders.items()))
 
 
 def _pipe(predictor: Predictor, model: Path, as_json: bool) -> None:
     from fp4deploy.data.images import upright_image
+    from fp4deploy.predict.decode import PILLOW
     from fp4deploy.predict.sources import STDIN
     from fp4deploy.predict.write import describe, png_bytes
     from fp4deploy.system.progress import progress
@@ -249,7 +252,8 @@ def _pipe(predictor: Predictor, model: Path, as_json: bool) -> None:
         prediction = predictor.predict(pixels)
     if as_json:
         height, width = prediction.mask.shape
-        entry: dict[str, Any] = {"file": STDIN, "height": height, "width": width, "classes": prediction.classes()}
+        entry: dict[str, Any] = {"file": STDIN, "decoder": PILLOW, "height": height, "width": width}
+        entry["classes"] = prediction.classes()
         if prediction.counts_objects:
             entry["objects"] = prediction.objects()
         print_json({**describe(predictor, model), "images": [entry]})

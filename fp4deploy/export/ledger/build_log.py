@@ -74,18 +74,18 @@ class EngineLayer:
             )
             shown = read if written is not None and written.precision in OF_ENGINES and read is not None else written
             return shown.precision if shown is not None else ""
-        operands = [tensor.precision for tensor in (*self.inputs[:1], *self._weight())]
-        return " x ".join(dict.fromkeys(operands))
+        return " x ".join(dict.fromkeys(tensor.precision for tensor in self.operands))
 
-    def _weight(self) -> tuple[Tensor, ...]:
-        """Second operand: an FP4 constant, a tensor that another kernel decoded, or the first large constant.
+    @property
+    def operands(self) -> tuple[Tensor, ...]:
+        """Its first input; and an FP4 constant, a tensor that another kernel decoded, or the first large constant.
 
         An FP4 GEMM also reads its block scales (FP8, more than two dimensions) from inputs and constants.
         """
         packed = tuple(tensor for tensor in self.constants if tensor.precision == "FP4")
         decoded = tuple(tensor for tensor in self.inputs[1:] if len(tensor.shape) >= 2 and tensor.precision != "FP8")
         large = tuple(tensor for tensor in (*self.constants, *self.inputs[1:]) if len(tensor.shape) >= 2)
-        return (packed or decoded or large)[:1]
+        return (*self.inputs[:1], *(packed or decoded or large)[:1])
 
 
 def parse_engine_layers(text: str) -> tuple[EngineLayer, ...]:
