@@ -92,13 +92,15 @@ def average_precision(
         kind: overlaps of "segm", masks, or of "bbox", boxes [x, y, width, height].
         evaluator: "pycocotools", or "faster-coco-eval", which gives the same numbers sooner and no matches; None for
             it where it is installed and no matches are asked for.
-        matches: keep which detection found which object.
+        matches: keep which detection found which object, and score small, medium and large ones apart; without, those
+            are None and NaN, which a validation of a training does not wait for.
 
     Raises:
         InputError: a result names an image or category that the ground truth does not have.
         UnavailableError: the evaluator that was asked for is not installed.
     """
-    evaluation = _evaluated(_evaluator(evaluator, matches), ground_truth, results, max_detections, kind)
+    sizes = len(SIZES) if matches else 1
+    evaluation = _evaluated(_evaluator(evaluator, matches), ground_truth, results, max_detections, kind, sizes)
     precision: NDArray[np.float64] = evaluation.eval["precision"][..., 0]  # [T, R, K, A]
     recall: NDArray[np.float64] = evaluation.eval["recall"][..., 0]  # [T, K, A]
     overlaps = np.asarray(evaluation.params.iouThrs)
@@ -107,7 +109,7 @@ def average_precision(
         names[category]: finite_or_none(_mean(precision[:, :, place, 0]))
         for place, category in enumerate(evaluation.params.catIds)
     }
-    by_size = [_mean(precision[..., size]) for size in range(len(SIZES))]
+    by_size = [_mean(precision[..., size]) if size < sizes else float("nan") for size in range(len(SIZES))]
     return InstanceScores(
         ap=by_size[0],
         ap50=_mean(precision[np.isclose(overlaps, 0.5), ..., 0]),
@@ -129,7 +131,8 @@ def box_ap50(ground_truth: dict[str, object], results: Sequence[dict[str, object
     Raises:
         InputError: a result names an image or category that the ground truth does not have.
     """
-    evaluation = _evaluated(_evaluator(None, matches=False), ground_truth, results, max_detections, "bbox", only=0.5)
+    evaluator = _evaluator(None, matches=False)
+    evaluation = _evaluated(evaluator, ground_truth, results, max_detections, "bbox", sizes=1, only=0.5)
     return _mean(evaluation.eval["precision"])
 
 
@@ -139,18 +142,20 @@ def _evaluated(
     results: Sequence[dict[str, Any]],
     max_detections: int,
     kind: Kind,
+    sizes: int,
     only: float | None = None,
 ) -> Any:
-    """COCOeval after its evaluation, at all overlaps and sizes, or at one overlap for objects of any size."""
+    """COCOeval after its evaluation of the first of `SIZES`, at all overlaps or at one."""
     _check_known(ground_truth, results)
     with contextlib.redirect_stdout(io.StringIO()):
         evaluation = evaluator(
             _indexed(ground_truth), _indexed({**ground_truth, "annotations": _detected(results, kind)}), kind
         )
         evaluation.params.maxDets = [max_detections]
+        evaluation.params.areaRng = evaluation.params.areaRng[:sizes]
+        evaluation.params.areaRngLbl = evaluation.params.areaRngLbl[:sizes]
         if only is not None:
             evaluation.params.iouThrs = np.array([only])
-            evaluation.params.areaRng, evaluation.params.areaRngLbl = evaluation.params.areaRng[:1], ["all"]
         evaluation.evaluate()
         evaluation.accumulate()
     return evaluation

@@ -128,6 +128,17 @@ def test_same_numbers_as_the_summary_of_pycocotools() -> None:
     assert ours.ap_medium > 0
 
 
+def test_a_training_waits_for_no_sizes() -> None:
+    """Without matches all that metrics.jsonl has is the same, and sizes are not scored."""
+    given = truth(A, B), [result(A, 0.9), result(B, 0.8), result((3, 3, 9, 9), 0.7)]
+    whole, short = (average_precision(*given, evaluator="pycocotools", matches=each) for each in (True, False))
+    assert short.line() == whole.line()
+    assert (short.recall, short.detections) == (whole.recall, whole.detections)
+    assert not math.isnan(whole.ap_small)
+    assert all(math.isnan(each) for each in (short.ap_small, short.ap_medium, short.ap_large))
+    assert short.matches is None
+
+
 def test_results_survive_a_file(tmp_path: Path) -> None:
     results = [result(A, 0.9), result(B, 0.25)]
     write_results(results, tmp_path / "results.json")
