@@ -75,7 +75,7 @@ FIGURES: dict[str, Callable[..., Any]] = {
         result, command, points, machine, accuracy.instances_of_samples, accuracy.claim_growth, accuracy.image_loss,
         accuracy.first_input_share, engines.engine_control, engines.on_validation, engines.test_gap,
         engines.trained_for_auto, kernels.four_over_six_cost,
-        kernels.wgmma_share, kernels.triton_share,
+        kernels.activation_shares, kernels.wgmma_share, kernels.triton_share,
         packed.cpu_slowest, packed.input_encoding_cost, packed.packed_fp16_over_nvfp4,
         networks.nnunet_volume, networks.nnunet_volume_dice,
         packed.packed_networks_ratios, packed.packed_ratio, packed.packed_volumes_ratio,

@@ -6,6 +6,7 @@ import statistics
 from typing import Any
 
 from docs.tables.results import markdown, microseconds, result
+from docs.tables.steps import span
 
 KERNEL_ROWS = {
     "fake quantise": ("fake quantise, amax given",),
@@ -38,6 +39,12 @@ def kernels() -> str:
         shares = " / ".join(f"{100 * found[case]['share_of_copy']:.1f} %" for case in cases)
         rows.append([label, times, shares])
     return markdown(["", "µs", "share of copy bandwidth"], rows)
+
+
+def activation_shares(layout: str) -> str:
+    """Share of copy bandwidth of fake quantisation along the channels over shapes in a layout: from and to, percent."""
+    rows = [row for row in result("kernels_h200")["activations"] if row["case"].startswith(f"{layout} ")]
+    return span((100 * row["share_of_copy"] for row in rows), ".0f")
 
 
 MODES = [(metric, mode) for metric in ("mae", "mse") for mode in ("fast", "strict")]

@@ -37,7 +37,9 @@ read: dict[str, Any] = {}
 
 def as_of() -> str:
     """Dates and commits of what was read since `read` was cleared."""
-    found = dict.fromkeys(str(origin_of(document)) for document in read.values())
+    runs = [run for document in read.values() for run in document.get("runs", ()) if isinstance(run, dict)]
+    measured = [*read.values(), *(run for run in runs if "commit" in (run.get("machine") or ()))]  # at several times
+    found = dict.fromkeys(str(origin_of(each)) for each in measured)
     return f"*As of {', '.join(found)}.*"
 
 

@@ -49,6 +49,7 @@ class _Layer(BaseModel):
     LayerType: str = ""
     Inputs: list[_Tensor] = []
     Constants: list[_Tensor] = []
+    Outputs: list[_Tensor] = []
     TacticName: str = ""
     Metadata: str = ""
 
@@ -76,8 +77,9 @@ def engine_rows(document: dict[str, Any], path: Path) -> list[dict[str, Any]]:
         if not _multiplies(layer.LayerType, layer.TacticName):
             continue
         nodes = tuple(_NODE.findall(layer.Metadata))
-        inputs, constants = (tuple(each.tensor() for each in given) for given in (layer.Inputs, layer.Constants))
-        operands = EngineLayer(layer.Name, layer.LayerType, inputs, constants, (), nodes).operands
+        listed = (layer.Inputs, layer.Constants, layer.Outputs)
+        inputs, constants, outputs = (tuple(each.tensor() for each in given) for given in listed)
+        operands = EngineLayer(layer.Name, layer.LayerType, inputs, constants, outputs, nodes).operands
         known = [each.precision for each in operands if each.precision]
         rows.append(
             {

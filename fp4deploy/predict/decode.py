@@ -151,13 +151,9 @@ def _each(jpegs: Sequence[Jpeg], decode: Callable[[Sequence[Jpeg]], list[Tensor]
         return []
     try:
         found = decode(jpegs)
-    except torch.OutOfMemoryError as error:
-        raise InputError(
-            f"{len(jpegs)} JPEG files at once need more GPU memory than there is: --batch less."
-        ) from error
     except torch.AcceleratorError:
         raise  # a fault of the GPU, and none of a file
-    except RuntimeError:  # of one of them, for all
+    except RuntimeError:  # of one of them or of memory, for all
         return [None] if len(jpegs) == 1 else [frame for jpeg in jpegs for frame in _each([jpeg], decode)]
     sizes = [jpeg.size[::-1] if jpeg.orientation in TRANSPOSED else jpeg.size for jpeg in jpegs]
     return [frame if frame.shape == (*size, 3) else None for frame, size in zip(found, sizes, strict=True)]

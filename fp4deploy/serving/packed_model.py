@@ -25,10 +25,10 @@ PARAMETERS = ("tile", "overlap", "min_score")
 def graph_sizes(most: int) -> list[int]:
     """Sizes of batches up to `most`, no more than a packed network keeps CUDA graphs of.
 
-    >>> graph_sizes(8), graph_sizes(6), graph_sizes(1)
-    ([1, 2, 4, 8], [1, 3, 6], [1])
+    >>> graph_sizes(8), graph_sizes(64), graph_sizes(1)
+    ([1, 2, 4, 8], [1, 4, 16, 64], [1])
     """
-    return sorted({1, *(max(most >> halved, 1) for halved in range(SHAPES - 1))})
+    return sorted({round(most ** (step / (SHAPES - 1))) for step in range(SHAPES)})
 
 
 def _entry(found):  # type: ignore[no-untyped-def]
@@ -55,7 +55,7 @@ class TritonPythonModel:
         runtime = PackedRuntime(path, device)
         self.predictor = Predictor(runtime, **settings, batch=self.most)
         self.outputs = [output["name"] for output in config["output"]]
-        if runtime.cuda:
+        if runtime.cuda and not self.predictor.tile:  # tiles are batched by themselves
             self.sizes = graph_sizes(self.most)
         blank = np.zeros((*self.predictor.card.size, 3), np.uint8)
         list(self.predictor.predict_batches([blank] * size for size in self.sizes or [1]))

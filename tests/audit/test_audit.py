@@ -361,6 +361,18 @@ def test_an_operand_that_is_narrower_is_decoded(activation: str, weight: str, pl
     assert _run(engine, tmp_path) == (expected, expected != "FP4")
 
 
+@pytest.mark.parametrize("added", ["Half", "Float"])
+@pytest.mark.parametrize("kind", ["FP4E2M1", "FP8E4M3", "Int8"])
+def test_a_feature_map_that_is_added_is_no_operand(kind: str, added: str, tmp_path: Path) -> None:
+    for place in ("Inputs", "Constants"):
+        engine = _engine(kind)
+        layer = engine["Layers"][1]
+        layer["Inputs"] = [_tensor(kind, [4, 64]), _tensor(added, [4, 32])]
+        layer["Constants"] = [_tensor(added, [1, 32])]
+        layer[place].append(_tensor(kind, [64, 32]))
+        assert _run(engine, tmp_path)[0] == {"FP4E2M1": "FP4", "FP8E4M3": "FP8", "Int8": "INT8"}[kind]
+
+
 @pytest.mark.parametrize("bias", ["Half", "Float"])
 def test_a_bias_alone_is_no_operand(bias: str, tmp_path: Path) -> None:
     """Of products of two activations, and where the weight is not listed."""

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.transformers_networks import ASKED, NETWORKS
 from benchmarks.transformers_table import HEADINGS, cells, measure
 
+AMPLIFIED = {"vae", "unet2d", "segformer"}  # where FP4 may amplify last bits: then compared with reference inputs
 ANGLES = {"qwen3-moe"}  # whose tables of angles the ONNX file has in FP16
 OF_THEIR_OWN = ("t5", "bart", "swin", "deepseek-v3")  # masks, guards, views and choices that no other network has
 LEAST_SHARE = {"flux-block": 0.4}
@@ -36,4 +37,5 @@ def test_a_row_of_each_network(name: str) -> None:
         ("packed", "packed"),
     ):  # end to end, or layer by layer by verification
         amplified = "FP4 amplifies last bits" in row[verified]["compared"] or (stage == "runtime" and name in ANGLES)
+        assert not amplified or name in AMPLIFIED | ANGLES
         assert row[stage]["distance"] < (1.0 if amplified else 1e-3)

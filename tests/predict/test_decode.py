@@ -61,11 +61,10 @@ def test_what_is_wrong_with_the_gpu_is_no_fault_of_a_file(tmp_path: Path) -> Non
 
         return decode
 
-    with pytest.raises(InputError, match="2 JPEG files at once need more GPU memory than there is: --batch less"):
-        with_fallback([path, path], fails(torch.OutOfMemoryError("of memory")), OTHER)
     with pytest.raises(torch.AcceleratorError):
         with_fallback([path, path], fails(torch.AcceleratorError("illegal memory access")), OTHER)
-    assert decoded(path, fails(RuntimeError("not this file"))).decoder == PILLOW
+    for error in (RuntimeError("not this file"), torch.OutOfMemoryError("of memory")):
+        assert decoded(path, fails(error)).decoder == PILLOW
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -78,14 +78,17 @@ class EngineLayer:
 
     @property
     def operands(self) -> tuple[Tensor, ...]:
-        """Its first input; and an FP4 constant, a tensor that another kernel decoded, or the first large constant.
+        """Its first input; and a constant, in FP4 where one is, or a tensor that another kernel decoded.
 
-        An FP4 GEMM also reads its block scales (FP8, more than two dimensions) from inputs and constants.
+        An FP4 GEMM also reads its block scales (FP8, more than two dimensions) from inputs and constants, and others a
+        feature map that is added, of the shape of what they write.
         """
-        packed = tuple(tensor for tensor in self.constants if tensor.precision == "FP4")
-        decoded = tuple(tensor for tensor in self.inputs[1:] if len(tensor.shape) >= 2 and tensor.precision != "FP8")
-        large = tuple(tensor for tensor in (*self.constants, *self.inputs[1:]) if len(tensor.shape) >= 2)
-        return (*self.inputs[:1], *(packed or decoded or large)[:1])
+        packed = [tensor for tensor in self.constants if tensor.precision == "FP4"]
+        constants = [tensor for tensor in self.constants if sum(size != 1 for size in tensor.shape) >= 2]
+        added = {tensor.shape for tensor in self.outputs}
+        others = [tensor for tensor in self.inputs[1:] if len(tensor.shape) >= 2 and tensor.shape not in added]
+        decoded = [tensor for tensor in others if tensor.precision != "FP8"]
+        return (*self.inputs[:1], *(packed or constants or decoded or others)[:1])
 
 
 def parse_engine_layers(text: str) -> tuple[EngineLayer, ...]:

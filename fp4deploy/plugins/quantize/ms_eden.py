@@ -21,7 +21,7 @@ from fp4deploy.plugins.runtime.launch import kernel, num_sms
 from fp4deploy.plugins.runtime.torch_library import ANY_DEVICE, CUDA_TYPES, operator
 
 THREADS = 256
-WAVES = 12  # blocks a multiprocessor: whole waves of the four or six that run there at once
+BLOCKS = 12  # thread blocks a multiprocessor: a multiple of four and of six, as many as run there at once; not fitted
 
 
 def fake_quantize_ms_eden(x: torch.Tensor, rotation: torch.Tensor, seed: torch.Tensor, axis: int = -1) -> torch.Tensor:
@@ -81,7 +81,7 @@ def _launch(
     count, slots = outer * -(-size // group), THREADS * NVFP4_BLOCK // group
     blocks = count * -(-view.inner // slots) if view.inner > 1 else -(-count // slots)
     launch = kernel("ms_eden.cu", "ms_eden", "PPPPPPPqqqq", macros, x.device).launch
-    launch(min(blocks, WAVES * num_sms(x.device)), THREADS, x, *tensors, outer, size, view.inner, middle)
+    launch(min(blocks, BLOCKS * num_sms(x.device)), THREADS, x, *tensors, outer, size, view.inner, middle)
 
 
 @operator(

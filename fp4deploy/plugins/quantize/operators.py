@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from fp4deploy.formats import MXFP4_BLOCK, NVFP4_BLOCK, random_hadamard
-from fp4deploy.plugins.quantize.layout import View, dense, is_channels_last, view_along
+from fp4deploy.plugins.quantize.layout import CHANNELS_LAST, View, dense, is_channels_last, view_along
 from fp4deploy.plugins.runtime.launch import kernel, num_sms
 from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, SMALL, THREADS, like_first, operator, scalar
 
@@ -19,7 +19,7 @@ FILL = 132 * 16  # blocks that fill a large GPU
 # Fitted on an H200 (2026-11-21, `python benchmarks/kernels.py`); the times of the other choices are not recorded.
 BLOCKS = {"pack_rows": 8, "pack_rows_4o6": 6}  # thread blocks a multiprocessor: two waves
 TILE = (128, 4)
-HELD = 96 << 10  # bytes of a row that stay in shared memory while its amax is found: what a block has on every GPU
+HELD = 96 << 10  # most bytes of a row that stay in shared memory while its amax is found: a block has them on every GPU
 VECTORS = 2  # 16-byte loads of a thread: the fastest of 1, 2, 4, 8, likewise
 
 
@@ -98,21 +98,25 @@ def _launch_row_scaled(
     outputs: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
     packed: int,
 ) -> torch.Tensor:
-    """As `_launch`, with the amax of each row, which is returned; `x` is read twice where a block cannot hold a row."""
+    """As `_launch`, with the amax of each row, which is returned; `x` is read once where a row has whole blocks and
+    fits into the shared memory of one thread block.
+    """
     x, view = dense(x, axis, in_order=True)
     pitch = -(-view.size * x.element_size() // 64) * 64
     if pitch > HELD or not _is_linear(x, view, variant, outputs[0]):
         amax = _row_amax(random_hadamard(x, axis) if variant[4] else x, axis)
         _launch(x, view, amax, random, variant, outputs, packed)
         return amax
-    amax = _fake_row_amax(x, axis)
+    amax = _row_amaxes(x, axis)
     # A thread has 128 bytes of a row or, in a warp, at least a group.
-    team = min(512, pitch // 128 // 32 * 32) or min(32, 1 << (view.groups(NVFP4_BLOCK) - 1).bit_length())
-    rows = max(1, 128 // team) if team <= 32 else 1
+    threads = min(512, pitch // 128 // 32 * 32) or min(32, 1 << (view.groups(NVFP4_BLOCK) - 1).bit_length())
+    rows = max(1, 128 // threads) if threads <= 32 else 1
     macros = _macros(x, variant, random) | {"PACKED": packed, "IN_RANGE": int(outputs[2] is not None)}
     macros |= {"INNER": 0, "LINEAR": 1, "BIG": 0, "HELD": 1}
     launch = kernel("quantize.cu", "quantize_row_scaled", "PPPPPPqq", macros, x.device).launch
-    launch(-(-view.outer // rows), (team, rows), x, amax, random, *outputs, view.outer, view.size, shared=rows * pitch)
+    launch(
+        -(-view.outer // rows), (threads, rows), x, amax, random, *outputs, view.outer, view.size, shared=rows * pitch
+    )
     return amax
 
 
@@ -166,7 +170,7 @@ def _quantized(
         return torch.empty_like(x), bits
     shape = list(x.shape)
     shape[axis] = NVFP4_BLOCK * view.groups(NVFP4_BLOCK)
-    layout = torch.contiguous_format if x.is_contiguous() else torch.channels_last
+    layout = torch.contiguous_format if x.is_contiguous() else CHANNELS_LAST[x.ndim]
     return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout), bits
 
 
@@ -209,7 +213,7 @@ def _pack_along(
 
 @operator(
     "pack_row_scaled(Tensor x, int axis, Tensor? random, int[] variant) -> (Tensor, Tensor, Tensor)",
-    lambda x, axis, random, variant: (*_packed(x, axis, variant, False), _fake_row_amax(x, axis)),
+    lambda x, axis, random, variant: (*_packed(x, axis, variant, False), _row_amaxes(x, axis)),
 )
 def _pack_row_scaled(
     x: torch.Tensor, axis: int, random: torch.Tensor | None, variant: list[int]
@@ -325,16 +329,16 @@ def _hadamard_amax(x: torch.Tensor, axis: int) -> torch.Tensor:
     return amax
 
 
-def _fake_row_amax(x, axis):  # type: ignore[no-untyped-def]
+def _row_amaxes(x: torch.Tensor, axis: int) -> torch.Tensor:
+    """Float32 for an amax of each row of `x`, not written."""
     shape = [1 if at == axis else size for at, size in enumerate(x.shape)]
     return torch.empty(shape, dtype=torch.float32, device=x.device)
 
 
-@operator("row_amax(Tensor x, int axis) -> Tensor", _fake_row_amax)
+@operator("row_amax(Tensor x, int axis) -> Tensor", _row_amaxes)
 def _row_amax(x: torch.Tensor, axis: int) -> torch.Tensor:
     x, view = dense(x, axis, in_order=True)
-    shape = [1 if at == axis else size for at, size in enumerate(x.shape)]
-    amax = torch.empty(shape, dtype=torch.float32, device=x.device)
+    amax = _row_amaxes(x, axis)
     threads = view.outer * 32 if view.inner == 1 else view.rows
     launch = kernel("amax.cu", "row_amax", "PPqqq", {"DTYPE": CUDA_TYPES[x.dtype]}, x.device).launch
     launch(-(-threads // THREADS), THREADS, x, amax, view.outer, view.size, view.inner)

@@ -116,9 +116,9 @@ FP4_FUNCTION uint32_t biased_code(float u) {
 
 // The code of a magnitude grows by 4 in a straight line up to 2, by 2 more up to 4 and by 1 more up to 6. These are the
 // pieces, each from 0 to 1: half the magnitude less 0, 1 or 2, and saturation is a free instruction modifier. At most one
-// is a fraction, so that a sum of them is rounded once. It all runs on the FMA pipe. Measured fact (H200, 2026-11-30, BF16,
-// 16384 x 6144): stochastic packing took 119 us instead of 131 by it and by keys once a block; for rounding to nearest,
-// pieces took 70 us instead of 65 of packing and 75 instead of 67 of MXFP4, so that `biased_code` has none.
+// is a fraction, so that a sum of them is rounded once. It all runs on the FMA pipe. Measured fact: H200, 2026-11-30, BF16
+// 16384 x 6144, old and new kernels in one run of the cases of `benchmarks/kernels.py`, +-0.3 %: stochastic packing 0.90 of
+// the time by it and by keys once a block; packing to nearest 1.07 and MXFP4 1.12, so that `biased_code` has no pieces.
 FP4_FUNCTION float piece(float magnitude, float from) {
     const float part = fmaf(magnitude, 0.5f, -from);
 #ifdef __CUDA_ARCH__

@@ -170,10 +170,10 @@ extern "C" __global__ void __launch_bounds__(256) fake_quantize_rows(
 #endif
 
 #ifdef HELD
-// Row-scaled: a team of threads, threadIdx.x of it, copies a row to shared memory, finds its amax and quantises it, so that
+// Row-scaled: the threads of one threadIdx.y copy a row to shared memory, find its amax and quantise it, so that
 // x is read once. Vectors of 16 bytes change places there, so that threads that read whole groups meet in no bank. LINEAR.
 // amax float32 [outer] becomes that of each row.
-// Launch: block (team, rows), the team a power of two or, with one row, any multiple of 32, in all at least 32 and at most
+// Launch: block (threads, rows), the threads of a row a power of two or, with one row, any multiple of 32, in all at least 32 and at most
 //   512; grid ceil(outer / rows); shared memory rows * pitch(K), see `operators`.
 constexpr int PIECES = sizeof(DTYPE);  // vectors of a group
 __device__ __forceinline__ uint32_t place_of(uint32_t vector) { return vector ^ (vector >> 3 & 3u); }
@@ -194,17 +194,17 @@ extern "C" __global__ void __launch_bounds__(512) quantize_row_scaled(
     extern __shared__ uint4 rows[];
     const fp4::SharedPhilox& philox = shared_philox(random);
     const View view{K, 1, K / 16};
-    const uint32_t groups = uint32_t(view.groups), vectors = groups * PIECES, team = blockDim.x;
+    const uint32_t groups = uint32_t(view.groups), vectors = groups * PIECES, threads = blockDim.x;
     uint4* own = rows + threadIdx.y * ((vectors + 3) / 4 * 4);
     const long long row = (long long)blockIdx.x * blockDim.y + threadIdx.y;
     const bool has = row < outer;
     const uint4* source = reinterpret_cast<const uint4*>(x + row * K);
-    for (uint32_t at = threadIdx.x; has && at < vectors; at += team)
+    for (uint32_t at = threadIdx.x; has && at < vectors; at += threads)
         copy_16_bytes(shared_address(own + place_of(at)), source + at, true);
     wait_for_copies();
     __syncthreads();
     float largest = 0.f, v[16];
-    for (uint32_t group = threadIdx.x; has && group < groups; group += team) {
+    for (uint32_t group = threadIdx.x; has && group < groups; group += threads) {
         load_group(own, group, v);
         const float of_group = largest_of(v);
         // NaN and Inf do not count; only then elements are looked at one by one.
@@ -215,10 +215,10 @@ extern "C" __global__ void __launch_bounds__(512) quantize_row_scaled(
             for (int i = 0; i < 16; ++i) largest = fmaxf(largest, finite_magnitude(v[i]));
         }
     }
-    largest = team > 32 ? fp4::block_max(largest) : fp4::warp_max(largest, team);
+    largest = threads > 32 ? fp4::block_max(largest) : fp4::warp_max(largest, threads);
     if (has && threadIdx.x == 0) amax[row] = largest;
     const fp4::GlobalScale global = fp4::global_scale<E>(largest);
-    for (uint32_t group = threadIdx.x; has && group < groups; group += team) {
+    for (uint32_t group = threadIdx.x; has && group < groups; group += threads) {
         const long long place = row * view.groups + group;
         load_group(own, group, v);
         quantize(v, global, philox, static_cast<uint8_t*>(out), scales, in_range, view, row, group, place, true);
