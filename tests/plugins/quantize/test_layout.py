@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp4deploy.plugins.quantize.layout import CHANNELS_LAST, View, dense, place, view_along
 from fp4deploy.plugins.quantize.maps import Columns, reads_all
@@ -47,3 +48,16 @@ def test_which_positions_the_columns_of_a_filter_read() -> None:
         columns = Columns(count, stride, padding, dilation, width)
         read = {at * stride - padding + tap * dilation for at in range(width) for tap in range(count)}
         assert reads_all(columns, size) == (read >= set(range(size))), (columns, size)
+
+
+@pytest.mark.parametrize("hadamard", [0, 1])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last, torch.channels_last_3d])
+def test_results_have_the_layout_of_what_is_quantised(layout: torch.memory_format, hadamard: int) -> None:
+    """Of maps and of volumes; with the transform, which pads the axis, too. No kernel runs."""
+    shape = (2, 24, 4, 5) if layout == torch.channels_last else (2, 24, 4, 5, 6)
+    with FakeTensorMode():
+        x = torch.empty(shape, device="cuda").to(memory_format=layout)
+        amax = torch.empty((), device="cuda")
+        values, _ = torch.ops.fp4deploy.quantize_along(x, 1, amax, None, [0, 448, 0, 0, hadamard, 0], False)
+    assert values.shape == (2, 32 if hadamard else 24, *shape[2:])
+    assert values.is_contiguous(memory_format=layout)
