@@ -23,11 +23,7 @@ PARAMETERS = ("tile", "overlap", "min_score")
 
 
 def graph_sizes(most: int) -> list[int]:
-    """Sizes of batches up to `most`, no more than a packed network keeps CUDA graphs of.
-
-    >>> graph_sizes(8), graph_sizes(64), graph_sizes(1)
-    ([1, 2, 4, 8], [1, 4, 16, 64], [1])
-    """
+    """Sizes of batches up to `most`, no more than a packed network keeps CUDA graphs of: of 64 1, 4, 16 and 64."""
     return sorted({round(most ** (step / (SHAPES - 1))) for step in range(SHAPES)})
 
 

@@ -55,6 +55,7 @@ def python_model(folder: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str,
     spec = importlib.util.spec_from_file_location(f"{folder.name}_model", folder / "1" / "model.py")
     assert spec is not None
     assert spec.loader is not None
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # the folder holds what was written, and nothing else
     loaded = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loaded)
     model = loaded.TritonPythonModel()

@@ -337,7 +337,7 @@ def timed(folder: Path) -> Any:
         return total
 
     with mock.patch("time.perf_counter", now):
-        return timing.stage_times(Predictor(Pointwise(card())), paths)
+        return timing.stage_times(Predictor(Pointwise(card())), paths)[0]
 
 
 def decoded_boxes(output: Any, head: Any) -> Any:
