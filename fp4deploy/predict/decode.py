@@ -33,8 +33,8 @@ from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.predict.pipeline import Frame
 from fp4deploy.requirements import ZOO
 
-# That decode images by Pillow. Of images some more are in memory than these hold: those that wait for the network,
-# three batches on a GPU, and for the threads that write them.
+# That decode images by Pillow, and that write them (`predict.write`). Of images some more are in memory than these
+# hold: those that wait for the network, three batches on a GPU, and for the threads that write.
 THREADS = 4
 PILLOW = f"Pillow {PIL.__version__}"
 # Of an image [channels, H, W] with its sides exchanged from orientation 5 on: axes to flip.

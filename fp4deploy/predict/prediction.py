@@ -111,6 +111,10 @@ class Prediction:
             for number, rle in encode_ids(found.ids).items()
         ]
 
+    def to_json(self) -> dict[str, Any]:
+        """`classes`, and `objects` where they were looked for."""
+        return {"classes": self.classes(), **({"objects": self.objects()} if self.counts_objects else {})}
+
     @staticmethod
     def _boxes(found: Detections) -> list[dict[str, object]]:
         sides = found.boxes[:, 2:] - found.boxes[:, :2]

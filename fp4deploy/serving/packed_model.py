@@ -5,6 +5,7 @@ together; what is wrong with a request is an error of its own response.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from fp4deploy.predict.predictor import Predictor, as_pixels
 
 OUTPUTS = {
     "MASK": lambda found: np.stack([each.mask for each in found]),
-    "FOUND": lambda found: np.array([[json.dumps(_entry(each))] for each in found], np.object_),
+    "FOUND": lambda found: np.array([[json.dumps(each.to_json())] for each in found], np.object_),
 }
 PARAMETERS = ("tile", "overlap", "min_score")
 
@@ -27,10 +28,6 @@ def graph_sizes(most: int) -> list[int]:
     return sorted({round(most ** (step / (SHAPES - 1))) for step in range(SHAPES)})
 
 
-def _entry(found):  # type: ignore[no-untyped-def]
-    return {"classes": found.classes(), **({"objects": found.objects()} if found.counts_objects else {})}
-
-
 class TritonPythonModel:
     """FRAMES, RGB uint8 [N, H, W, 3] -> MASK [N, H, W], the class of each pixel; of a model with a head FOUND [N, 1].
 
@@ -38,7 +35,7 @@ class TritonPythonModel:
     classifiers FOUND alone.
     """
 
-    sizes: tuple[int, ...] | list[int] = ()  # to which batches are filled
+    sizes: Sequence[int] = ()  # to which batches are filled
 
     def initialize(self, args: dict[str, str]) -> None:
         """Open the network and run it once, so that what is missing is an error here."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fp4deploy.predict.predictor import Predictor
     from fp4deploy.predict.sources import Source
 
+ONLY_FILES = "--decode is of image files; leave it out."
 MAX_STDIN = 1 << 30  # bytes of one image; an uncompressed one of the most pixels that are decoded has half of it
 
 
@@ -108,10 +109,8 @@ def predict(
     from fp4deploy.predict.volumes import holds_volumes
 
     expect(network, "--network")
-    piped = images == [STDIN]
-    live = len(images) == 1 and images[0].startswith(CAMERA)
-    if decode == "gpu" and (folder is not None or piped or live or holds_volumes(images)):
-        raise InputError("--decode is of image files; leave it out.")
+    if decode == "gpu" and (folder is not None or holds_volumes(images)):
+        raise InputError(ONLY_FILES)
     if folder is not None:
         nnunet.predict(folder, fold, images, out, processes, mirror is not False, as_json)
         return
@@ -122,11 +121,13 @@ def predict(
         return
     if mirror is not None:
         raise InputError("--mirror is of volumes (.nii, .nii.gz); leave it out.")
+    piped = images == [STDIN]
+    live = len(images) == 1 and images[0].startswith(CAMERA)
     if not piped and STDIN in images:
         raise InputError("- reads one image from stdin; give it alone.")
     sources = [] if piped or live else find_sources(images)
-    if decode == "gpu" and all(source.is_video for source in sources):
-        raise InputError("--decode is of image files, and these are videos; leave it out.")
+    if decode == "gpu" and all(source.is_video for source in sources):  # there is none of stdin or a camera
+        raise InputError(ONLY_FILES)
     path, predictor = _predictor(model, tile, overlap, min_score, batch)
     note(f"{shown(path)} on {predictor.runtime.name}, {predictor.runtime.precision}.")
     decoder = _decoder(predictor, decode, batch)
@@ -228,7 +229,7 @@ def _times(predictor: Predictor, model: Path, sources: list[Source], as_json: bo
         return
     cells = [(row.stage, *map(milliseconds, (row.p50, row.p90, row.p99))) for row in found]
     results().print(table(COLUMNS, cells, right=COLUMNS[1:]))
-    note("Decoded by " + ", ".join(f"{name}: {count}" for name, count in decoders.items()))
+    note(_decoded_by(decoders))
 
 
 def _pipe(predictor: Predictor, model: Path, as_json: bool) -> None:
@@ -252,10 +253,7 @@ def _pipe(predictor: Predictor, model: Path, as_json: bool) -> None:
         prediction = predictor.predict(pixels)
     if as_json:
         height, width = prediction.mask.shape
-        entry: dict[str, Any] = {"file": STDIN, "decoder": PILLOW, "height": height, "width": width}
-        entry["classes"] = prediction.classes()
-        if prediction.counts_objects:
-            entry["objects"] = prediction.objects()
+        entry = {"file": STDIN, "decoder": PILLOW, "height": height, "width": width, **prediction.to_json()}
         print_json({**describe(predictor, model), "images": [entry]})
         return
     if not prediction.has_mask:
@@ -315,6 +313,10 @@ def _files(
     _report(failures, len(sources), out)
 
 
+def _decoded_by(counts: dict[str, int]) -> str:
+    return f"Decoded by {', '.join(f'{name}: {count}' for name, count in counts.items())}."
+
+
 def _print(document: dict[str, Any], out: Path) -> None:
     from fp4deploy.predict.decode import PILLOW
     from fp4deploy.predict.write import likeliest_classes, mean_shares, objects_of_classes
@@ -335,6 +337,6 @@ def _print(document: dict[str, Any], out: Path) -> None:
         console.print(f"{sum(counted)} objects in {len(counted)} images.", markup=False)
     decoders = Counter(entry["decoder"] for entry in entries if "decoder" in entry)
     if set(decoders) - {PILLOW}:
-        console.print(f"Decoded by {', '.join(f'{name}: {count}' for name, count in decoders.items())}.", markup=False)
+        console.print(_decoded_by(decoders), markup=False)
     written = sum("error" not in entry for entry in entries)
     done(f"{written} of {len(entries)} predicted into {shown(out)}; the list is {shown(out / 'predictions.json')}")

@@ -92,6 +92,7 @@ def _launch(
 
 def _launch_row_scaled(
     x: torch.Tensor,
+    view: View,
     axis: int,
     random: torch.Tensor | None,
     variant: list[int],
@@ -101,7 +102,6 @@ def _launch_row_scaled(
     """As `_launch`, with the amax of each row, which is returned; `x` is read once where a row has whole blocks and
     fits into the shared memory of one thread block.
     """
-    x, view = dense(x, axis, in_order=True)
     pitch = -(-view.size * x.element_size() // 64) * 64
     if pitch > HELD or not _is_linear(x, view, variant, outputs[0]):
         amax = _row_amax(random_hadamard(x, axis) if variant[4] else x, axis)
@@ -155,7 +155,7 @@ def _quantize_along(
     values, bits = _quantized(x, axis, view, variant, inside)
     outputs = values, None, bits if inside else None
     if amax is None and variant[5]:
-        _launch_row_scaled(x, axis, random, variant, outputs, 0)
+        _launch_row_scaled(x, view, axis, random, variant, outputs, 0)
     else:
         _launch(x, view, amax, random, variant, outputs, 0)
     return values, bits
@@ -218,8 +218,9 @@ def _pack_along(
 def _pack_row_scaled(
     x: torch.Tensor, axis: int, random: torch.Tensor | None, variant: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x, view = dense(x, axis, in_order=True)
     codes, scales = _packed(x, axis, variant, swizzled=False)
-    return codes, scales, _launch_row_scaled(x, axis, random, variant, (codes, scales, None), 1)
+    return codes, scales, _launch_row_scaled(x, view, axis, random, variant, (codes, scales, None), 1)
 
 
 def _packed(x: torch.Tensor, axis: int, variant: list[int], swizzled: bool) -> tuple[torch.Tensor, torch.Tensor]:

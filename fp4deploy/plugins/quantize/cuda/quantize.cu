@@ -170,11 +170,11 @@ extern "C" __global__ void __launch_bounds__(256) fake_quantize_rows(
 #endif
 
 #ifdef HELD
-// Row-scaled: the threads of one threadIdx.y copy a row to shared memory, find its amax and quantise it, so that
-// x is read once. Vectors of 16 bytes change places there, so that threads that read whole groups meet in no bank. LINEAR.
+// Row-scaled: the threads of one threadIdx.y copy a row to shared memory, find its amax and quantise it, so that x is
+// read once. Vectors of 16 bytes change places there, so that threads that read whole groups meet in no bank. LINEAR.
 // amax float32 [outer] becomes that of each row.
-// Launch: block (threads, rows), the threads of a row a power of two or, with one row, any multiple of 32, in all at least 32 and at most
-//   512; grid ceil(outer / rows); shared memory rows * pitch(K), see `operators`.
+// Launch: block (threads, rows), the threads of a row a power of two or, with one row, any multiple of 32, in all at
+//   least 32 and at most 512; grid ceil(outer / rows); shared memory rows * pitch(K), see `operators`.
 constexpr int PIECES = sizeof(DTYPE);  // vectors of a group
 __device__ __forceinline__ uint32_t place_of(uint32_t vector) { return vector ^ (vector >> 3 & 3u); }
 
