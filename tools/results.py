@@ -44,6 +44,7 @@ MEASURED = {  # by script, or command of fp4deploy: folders of fp4deploy
     "convergence": _TRAINING,
     "cpu_latency": ("bench/runtimes", "packed", "export/onnx"),
     "data_loading": ("data",),
+    "decoding": ("predict", "data", "plugins/frames"),
     "depthwise_conv": ("plugins/gemm",),
     "denoiser": ("qat", "ptq", "models", *_PACKED),
     "denoiser_latency": ("qat", "models", *_PACKED),

@@ -370,7 +370,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) block_scaled_con
                 v[i] = fp4::nan_max(sums[half / 2][4 * part + i / 2][half % 2 * 2 + i % 2] * factor + added[i], least);
             if (PACKED) {
 #pragma unroll
-                for (int i = 0; i < 8; ++i) v[i] = output + i < O ? widen(narrow<DTYPE>(v[i])) : 0.f;
+                for (int i = 0; i < 8; ++i) v[i] = output + i < O ? v[i] : 0.f;
+                channels::rounded<DTYPE>(v);
                 target.put(v, global, at, has);
             } else if (EIGHTS && has) {
                 channels::store(target.values + at, v);

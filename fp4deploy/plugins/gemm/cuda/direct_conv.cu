@@ -282,11 +282,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) direct_conv(
                     float v[4];
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
-                        float& sum = sums[strip][2 * group + i / 2][2 * half + i % 2];
-                        float value = sum * factor;
+                        float value = sums[strip][2 * group + i / 2][2 * half + i % 2] * factor;
                         if (bias) value += bias[output + i];
                         if (relu) value = value > 0.f ? value : value != value ? value : 0.f;
-                        v[i] = sum = float(DTYPE(value));
+                        v[i] = value;
+                    }
+                    channels::rounded<DTYPE>(v);
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        sums[strip][2 * group + i / 2][2 * half + i % 2] = v[i];
                         if (MOMENTS && has) own[group][i] += v[i];
                     }
                     write(v, out, scales, global, (base + (long long)y * OW + at_x) * O + output, has);

@@ -28,7 +28,8 @@ struct Affine {
     __device__ __forceinline__ void operator()(const Raw& raw, float (&v)[VECTOR]) const {
         channels::widened<DTYPE>(raw, v);
 #pragma unroll
-        for (int i = 0; i < VECTOR; ++i) v[i] = float(DTYPE(fp4::nan_max(__fmaf_rn(a[i], v[i], b[i]), 0.f)));
+        for (int i = 0; i < VECTOR; ++i) v[i] = fp4::nan_max(__fmaf_rn(a[i], v[i], b[i]), 0.f);
+        channels::rounded<DTYPE>(v);
     }
 };
 

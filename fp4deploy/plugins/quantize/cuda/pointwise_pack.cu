@@ -26,7 +26,8 @@ struct Affine {
     }
     __device__ __forceinline__ void operator()(float (&v)[VECTOR]) const {
 #pragma unroll
-        for (int i = 0; i < VECTOR; ++i) v[i] = float(DTYPE(a[i] * v[i] + b[i]));
+        for (int i = 0; i < VECTOR; ++i) v[i] = a[i] * v[i] + b[i];
+        channels::rounded<DTYPE>(v);
     }
 };
 
@@ -103,10 +104,12 @@ struct Pointwise {
         second(r);
 #endif
 #pragma unroll
-        for (int i = 0; i < VECTOR; ++i) v[i] = float(DTYPE(v[i] + r[i]));
+        for (int i = 0; i < VECTOR; ++i) v[i] = v[i] + r[i];
+        channels::rounded<DTYPE>(v);
 #endif
 #pragma unroll
-        for (int i = 0; i < VECTOR; ++i) v[i] = float(DTYPE(activation(v[i], slope)));
+        for (int i = 0; i < VECTOR; ++i) v[i] = activation(v[i], slope);
+        channels::rounded<DTYPE>(v);
     }
 };
 

@@ -1,6 +1,7 @@
 // Numbers of a tensor as float and back, rounded to nearest, one or two; DTYPE and E where a kernel is compiled without.
 #pragma once
 
+#include <cstdint>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -15,7 +16,11 @@ __device__ __forceinline__ float widen(float x) { return x; }
 __device__ __forceinline__ float widen(__half x) { return __half2float(x); }
 __device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ __forceinline__ float2 widen(__half2 x) { return __half22float2(x); }
-__device__ __forceinline__ float2 widen(__nv_bfloat162 x) { return __bfloat1622float2(x); }
+// By a shift and a mask: __bfloat1622float2 takes the high half out first and shifts it back.
+__device__ __forceinline__ float2 widen(__nv_bfloat162 x) {
+    const uint32_t word = *reinterpret_cast<const uint32_t*>(&x);
+    return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000u));
+}
 template <typename T> __device__ __forceinline__ T narrow(float x);
 template <> __device__ __forceinline__ float narrow<float>(float x) { return x; }
 template <> __device__ __forceinline__ __half narrow<__half>(float x) { return __float2half_rn(x); }
