@@ -286,13 +286,14 @@ def _run_moments(x: torch.Tensor, rows: int) -> statistics.Moments:
 
 def norm_packing(setting: Setting, outcome: Outcome) -> None:
     """relu(a x + b) packed, plain and pooled, in one pass."""
-    x = _image(setting, 2, 32, 4, 6).permute(0, 2, 3, 1).contiguous()
+    half = _image(setting, 2, 32, 4, 6).permute(0, 2, 3, 1).contiguous()
     ab = normal(setting, 2, 2, 32, seed=3)
     form, amax = norm_pack.OutputForm, torch.tensor(AMAX)
     for forms in ([form(amax), form(None)], [form(amax), form(torch.tensor(4.0), pooled=True)]):
-        with emulated(setting, outcome):
-            got = norm_pack.apply_kernels(x, ab, forms)
-        _compare_forms(got, norm_pack.apply_reference(x, ab, forms), outcome)
+        for x in (half, half.bfloat16()):
+            with emulated(setting, outcome):
+                got = norm_pack.apply_kernels(x, ab, forms)
+            _compare_forms(got, norm_pack.apply_reference(x, ab, forms), outcome)
 
 
 def layer_norms(setting: Setting, outcome: Outcome) -> None:
@@ -332,14 +333,16 @@ def _compare_forms(got: list[norm_pack.FeatureMap], wanted: list[norm_pack.Featu
 
 def elementwise_layers(setting: Setting, outcome: Outcome) -> None:
     """relu(a x + b + c r + d), and a leaky ReLU of x, packed and plain."""
-    x, other = (_image(setting, 2, 32, 3, 5).permute(0, 2, 3, 1).contiguous() for _ in range(2))
+    halves = [_image(setting, 2, 32, 3, 5).permute(0, 2, 3, 1).contiguous() for _ in range(2)]
     first, second = normal(setting, 2, 2, 32, seed=3), normal(setting, 1, 2, 32, seed=4)
     form, work = norm_pack.OutputForm, pointwise_pack.Pointwise
-    for each in (work(first, other.flip(1), second, "relu"), work(None, None, None, "leaky_relu", 0.1)):
-        forms = [form(torch.tensor(AMAX)), form(None)]
-        with emulated(setting, outcome):
-            got = pointwise_pack.apply_kernels(x, each, forms)
-        _compare_forms(got, pointwise_pack.apply_reference(x, each, forms), outcome)
+    forms = [form(torch.tensor(AMAX)), form(None)]
+    for dtype in (HALF, torch.bfloat16):
+        x, other = (each.to(dtype) for each in halves)
+        for each in (work(first, other.flip(1), second, "relu"), work(None, None, None, "leaky_relu", 0.1)):
+            with emulated(setting, outcome):
+                got = pointwise_pack.apply_kernels(x, each, forms)
+            _compare_forms(got, pointwise_pack.apply_reference(x, each, forms), outcome)
 
 
 def pooled_layers(setting: Setting, outcome: Outcome) -> None:
