@@ -77,17 +77,38 @@ def _launch(
         return
     if own is not None:
         _find_amax(x, own, None)
-    plain = linear and random is None and variant[0] <= 1 and not variant[4] and not variant[5]
-    if plain and packed == 1 and x.dtype != torch.float32:
-        name = "pack_rows_4o6" if variant[0] else "pack_rows"
-        choices: dict[str, str | int | None] = {"DTYPE": CUDA_TYPES[x.dtype], "E": variant[1]}
-        choices |= {"SQUARED": variant[2], "FAST": variant[3]} if variant[0] else {}
-        pack = kernel(f"{name}.cu", name, "PPPPq", choices, x.device)
-        blocks = min(-(-threads // THREADS), BLOCKS[name] * num_sms(x.device))
-        pack.launch(blocks, THREADS, x, amax, outputs[0], outputs[1], threads)
+    # 4/6 to nearest and in the plain layout; fewer groups than 32 bits number where they are numbered
+    either = (variant[0] == 0 and threads <= SMALL) or (random is None and packed == 1)
+    if packed in (1, 2) and linear and either and variant[0] <= 1 and not variant[4] and not variant[5] and x.dtype != torch.float32:
+        _pack_rows(x, view, amax, random, variant, outputs, packed == 2)
         return
     launch = kernel("quantize.cu", "quantize_tensor", SIGNATURE, macros, x.device).launch
     launch(-(-threads // THREADS), THREADS, x, amax, random, *outputs, view.outer, view.size, view.inner)
+
+
+def _pack_rows(
+    x: torch.Tensor,
+    view: View,
+    amax: torch.Tensor | None,
+    random: torch.Tensor | None,
+    variant: list[int],
+    outputs: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    swizzled: bool,
+) -> None:
+    """Whole blocks of 16-bit numbers, by persistent thread blocks."""
+    name = "pack_rows_4o6" if variant[0] else "pack_rows"
+    width = view.groups(NVFP4_BLOCK)
+    macros: dict[str, str | int | None] = {"DTYPE": CUDA_TYPES[x.dtype], "E": variant[1]}
+    more: tuple[torch.Tensor | int | None, ...] = ()
+    if variant[0]:
+        macros |= {"SQUARED": variant[2], "FAST": variant[3]}
+    else:
+        macros |= {"STOCHASTIC": int(random is not None), "SWIZZLED": int(swizzled)}
+        more = random, width
+    groups = view.outer * width
+    blocks = min(-(-groups // THREADS), BLOCKS[name] * num_sms(x.device))
+    launch = kernel(f"{name}.cu", name, "PPPPq" + ("Pi" if more else ""), macros, x.device).launch
+    launch(blocks, THREADS, x, amax, outputs[0], outputs[1], groups, *more)
 
 
 def _launch_row_scaled(
@@ -297,7 +318,15 @@ def _pack_tiles(
     x = x.contiguous()
     flat = x.flatten(0, -3) if x.ndim > 3 else x
     codes, scales = _packed(x, x.ndim - 1, variant, swizzled=False)
-    _tile_launch(flat, flat.ndim - 2, flat.ndim - 1, amax, random, variant, (codes, scales, None), 1)
+    *_, rows, size = x.shape
+    vectors, tiles = size // 8, x.numel() // max(1, rows * size) * -(-rows // 16)
+    whole = size % 16 == 0 and x.data_ptr() % 16 == 0 and tiles * vectors <= SMALL
+    if variant[0] or random is not None or x.dtype == torch.float32 or not whole:
+        _tile_launch(flat, flat.ndim - 2, flat.ndim - 1, amax, random, variant, (codes, scales, None), 1)
+        return codes, scales
+    macros = {"DTYPE": CUDA_TYPES[x.dtype], "E": variant[1]}
+    launch = kernel("pack_tiles.cu", "pack_tiles", "PPPPiii", macros, x.device).launch
+    launch(-(-tiles * vectors // 128), 128, x, amax, codes, scales, rows, vectors, tiles)
     return codes, scales
 
 

@@ -109,6 +109,25 @@ FP4_FUNCTION uint32_t candidate_bytes(float b) {
 #endif
 }
 
+// The steps of two elements rounded stochastically, their remainders cut off, from the magnitudes times 2^-14, below 7 of
+// them, and two bytes of a word. 1, 2 and 4 times 2^-14 differ in the two lowest bits of their exponents, so that one
+// instruction makes them to 2^118, 2^119 and 2^120; a byte in the bits from bit 8 up is a subnormal number, and their
+// product is byte / 512 binades times 2^-14.
+FP4_FUNCTION float dithered(float magnitude, uint32_t word, int byte) {
+    const float unit = from_bits(merged(bits(fmaxf(magnitude, COUNTED)), 0x7A000000u, 0x01800000u));
+    return fmaf(from_bits(picked_bytes(word, 0u, 0x4404u + (byte << 4))), unit, magnitude);
+}
+
+FP4_FUNCTION uint32_t stochastic_steps(float low, float high, uint32_t word, int byte) {
+    const uint32_t steps = truncated_halves(dithered(low, word, byte), dithered(high, word, byte + 1));
+#ifdef __CUDA_ARCH__
+    return __vminu2(steps, 0x0FFF0FFFu);  // 8, which an element above 6 may reach, is 6
+#else
+    const uint32_t first = steps & 0xFFFFu, second = steps >> 16;
+    return (first < 0xFFFu ? first : 0xFFFu) | (second < 0xFFFu ? second : 0xFFFu) << 16;
+#endif
+}
+
 // True if x * other with ties rounded up has the same codes as x * encode with ties to even, for all x whose float32
 // bits are multiples of `unit`; `step` is about 1 / encode. Midpoints of other binades are these times a power of two.
 FP4_FUNCTION bool same_codes(float encode, float other, float step, uint32_t unit) {

@@ -1,27 +1,81 @@
 // Packs contiguous rows to NVFP4, bound by memory bandwidth (see rows.cuh).
 //
-// Macros: DTYPE __half or __nv_bfloat16; E.
-// x: DTYPE [groups, 16], 16-byte aligned; amax float32 [1]; codes uint8 [groups, 8]; scales uint8 [groups].
+// Macros: DTYPE __half or __nv_bfloat16; E; STOCHASTIC; SWIZZLED: scales in the 128x4 layout of cuBLASLt and tcgen05.
+// x: DTYPE [groups, 16], 16-byte aligned; amax float32 [1]; codes uint8 [groups, 8]; scales uint8 [groups], or of whole
+//   tiles; random uint64 {seed, offset}; width: groups of a row. STOCHASTIC and SWIZZLED have fewer than 2^31 groups.
 // Launch: block 256, persistent: at most four blocks a multiprocessor.
 #include "rows.cuh"
 
+#ifndef STOCHASTIC
+#define STOCHASTIC 0
+#endif
+#ifndef SWIZZLED
+#define SWIZZLED 0
+#endif
+
+// Where a scale is: in tiles of 128 rows x 4, rows 32 apart adjacent. A thread advances by the same number of groups each
+// time, which takes no division.
+struct Place {
+    uint32_t row, k, rows, ks, width;
+
+    __device__ __forceinline__ Place(uint32_t group, uint32_t step, uint32_t width)
+        : row(group / width), k(group % width), rows(step / width), ks(step % width), width(width) {}
+    __device__ __forceinline__ void advance() {
+        row += rows, k += ks;
+        if (k >= width) k -= width, ++row;
+    }
+    __device__ __forceinline__ size_t index() const {
+        const uint32_t within = row % 32 * 16 + row / 32 % 4 * 4 + k % 4;
+        return size_t(row / 128 * ((width + 3) / 4) + k / 4) * 512 + within;
+    }
+};
+
+#if STOCHASTIC
+// As `with_care`.
+__device__ __noinline__ Packed with_care_at_random(
+    const uint4* first, const uint4* second, const GlobalScale* shared, const fp4::SharedPhilox* philox, uint32_t group) {
+    const fp4::Words random = philox->words(group);
+    return each_element<false, false, false>({*first, *second}, *shared, &random);
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(256, 4) pack_rows(
-    const uint4* x, const float* amax, uint2* codes, uint8_t* scales, long long groups) {
+    const uint4* x, const float* amax, uint2* codes, uint8_t* scales, long long groups, const uint64_t* random, int width) {
     const long long stride = (long long)gridDim.x * 256;
     long long group = (long long)blockIdx.x * 256 + threadIdx.x;
     Group words = load(x, group, groups);
-    // The divisions of the global scale are done once a block.
+    // The divisions of the global scale are done once a block, as are the keys of Philox.
     __shared__ GlobalScale shared;
+#if STOCHASTIC
+    __shared__ fp4::SharedPhilox philox;
+    philox.set(random);
+#endif
     if (threadIdx.x == 0) shared = fp4::global_scale<E>(*amax);
     __syncthreads();
     const GlobalScale global = shared;
+#if SWIZZLED
+    Place place(uint32_t(group), uint32_t(stride), width);
+#endif
     for (; group < groups; group += stride) {
         const Group next = load(x, group + stride, groups);  // in flight while this group is computed
         const uint4* again = x + 2 * group;
+#if STOCHASTIC
+        const auto codes_of_group = [&](const uint32_t (&w)[8], const float (&v)[16], float scale) {
+            return encode(w, v, scale, philox.words(uint32_t(group)));
+        };
+        const auto slow = [&] { return with_care_at_random(again, again + 1, &shared, &philox, uint32_t(group)); };
+        const Packed packed = pack(words, global, slow, codes_of_group);
+#else
         const Packed packed =
             pack(words, global, [&] { return with_care<false, false, false>(again, again + 1, &shared); });
+#endif
         codes[group] = packed.codes;
+#if SWIZZLED
+        scales[place.index()] = uint8_t(fp4::encode_e4m3(packed.d8));
+        place.advance();
+#else
         scales[group] = uint8_t(fp4::encode_e4m3(packed.d8));
+#endif
         words = next;
     }
 }

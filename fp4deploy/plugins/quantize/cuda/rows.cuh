@@ -7,7 +7,7 @@
 // Thread blocks are persistent and prefetch the next group, so that loads overlap with arithmetic.
 #pragma once
 
-#include "fp4.cuh"
+#include "four_over_six.cuh"
 #include "scalars.cuh"
 
 using fp4::BlockScale;
@@ -134,9 +134,23 @@ __device__ __forceinline__ uint2 encode(const uint32_t (&w)[8], const float (&v)
     return make_uint2(codes_of(v, 0.5f * encode, signs_of(signs)), codes_of(v + 8, 0.5f * encode, signs_of(signs + 4)));
 }
 
-// Any group, element by element.
+// The same rounded stochastically.
+__device__ __forceinline__ uint2 encode(
+    const uint32_t (&w)[8], const float (&v)[16], float encode, const fp4::Words& random) {
+    constexpr DTYPE* tag = nullptr;
+    const float scale = encode * fp4::COUNTED;
+    uint32_t steps[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+        steps[i] = fp4::stochastic_steps(fabsf(v[2 * i]) * scale, fabsf(v[2 * i + 1]) * scale, random.w[i / 2], i % 2 * 2) |
+                   (without_negative_zero(w[i], tag) & 0x80008000u);
+    return make_uint2(fp4::codes_of_steps(steps), fp4::codes_of_steps(steps + 4));
+}
+
+// Any group, element by element; `random` is null for rounding to nearest.
 template <bool FourOverSix, bool Squared, bool Fast>
-__device__ __forceinline__ Packed each_element(const Group& group, const GlobalScale& global) {
+__device__ __forceinline__ Packed each_element(
+    const Group& group, const GlobalScale& global, const fp4::Words* random = nullptr) {
     const uint32_t w[8] = {group.first.x,  group.first.y,  group.first.z,  group.first.w,
                            group.second.x, group.second.y, group.second.z, group.second.w};
     constexpr DTYPE* tag = nullptr;
@@ -153,10 +167,16 @@ __device__ __forceinline__ Packed each_element(const Group& group, const GlobalS
     } else {
         block = fp4::block_scale(largest, global);
     }
-    uint32_t packed[2] = {0u, 0u};
 #pragma unroll
-    for (int i = 0; i < 16; ++i) packed[i / 8] += fp4::encode_nearest(v[i] * block.encode) << (4 * (i % 8));
-    return {block.encode == block.encode ? make_uint2(packed[0], packed[1]) : make_uint2(0u, 0u), block.d8};
+    for (int i = 0; i < 16; ++i) v[i] *= block.encode;
+    uint2 packed = {0u, 0u};
+    if (random) {
+        packed = make_uint2(fp4::encode_eight(v, random->w), fp4::encode_eight(v + 8, random->w + 2));
+    } else {
+#pragma unroll
+        for (int i = 0; i < 16; ++i) (i < 8 ? packed.x : packed.y) += fp4::encode_nearest(v[i]) << (4 * (i % 8));
+    }
+    return {block.encode == block.encode ? packed : make_uint2(0u, 0u), block.d8};
 }
 
 // Read again and not inlined, so that the fast path does not keep registers for it.
@@ -165,9 +185,15 @@ __device__ __noinline__ Packed with_care(const uint4* first, const uint4* second
     return each_element<FourOverSix, Squared, Fast>({*first, *second}, *shared);
 }
 
-// A group of NVFP4; `slow` gives what is not ordinary.
-template <typename Slow>
-__device__ __forceinline__ Packed pack(const Group& group, const GlobalScale& global, Slow slow) {
+struct ToNearest {
+    __device__ __forceinline__ uint2 operator()(const uint32_t (&w)[8], const float (&v)[16], float scale) const {
+        return encode(w, v, scale);
+    }
+};
+
+// A group of NVFP4; `slow` gives what is not ordinary, `codes` those of an ordinary group.
+template <typename Slow, typename Codes = ToNearest>
+__device__ __forceinline__ Packed pack(const Group& group, const GlobalScale& global, Slow slow, Codes codes = {}) {
     const uint32_t w[8] = {group.first.x,  group.first.y,  group.first.z,  group.first.w,
                            group.second.x, group.second.y, group.second.z, group.second.w};
     constexpr DTYPE* tag = nullptr;
@@ -179,5 +205,5 @@ __device__ __forceinline__ Packed pack(const Group& group, const GlobalScale& gl
     float v[16];
 #pragma unroll
     for (int i = 0; i < 8; ++i) widen(w[i], v[2 * i], v[2 * i + 1], tag);
-    return {encode(w, v, block.encode), block.d8};
+    return {codes(w, v, block.encode), block.d8};
 }

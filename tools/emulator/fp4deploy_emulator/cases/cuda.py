@@ -270,7 +270,7 @@ class Tiles:
         outcome.compare(mask, inside)
         if x.ndim > 2 or self.transposed:
             return
-        x[3, 7] = float("inf")
+        x[3, 7], x[16:, 16:32] = float("inf"), 0
         with emulated(setting, outcome):
             codes, scales = operators._pack_tiles(x, amax, random, variant)
         packed = formats.quantize_nvfp4(x, "2d", amax, **options)
@@ -342,6 +342,8 @@ QUANTIZERS = "quantisers"
 CASES = (
     Case("pack rows", QUANTIZERS, pack((24, 64), 1, HALF)),
     Case("pack rows, 4/6", QUANTIZERS, pack((16, 64), 1, BFLOAT, STRICT)),
+    Case("pack rows, stochastic", QUANTIZERS, pack((33, 128), 1, BFLOAT, random=True)),
+    Case("pack rows, stochastic, swizzled scales", QUANTIZERS, pack((130, 80), 1, HALF, random=True, swizzled=True)),
     Case("pack, swizzled scales, 4/6 fast", QUANTIZERS, pack((20, 64), 1, FLOAT, FAST, swizzled=True)),
     Case("pack channels of NCHW", QUANTIZERS, pack((2, 24, 3, 4), 1, HALF)),
     Case("pack, stochastic rounding", QUANTIZERS, pack((9, 40), 1, FLOAT, random=True)),
@@ -353,6 +355,7 @@ CASES = (
     Case("fake quantisation, MXFP4 floor", QUANTIZERS, fake_quantize_mx((2, 32, 4, 6), 1, BFLOAT, "floor", True)),
     Case("random Hadamard transform", QUANTIZERS, hadamard),
     Case("blocks of 16 x 16", QUANTIZERS, Tiles((40, 288))),
+    Case("blocks of 16 x 16, packed", QUANTIZERS, Tiles((37, 80), BFLOAT)),
     Case("blocks of 16 x 16, planes, FP32", QUANTIZERS, Tiles((24, 40, 3, 3), FLOAT)),
     Case("blocks of 16 x 16, short rows", QUANTIZERS, Tiles((33, 64))),
     Case("blocks of 16 x 16, planes in channels_last", QUANTIZERS, Tiles((17, 256, 2, 1), channels_last=True)),
