@@ -1,7 +1,7 @@
 """The operands of the backward GEMMs: G along output channels and along pixels, X along pixels.
 
-On a GPU one kernel reads a map and writes what both GEMMs need of it (`plugins.quantize.maps`). Formats that it does
-not have, layers whose channels do not fill blocks, and other devices quantise operand by operand (`quantizers`); the
+On a GPU one kernel reads a map and writes what both GEMMs need of it (`plugins.quantize.maps`), and that of MS-EDEN what
+the columns of a filter read. Formats that they do not have, layers whose channels do not fill blocks, and other devices quantise operand by operand (`quantizers`); the
 bits are the same, and so are the seeds: those of the gradient are drawn first, then the weight's and the activation's.
 """
 
@@ -11,7 +11,10 @@ from collections.abc import Sequence
 
 import torch
 
+from fp4deploy.formats.philox import draw_seed
+from fp4deploy.plugins.quantize.dispatch import runs_on_gpu
 from fp4deploy.plugins.quantize.maps import Blocks, Columns, fake_quantize_map, supports
+from fp4deploy.plugins.quantize.ms_eden import fake_quantize_columns
 from fp4deploy.qat.operators.gemms import ConvGemms, LinearGemms
 from fp4deploy.qat.operators.quantizers import quantize_operand
 from fp4deploy.qat.recipes import QuantSpec, Recipe
@@ -45,6 +48,8 @@ def gradient_operands(
     if channels is None and by_channels:
         channels, _ = quantize_operand(gradient, specs[0], (gemms.input_axis,), None, (groups,), rotations[0])
     if width is None and by_width:
+        width = _rotated(gradient, gemms, specs[1], x_shape, rotations[1]) if gemms.widens_gradient else None
+    if width is None and by_width:
         rows = gemms.wgrad_gradient(gradient, x_shape)
         width, _ = quantize_operand(rows, specs[1], (gemms.wgrad_axis,), rotation=rotations[1])
     return (gradient if channels is None else channels), (gradient if width is None else width)
@@ -58,6 +63,9 @@ def activation_operand(
     found = _by_kernel(x, gemms, (None, recipe.wgrad_activation), other, gradient.dtype)
     if found is not None and found[1] is not None:
         return found[1]
+    rotated = _rotated(x, gemms, recipe.wgrad_activation, other, rotation)
+    if rotated is not None:
+        return rotated.to(gradient.dtype)
     rows = gemms.wgrad_input(x, gradient.shape)
     return quantize_operand(rows, recipe.wgrad_activation, (gemms.wgrad_axis,), rotation=rotation)[0].to(gradient.dtype)
 
@@ -82,8 +90,7 @@ def _by_kernel(
         return None
     columns = Columns(*ALONE, view.shape[-1], gemms.groups)
     if other is not None and isinstance(gemms, ConvGemms):
-        count, stride, padding, dilation = (sizes[-1] for sizes in gemms.steps)
-        columns = Columns(count, stride, padding, dilation, other[-1], gemms.groups)
+        columns = _columns(gemms, other)
     channels, rows = fake_quantize_map(view, along, across, columns, dtype)
     if isinstance(gemms, LinearGemms):
         matrix = None if rows is None else rows[0, :, 0].T
@@ -92,6 +99,28 @@ def _by_kernel(
         inner = () if gemms.pixelwise else x.shape[2:-1]
         rows = rows.view(*rows.shape[:2], *inner, rows.shape[-1])
     return (None if channels is None else channels.view(x.shape)), rows
+
+
+def _rotated(
+    x: torch.Tensor,
+    gemms: Gemms,
+    spec: QuantSpec | None,
+    other: Sequence[int] | None,
+    rotation: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """The columns of a filter on `x` by MS-EDEN, where `other`, the other operand, has a shape; None without the kernel."""
+    if spec is None or rotation is None or other is None or not isinstance(gemms, ConvGemms):
+        return None
+    if x.shape[-1] == 1 or not runs_on_gpu(x):
+        return None
+    rows = fake_quantize_columns(_as_map(x, gemms), rotation, draw_seed(x.device), _columns(gemms, other))
+    return rows.view(*rows.shape[:2], *x.shape[2:-1], rows.shape[-1])
+
+
+def _columns(gemms: ConvGemms, other: Sequence[int]) -> Columns:
+    """Those of the filter, for an other operand of this shape."""
+    count, stride, padding, dilation = (sizes[-1] for sizes in gemms.steps)
+    return Columns(count, stride, padding, dilation, other[-1], gemms.groups)
 
 
 def _as_map(x: torch.Tensor, gemms: Gemms) -> torch.Tensor:

@@ -225,11 +225,11 @@ def _map(dtype: torch.dtype, *blocks: Any, columns: int = 1) -> Callable[[], obj
     return lambda: maps.fake_quantize_map(x, *blocks, places, dtype)
 
 
-def _ms_eden(x: torch.Tensor, axis: int) -> None:
+def _ms_eden(x: torch.Tensor, axis: int, at: list[int] | None = None) -> None:
     random = torch.zeros(2, dtype=torch.int64)
-    ms_eden._ms_eden_amax(x, random, axis)
+    ms_eden._ms_eden_amax(x, random, axis, at or [])
     for packed in (False, True):
-        ms_eden._ms_eden(x, _amax(), random, random, axis, packed)
+        ms_eden._ms_eden(x, _amax(), random, random, axis, packed, at or [])
 
 
 def _gemv(rows: int, outputs: int, dtype: torch.dtype, *gpu: int) -> Callable[[], object]:
@@ -378,6 +378,7 @@ EXERCISES: list[Callable[[], object]] = [
     _measured(ODD, FLOAT),
     _packed(MATRIX, 1, BFLOAT, STRICT),
     _packed(MATRIX, 1, HALF, PLAIN),
+    _packed(MATRIX, 1, BFLOAT, PLAIN, random=True, swizzle=True),
     _packed(MATRIX, 1, FLOAT, FAST, swizzle=True),
     _packed(MATRIX, 1, BFLOAT, ROWS_HADAMARD, random=True),
     _packed(IMAGE, 1, HALF, FAST),
@@ -391,6 +392,7 @@ EXERCISES: list[Callable[[], object]] = [
     _row_scaled(MATRIX, FLOAT, ROWS_HADAMARD, random=True),
     lambda: operators._quantize_along(torch.zeros(MATRIX, dtype=BFLOAT), 1, None, None, ROWS, True),
     lambda: operators._quantize_tiles(torch.zeros(48, 48, 3, 3), 0, 1, _amax(), None, STRICT, True),
+    lambda: operators._pack_tiles(torch.zeros(MATRIX, dtype=HALF), _amax(), None, PLAIN),
     lambda: operators._pack_tiles(torch.zeros(MATRIX, dtype=HALF), _amax(), torch.zeros(2, dtype=torch.int64), PLAIN),
     lambda: operators._finite_amax(torch.zeros(MATRIX, dtype=BFLOAT)),
     lambda: operators._row_amax(torch.zeros(MATRIX, dtype=BFLOAT), 1),
@@ -418,6 +420,7 @@ EXERCISES: list[Callable[[], object]] = [
     _map(FLOAT, maps.Blocks(), None),
     lambda: _ms_eden(torch.zeros(MATRIX, dtype=HALF), 1),
     lambda: _ms_eden(torch.zeros(MATRIX, dtype=BFLOAT), 0),
+    lambda: _ms_eden(torch.zeros(1, 32, 3, 40, dtype=HALF).to(memory_format=torch.channels_last), 3, [3, 1, 1, 1, 40, 2]),
     _direct((16,), 16),
     _direct((32, 32), 32),
     _direct((32,), 16, packed=True),
@@ -479,7 +482,7 @@ def _besides(source: str, zeros: tuple[str, ...] = (), **macros: str | int) -> V
 
 BESIDES = [
     _besides("quantize.cu", _QUANTIZE, DTYPE="float", E=448, FORMAT=2, LINEAR=1, VECTORS=4),
-    _besides("pack_rows.cu", _TILES, DTYPE="__half", E=256),
+    _besides("pack_rows.cu", DTYPE="__half", E=256, STOCHASTIC=0, SWIZZLED=1),
     _besides("quantize_tile.cu", _TILES, DTYPE="__nv_bfloat16", ALONG=1, E=256, FORMAT=1, IN_RANGE=1),
     _besides("quantize_tile.cu", _TILES, DTYPE="float", ALONG=0, E=256, STOCHASTIC=1, PACKED=1),
     _besides("gemv_tma.cu", DTYPE="__nv_bfloat16", ROWS=8, CLUSTER=2),

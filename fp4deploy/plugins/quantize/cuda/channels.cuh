@@ -80,25 +80,33 @@ __device__ __forceinline__ void store(float* target, const float (&values)[VECTO
 using Halves = float[2][VECTOR];
 __device__ __forceinline__ Halves& halves(float (&block)[2 * VECTOR]) { return reinterpret_cast<Halves&>(block); }
 
-// The first `elements` of a block of 16 that are `stride` apart, and zeros: all loads are under way before the first is
-// needed, and pointers advance by bytes, because a 64-bit index an element costs more than what is done with it.
-template <typename T>
-__device__ __forceinline__ void gather(const T* source, long long stride, int elements, float (&values)[2 * VECTOR]) {
+// Those elements of a block of 16 that has(i) says there are, `stride` apart, and zeros; `whole`: all. All loads are under way
+// before the first is needed, and pointers advance by bytes, because a 64-bit index an element costs more than what is done
+// with it.
+template <typename T, typename Has>
+__device__ __forceinline__ void gather_if(
+    const T* source, long long stride, bool whole, Has has, float (&values)[2 * VECTOR]) {
     const long long step = stride * (long long)sizeof(T);
     const char* place = reinterpret_cast<const char*>(source);
     T raw[2 * VECTOR];
-    if (elements >= 2 * VECTOR) {
+    if (whole) {
 #pragma unroll
         for (int i = 0; i < 2 * VECTOR; ++i, place += step) raw[i] = *reinterpret_cast<const T*>(place);
     } else {
 #pragma unroll
         for (int i = 0; i < 2 * VECTOR; ++i, place += step) {
             raw[i] = narrow<T>(0.f);
-            if (i < elements) raw[i] = *reinterpret_cast<const T*>(place);
+            if (has(i)) raw[i] = *reinterpret_cast<const T*>(place);
         }
     }
 #pragma unroll
     for (int i = 0; i < 2 * VECTOR; ++i) values[i] = widen(raw[i]);
+}
+
+// The first `elements`.
+template <typename T>
+__device__ __forceinline__ void gather(const T* source, long long stride, int elements, float (&values)[2 * VECTOR]) {
+    gather_if(source, stride, elements >= 2 * VECTOR, [&](int i) { return i < elements; }, values);
 }
 
 template <typename T>

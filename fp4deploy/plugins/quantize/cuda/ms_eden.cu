@@ -7,12 +7,18 @@
 // by 16-byte words where rows are whole blocks; with it adjacent lanes have the same block of adjacent inner positions.
 //
 // Macros: DTYPE; BLOCKS (1, 2, 4, 8); INNER; PACKED (codes uint8 [rows, K / 2] and scales uint8 [rows, K / 16] in place
-//   of values DTYPE (outer, K, inner)); MEASURE (only the finite amax of what is rotated, into cell, zero before).
+//   of values DTYPE (outer, K, inner)); MEASURE (only the finite amax of what is rotated, into cell, zero before); COLUMNS
+//   (INNER: x is (outer, width, channels), and the tensor that which each of `columns` of a filter reads of it, as in
+//   quantize_map.cu, with inner = channels * columns, of each group of channels the columns outermost).
 // Arguments: amax float32 [1], of what is rotated; rotation, random: uint64 {seed, offset}; middle: rows are numbered
-//   with the last `middle` of `outer` innermost.
+//   with the last `middle` of `outer` innermost; then those of COLUMNS.
 // Launch: block 256, which has 256 / BLOCKS slots; any grid up to ceil(outer * groups / slots), with INNER
 //   outer * groups * ceil(inner / slots).
 #include "channels.cuh"
+
+#ifndef COLUMNS
+#define COLUMNS 0
+#endif
 
 constexpr int BLOCK = 16, GROUP = BLOCK * BLOCKS, SLOTS = 256 / BLOCKS;
 constexpr int SHARE = BLOCK / BLOCKS;  // elements of each block that a thread has for the stages among blocks
@@ -31,6 +37,31 @@ __device__ __forceinline__ int place_of(int slot, int block, int element) {
     if (INNER) return ((block * (BLOCK / 4) + element / 4) * SLOTS + slot) * 4 + element % 4;
     return slot * PITCH + block * SPREAD + element;
 }
+
+// A number in a mixed radix, the lowest digit first; adding one to it takes no division.
+struct Digits {
+    using Radix = uint32_t[4];
+    uint32_t digit[5];
+
+    __device__ __forceinline__ Digits(uint32_t number, const Radix& radix) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            digit[i] = number % radix[i];
+            number /= radix[i];
+        }
+        digit[4] = number;
+    }
+    __device__ __forceinline__ void add(const Digits& step, const Radix& radix) {
+        uint32_t carry = 0u;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            digit[i] += step.digit[i] + carry;
+            carry = digit[i] >= radix[i] ? 1u : 0u;
+            if (carry) digit[i] -= radix[i];
+        }
+        digit[4] += step.digit[4] + carry;
+    }
+};
 
 // Without INNER the lanes of a group are of one warp.
 __device__ __forceinline__ void wait_for_group() {
@@ -67,13 +98,23 @@ __device__ __forceinline__ float round_stochastically(float d, uint32_t byte) {
 
 extern "C" __global__ void __launch_bounds__(256) ms_eden(
     const DTYPE* x, const float* amax, const uint64_t* rotation, const uint64_t* random, void* out, uint8_t* scales,
-    int* cell, long long outer, long long K, long long inner, long long middle) {
+    int* cell, long long outer, long long K, long long inner, long long middle, int width, int columns, int stride,
+    int padding, int dilation, int group_channels) {
     __shared__ alignas(16) float shared[BLOCKS > 1 ? (INNER ? BLOCK * 256 : SLOTS * PITCH) : 4];
     const int slot = INNER ? threadIdx.x % SLOTS : threadIdx.x / BLOCKS;
     const int block = INNER ? threadIdx.x / SLOTS : threadIdx.x % BLOCKS;
     const long long groups = (K + GROUP - 1) / GROUP, padded = groups * GROUP, count = outer * groups;
-    const uint32_t wide = uint32_t((inner + SLOTS - 1) / SLOTS);
-    const long long tiles = INNER ? count * wide : (count + SLOTS - 1) / SLOTS;
+#if INNER
+    // What reads one position of x: inner, or the channels of a group that a column reads.
+    const uint32_t segment = COLUMNS ? uint32_t(group_channels) : uint32_t(inner);
+    const Digits::Radix radix = {
+        (segment + SLOTS - 1) / SLOTS, COLUMNS ? uint32_t(inner) / segment : 1u, uint32_t(groups), uint32_t(middle)};
+    const long long tiles = count * radix[0] * radix[1];
+    Digits now(blockIdx.x, radix);
+    const Digits step(gridDim.x, radix);
+#else
+    const long long tiles = (count + SLOTS - 1) / SLOTS;
+#endif
     const bool words = !INNER && K % BLOCK == 0 && reinterpret_cast<uint64_t>(x) % 16 == 0;
 
     // What all groups have: signs, the scales of the whole, the keys of Philox.
@@ -99,10 +140,11 @@ extern "C" __global__ void __launch_bounds__(256) ms_eden(
     for (long long tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         long long o = 0, group = 0, in = 0;
 #if INNER
-        const uint32_t rest = uint32_t(tile) / wide;
-        in = (long long)(uint32_t(tile) - rest * wide) * SLOTS + slot;
-        o = rest / uint32_t(groups), group = rest - o * groups;
-        const bool has = in < inner;
+        const uint32_t slice = now.digit[0] * SLOTS + slot, part = now.digit[1], line = now.digit[3];
+        const long long image = now.digit[4];
+        const bool has = slice < segment;
+        in = part * segment + slice, group = now.digit[2], o = image * middle + line;
+        now.add(step, radix);
 #else
         const long long at = tile * SLOTS + slot;
         const bool has = at < count;
@@ -110,14 +152,24 @@ extern "C" __global__ void __launch_bounds__(256) ms_eden(
         group = at - o * groups;
 #endif
         const long long k = group * GROUP + block * BLOCK;
-        const DTYPE* source = x + (o * K + k) * inner + in;
         float v[BLOCK];
+#if COLUMNS
+        const int channels_ = int(inner) / columns, column = part % columns;
+        const int channel = part / columns * group_channels + slice;
+        const int begin = int(k) * stride - padding + column * dilation, left = has ? int(min((long long)BLOCK, K - k)) : 0;
+        const bool whole = left >= BLOCK && begin >= 0 && begin + (BLOCK - 1) * stride < width;
+        const auto inside = [&](int i) { return i < left && unsigned(begin + i * stride) < unsigned(width); };
+        const DTYPE* source = x + (o * width + begin) * channels_ + channel;
+        channels::gather_if(source, (long long)stride * channels_, whole, inside, v);
+#else
+        const DTYPE* source = x + (o * K + k) * inner + in;
         if (words && has && k < K) {
             channels::load(source, channels::halves(v)[0]);
             channels::load(source + BLOCK / 2, channels::halves(v)[1]);
         } else {
             channels::gather(source, inner, has && !words ? int(min((long long)BLOCK, K - k)) : 0, v);
         }
+#endif
         // The first stage, with the signs: products are exact, so that an fma rounds like the sum.
 #pragma unroll
         for (int i = 0; i < BLOCK; i += 4) {
@@ -174,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(256) ms_eden(
             q[i] = fp4::round_magnitude(fabsf(v[i] * encode));
             squares += v[i] * v[i];
             projection += (fabsf(v[i]) * q[i]) * step;
-            v[i] *= encode;
+            v[i] = fmaf(v[i], encode, 0.f);  // + 0 makes -0 to 0
         }
         __shared__ float2 sums[256 + SLOTS];  // of squares, of projections
         const auto sums_of = [&](int i) -> float2& { return sums[INNER ? i * SLOTS + slot : slot * (BLOCKS + 1) + i]; };
@@ -185,7 +237,11 @@ extern "C" __global__ void __launch_bounds__(256) ms_eden(
 #pragma unroll
         for (int i = 0; i < BLOCKS; ++i) squares += sums_of(i).x, projection += sums_of(i).y;
         const float correction = projection > 0.f ? squares / projection : 1.f;
-        const long long image = middle == 1 ? o : o / middle, row = (image * inner + in) * middle + (o - image * middle);
+#if INNER
+        const long long row = (image * inner + in) * middle + line;
+#else
+        const long long row = o;
+#endif
         const long long place = row * groups * BLOCKS + group * BLOCKS + block;
         const uint32_t byte = philox.words(place).w[0] & 0xFFu;
         const bool broken = !fp4::is_finite(largest);
@@ -199,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(256) ms_eden(
         const float unit = (rounded * shrunk) * inverse;
         DTYPE* target = static_cast<DTYPE*>(out) + (o * padded + k) * inner + in;
 #pragma unroll
-        for (int i = 0; i < BLOCK; ++i) v[i] = copysignf(q[i], v[i] + 0.f) * unit;  // all NaN where one is not finite
+        for (int i = 0; i < BLOCK; ++i) v[i] = copysignf(q[i], v[i]) * unit;  // all NaN where one is not finite
 #if INNER
         channels::scatter(target, inner, BLOCK, v);
 #else

@@ -263,6 +263,30 @@ class MsEden:
         outcome.compare(amax * SHRINK, expected.amax)
 
 
+@dataclass(frozen=True)
+class MsEdenColumns:
+    """What each column of a filter reads of a map, rotated and quantised along the width."""
+
+    filter: ConvGemms
+    shape: tuple[int, int, int, int]
+    dtype: torch.dtype = torch.float16
+
+    def __call__(self, setting: Setting, outcome: Outcome) -> None:
+        """Launch, execute, compare."""
+        gemms = self.filter
+        x = normal(setting, *self.shape, seed=5).to(self.dtype, memory_format=torch.channels_last)
+        columns, stride, padding, dilation = (sizes[-1] for sizes in gemms.steps)
+        width = output_size(self.shape[3], columns, stride, padding, dilation)
+        rotation, seed = torch.tensor(setting.seed - 7), torch.tensor((1 << 40) + setting.seed)
+        expected = formats.quantize_ms_eden(gemms.widen(x, width), rotation, seed, 3)
+        at = [columns, stride, padding, dilation, width, gemms.groups]
+        with emulated(setting, outcome):
+            found, _, amax = ms_eden._quantized(x, rotation, seed, 3, False, at)
+        bits = torch.int32 if self.dtype == torch.float32 else torch.int16  # a zero has a sign
+        outcome.compare(found.contiguous().view(bits), expected.dequantize(self.dtype).contiguous().view(bits))
+        outcome.compare(amax * SHRINK, expected.amax)
+
+
 def _quantized(x: torch.Tensor, axis: int, blocks: Blocks) -> torch.Tensor:
     source = formats.random_hadamard(x.float(), axis) if blocks.hadamard else x.float()
     if blocks.scale_rule:
@@ -347,5 +371,11 @@ PACKING = (
     Case("MS-EDEN along tokens, BF16", OPERANDS, MsEden(0, (150, 35), torch.bfloat16)),
     Case("MS-EDEN along 48 channels", OPERANDS, MsEden(1, (2, 48, 3, 5), channels_last=True)),
     Case("MS-EDEN along 30 tokens, BF16", OPERANDS, MsEden(0, (30, 35), torch.bfloat16)),
+    Case("MS-EDEN, columns of a filter", OPERANDS, MsEdenColumns(SAME_FILTER, (2, 35, 3, 40))),
+    Case(
+        "MS-EDEN, columns of a filter, stride 2, groups",
+        OPERANDS,
+        MsEdenColumns(ConvGemms((1, 4), (1, 2), (0, 3), (1, 2), 2), (2, 68, 2, 150), torch.bfloat16),
+    ),
     Case("MS-EDEN along a width of 9", OPERANDS, MsEden(3, (2, 35, 3, 9), channels_last=True)),
 )
