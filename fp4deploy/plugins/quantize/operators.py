@@ -132,12 +132,16 @@ def _launch_row_scaled(
     # A thread has 128 bytes of a row or, in a warp, at least a group.
     threads = min(512, pitch // 128 // 32 * 32) or min(32, 1 << (view.groups(NVFP4_BLOCK) - 1).bit_length())
     rows = max(1, 128 // threads) if threads <= 32 else 1
+    grid, shared = -(-view.outer // rows), rows * pitch
+    if packed and random is None and variant[0] == variant[4] == 0 and x.dtype != torch.float32:
+        choices = {"DTYPE": CUDA_TYPES[x.dtype], "E": variant[1], "STOCHASTIC": 0, "SWIZZLED": 0, "HELD": 1}
+        pack = kernel("pack_rows.cu", "pack_row_scaled", "PPPPqi", choices, x.device).launch
+        pack(grid, (threads, rows), x, amax, *outputs[:2], view.outer, view.groups(NVFP4_BLOCK), shared=shared)
+        return amax
     macros = _macros(x, variant, random) | {"PACKED": packed, "IN_RANGE": int(outputs[2] is not None)}
     macros |= {"INNER": 0, "LINEAR": 1, "BIG": 0, "HELD": 1}
     launch = kernel("quantize.cu", "quantize_row_scaled", "PPPPPPqq", macros, x.device).launch
-    launch(
-        -(-view.outer // rows), (threads, rows), x, amax, random, *outputs, view.outer, view.size, shared=rows * pitch
-    )
+    launch(grid, (threads, rows), x, amax, random, *outputs, view.outer, view.size, shared=shared)
     return amax
 
 

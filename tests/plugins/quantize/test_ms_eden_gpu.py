@@ -6,8 +6,12 @@ import pytest
 import torch
 
 from fp4deploy import formats
+from fp4deploy.graph.sizes import output_size
 from fp4deploy.plugins import available
 from fp4deploy.plugins.quantize.ms_eden import fake_quantize_ms_eden, quantize_ms_eden
+from fp4deploy.qat.operators import quantizers, wgrad_operands
+from fp4deploy.qat.operators.gemms import ConvGemms
+from fp4deploy.qat.recipes import RECIPES
 from tests.plugins.quantize.test_channels_last_gpu import poison
 
 pytestmark = [
@@ -60,3 +64,38 @@ def _require_equal(x: torch.Tensor, axis: int) -> None:
     assert torch.equal(found.scales.cpu().view(torch.uint8) & 0x7F, expected.scales.view(torch.uint8) & 0x7F)
     assert found.shape == expected.shape
     assert found.amax.cpu() == expected.amax
+
+
+FILTERS: dict[str, tuple[tuple[int, ...], ConvGemms]] = {
+    "same": ((2, 40, 6, 140), ConvGemms((3, 3), (1, 1), (1, 1), (1, 1), 1)),
+    "stride 2, groups": ((3, 66, 9, 41), ConvGemms((3, 3), (2, 2), (1, 1), (1, 1), 2)),
+    "uneven": ((1, 32, 9, 37), ConvGemms((2, 3), (2, 1), (1, 2), (3, 1), 1)),
+    "transposed": ((2, 32, 10, 34), ConvGemms((2, 2), (2, 2), (0, 0), (1, 1), 1, transposed=True)),
+    "volume": ((2, 32, 3, 4, 18), ConvGemms((3, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1), 1)),
+    "sequence": ((2, 32, 70), ConvGemms((5,), (1,), (2,), (1,), 1)),
+}
+
+
+@pytest.mark.parametrize("dtype", BITS, ids=str)
+@pytest.mark.parametrize(("shape", "gemms"), FILTERS.values(), ids=FILTERS)
+def test_columns_of_a_filter(
+    shape: tuple[int, ...], gemms: ConvGemms, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel finds them in the map; in both layouts."""
+    for module in (wgrad_operands, quantizers):
+        monkeypatch.setattr(module, "draw_seed", lambda device: SEED.to(device))
+    recipe, rotation = RECIPES["quartet_2"], ROTATION.cuda()
+    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(len(shape), torch.contiguous_format)
+    steps = zip(shape[2:], *gemms.steps, strict=True)
+    small = (shape[0], 8 * gemms.groups, *(output_size(*axis) for axis in steps))
+    for x in (torch.randn(shape, dtype=dtype, device="cuda"), torch.randn(shape, device="cuda").to(dtype, memory_format=layout)):
+        other = torch.zeros(small, dtype=dtype, device="cuda")
+        poison()
+        if gemms.transposed:
+            found = wgrad_operands.gradient_operands(x, small, gemms, recipe, False, True, [None, rotation])[1]
+            rows = gemms.wgrad_gradient(x, small)
+        else:
+            found = wgrad_operands.activation_operand(x, other, gemms, recipe, rotation)
+            rows = gemms.wgrad_input(x, small)
+        expected = formats.quantize_ms_eden(rows.cpu(), ROTATION, SEED, -1).dequantize(dtype)
+        assert torch.equal(found.cpu().contiguous().view(BITS[dtype]), expected.contiguous().view(BITS[dtype]))

@@ -5,6 +5,7 @@
 //   tiles; random uint64 {seed, offset}; width: groups of a row. STOCHASTIC and SWIZZLED have fewer than 2^31 groups.
 // Launch: block 256, persistent: at most four blocks a multiprocessor.
 #include "rows.cuh"
+#include "tensor_core.cuh"
 
 #ifndef STOCHASTIC
 #define STOCHASTIC 0
@@ -79,3 +80,67 @@ extern "C" __global__ void __launch_bounds__(256, 4) pack_rows(
         words = next;
     }
 }
+
+#ifdef HELD
+// Row-scaled: as `quantize_row_scaled` of quantize.cu, which has the launch. A thread finds the amax of what it copied itself.
+__device__ __forceinline__ uint32_t place_of(uint32_t vector) { return vector ^ (vector >> 3 & 3u); }
+
+// As `with_care`, with the global scale of a row.
+__device__ __noinline__ Packed with_care_of_row(const uint4* first, const uint4* second, float amax) {
+    return each_element<false, false, false>({*first, *second}, fp4::global_scale<E>(amax));
+}
+
+// The largest finite magnitude of the words joined by `larger`, whose elements are looked at only if one is not finite.
+__device__ __forceinline__ float finite_largest(uint32_t most, const uint4* row, uint32_t vectors) {
+    constexpr DTYPE* tag = nullptr;
+    float low, high, largest;
+    widen(most, low, high, tag);
+    largest = fp4::nan_max(fabsf(low), fabsf(high));
+    if (largest < INFINITY) return largest;
+    largest = 0.f;
+    for (uint32_t at = threadIdx.x; at < vectors; at += blockDim.x) {
+        const uint4 raw = row[place_of(at)];
+        const uint32_t w[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            widen(w[i], low, high, tag);
+            largest = fmaxf(largest, fmaxf(fabsf(low) < INFINITY ? fabsf(low) : 0.f, fabsf(high) < INFINITY ? fabsf(high) : 0.f));
+        }
+    }
+    return largest;
+}
+
+extern "C" __global__ void __launch_bounds__(512) pack_row_scaled(
+    const uint4* x, float* amax, uint2* codes, uint8_t* scales, long long outer, int groups) {
+    extern __shared__ uint4 rows[];
+    const uint32_t vectors = 2u * groups, threads = blockDim.x;
+    uint4* own = rows + threadIdx.y * ((vectors + 3) / 4 * 4);
+    const long long row = (long long)blockIdx.x * blockDim.y + threadIdx.y;
+    const bool has = row < outer;
+    for (uint32_t at = threadIdx.x; has && at < vectors; at += threads)
+        copy_16_bytes(shared_address(own + place_of(at)), x + row * vectors + at, true);
+    wait_for_copies();
+    constexpr DTYPE* tag = nullptr;
+    uint32_t most = 0u;
+    for (uint32_t at = threadIdx.x; has && at < vectors; at += threads) {
+        const uint4 raw = own[place_of(at)];
+        most = larger(larger(larger(larger(most, raw.x, tag), raw.y, tag), raw.z, tag), raw.w, tag);
+    }
+    float largest = has ? finite_largest(most, own, vectors) : 0.f;
+    if (threads > 32) {
+        largest = fp4::block_max(largest);
+    } else {
+        __syncwarp();
+        largest = fp4::warp_max(largest, threads);
+    }
+    if (!has) return;
+    if (threadIdx.x == 0) amax[row] = largest;
+    const GlobalScale global = fp4::global_scale<E>(largest);
+    for (uint32_t group = threadIdx.x; group < uint32_t(groups); group += threads) {
+        const uint4 *first = own + place_of(2 * group), *second = own + place_of(2 * group + 1);
+        const Packed packed = pack({*first, *second}, global, [&] { return with_care_of_row(first, second, largest); });
+        codes[row * groups + group] = packed.codes;
+        scales[row * groups + group] = uint8_t(fp4::encode_e4m3(packed.d8));
+    }
+}
+#endif
