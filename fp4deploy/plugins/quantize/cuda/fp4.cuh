@@ -412,10 +412,14 @@ struct alignas(16) SharedPhilox {
         if (thread == 0) offset = random[1];
     }
     __device__ __forceinline__ Words words(uint64_t g) const {
-        uint4 keys[KEYS / 4];
+        uint32_t key[KEYS];
+        const uint32_t place = uint32_t(__cvta_generic_to_shared(four));
 #pragma unroll
-        for (int i = 0; i < KEYS / 4; ++i) keys[i] = four[i];
-        return philox(g, reinterpret_cast<const uint32_t(&)[KEYS]>(keys), offset);
+        for (int i = 0; i < KEYS; i += 4)  // volatile: read again by each call, which takes fewer registers than to keep them
+            asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(key[i]), "=r"(key[i + 1]), "=r"(key[i + 2]), "=r"(key[i + 3])
+                         : "r"(place + 4 * i));
+        return philox(g, key, offset);
     }
 };
 #endif

@@ -189,10 +189,11 @@ __device__ __forceinline__ uint32_t word_of(const fp4::Words& words, int first) 
 
 // The bytes of four positions. Where four threads share their blocks each draws for one position, and they exchange the
 // words that the others need: a transposition of 4 x 4.
-__device__ __forceinline__ void bytes_of(uint32_t (&out)[4], uint64_t number, uint64_t step, int first, const uint64_t* random) {
+__device__ __forceinline__ void bytes_of(
+    uint32_t (&out)[4], uint64_t number, uint64_t step, int first, const fp4::SharedPhilox& philox) {
     if (LANES == 4) {
         const bool odd = first & 4, upper = first & 8;
-        const fp4::Words own = fp4::philox(number + step * (first / 4), random[0], random[1]);
+        const fp4::Words own = philox.words(number + step * (first / 4));
         uint32_t half[4];
 #pragma unroll
         for (int i = 0; i < 4; i += 2) {  // words i, i + 1 of two neighbours
@@ -206,15 +207,18 @@ __device__ __forceinline__ void bytes_of(uint32_t (&out)[4], uint64_t number, ui
         }
     } else {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) out[i] = word_of(fp4::philox(number + i * step, random[0], random[1]), first);
+        for (int i = 0; i < 4; ++i) out[i] = word_of(philox.words(number + i * step), first);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(128) quantize_map(
+extern "C" __global__ void __launch_bounds__(128, MX || C_HADAMARD || sizeof(DTYPE) > 2 ? 1 : 4) quantize_map(
     const DTYPE* x, const float* c_amax, const float* w_amax, const uint64_t* c_random, const uint64_t* w_random,
     OUT* by_channels, OUT* by_width, int* cells, long long rows, int height, int width, int channels, int columns,
     int stride, int padding, int dilation, int out_width, int group_channels) {
     __shared__ GlobalScale shared[2];
+    __shared__ fp4::SharedPhilox philox[2];
+    if (C_STOCHASTIC) philox[0].set(c_random);
+    if (W_STOCHASTIC) philox[1].set(w_random);
     if (!MX && !MEASURE && threadIdx.x < 2) {
         const float* amax = threadIdx.x ? w_amax : c_amax;
         if (amax) shared[threadIdx.x] = fp4::global_scale(*amax);
@@ -250,7 +254,7 @@ extern "C" __global__ void __launch_bounds__(128) quantize_map(
         }
     };
     load(0);
-    if (!MX && !MEASURE) __syncthreads();
+    if (C_STOCHASTIC || W_STOCHASTIC || (!MX && !MEASURE)) __syncthreads();
     float measured[2] = {0.f, 0.f};
 #if BY_CHANNELS
     // Here columns is 1, and positions are those of x.
@@ -288,7 +292,7 @@ extern "C" __global__ void __launch_bounds__(128) quantize_map(
         }
         if (MEASURE) continue;
         scales_of(block, largest, channel, shared[0], c_ordinary);
-        if (C_STOCHASTIC) bytes_of(bytes, (pixel + four) * c_groups + channel / 16, c_groups, channel % 16, c_random);
+        if (C_STOCHASTIC) bytes_of(bytes, (pixel + four) * c_groups + channel / 16, c_groups, channel % 16, philox[0]);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             OutPosition values;
@@ -367,7 +371,7 @@ extern "C" __global__ void __launch_bounds__(128) quantize_map(
                 for (int part = 0; part < PARTS; ++part) {
                     fp4::Words words;
                     if (W_STOCHASTIC)
-                        words = fp4::philox(first + (uint64_t)(2 * p + j) * height * w_groups + part, w_random[0], w_random[1]);
+                        words = philox[1].words(first + (uint64_t)(2 * p + j) * height * w_groups + part);
 #pragma unroll
                     for (int i = 0; i < 16; ++i) {
                         float& value = v[j][part * 16 + i];

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -134,13 +134,14 @@ def pack(
     choice: formats.FourOverSix | None = None,
     random: bool = False,
     swizzled: bool = False,
+    blocks: int | None = None,
 ) -> Callable[[Setting, Outcome], None]:
-    """Codes and scales along an axis."""
+    """Codes and scales along an axis; by so many thread blocks, where not by one for each of their threads' groups."""
 
     def case(setting: Setting, outcome: Outcome) -> None:
         x, amax = _values(setting, shape, dtype), torch.tensor(AMAX)
         expected = formats.quantize_nvfp4(x.movedim(axis, -1), amax=amax, four_over_six=choice, **_options(random))
-        with emulated(setting, outcome):
+        with emulated(replace(setting, grid=(blocks, 1, 1)) if blocks else setting, outcome):
             codes, scales = operators._pack_along(x, axis, amax, _bits(random), _variant(choice), swizzled)
         outcome.compare(codes, expected.codes)
         wanted = expected.scales.view(torch.uint8)
@@ -343,7 +344,7 @@ CASES = (
     Case("pack rows", QUANTIZERS, pack((24, 64), 1, HALF)),
     Case("pack rows, 4/6", QUANTIZERS, pack((16, 64), 1, BFLOAT, STRICT)),
     Case("pack rows, stochastic", QUANTIZERS, pack((33, 128), 1, BFLOAT, random=True)),
-    Case("pack rows, stochastic, swizzled scales", QUANTIZERS, pack((130, 80), 1, HALF, random=True, swizzled=True)),
+    Case("pack rows, stochastic, swizzled scales", QUANTIZERS, pack((130, 80), 1, HALF, random=True, swizzled=True, blocks=2)),
     Case("pack, swizzled scales, 4/6 fast", QUANTIZERS, pack((20, 64), 1, FLOAT, FAST, swizzled=True)),
     Case("pack channels of NCHW", QUANTIZERS, pack((2, 24, 3, 4), 1, HALF)),
     Case("pack, stochastic rounding", QUANTIZERS, pack((9, 40), 1, FLOAT, random=True)),

@@ -7,7 +7,7 @@ Sums are exact, as in `gemms`, so that there is one right answer.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -265,11 +265,15 @@ class MsEden:
 
 @dataclass(frozen=True)
 class MsEdenColumns:
-    """What each column of a filter reads of a map, rotated and quantised along the width."""
+    """What each column of a filter reads of a map, rotated and quantised along the width.
+
+    blocks: thread blocks, where not one for each of their tiles.
+    """
 
     filter: ConvGemms
     shape: tuple[int, int, int, int]
     dtype: torch.dtype = torch.float16
+    blocks: int | None = None
 
     def __call__(self, setting: Setting, outcome: Outcome) -> None:
         """Launch, execute, compare."""
@@ -280,7 +284,7 @@ class MsEdenColumns:
         rotation, seed = torch.tensor(setting.seed - 7), torch.tensor((1 << 40) + setting.seed)
         expected = formats.quantize_ms_eden(gemms.widen(x, width), rotation, seed, 3)
         at = [columns, stride, padding, dilation, width, gemms.groups]
-        with emulated(setting, outcome):
+        with emulated(replace(setting, grid=(self.blocks, 1, 1)) if self.blocks else setting, outcome):
             found, _, amax = ms_eden._quantized(x, rotation, seed, 3, False, at)
         bits = torch.int32 if self.dtype == torch.float32 else torch.int16  # a zero has a sign
         outcome.compare(found.contiguous().view(bits), expected.dequantize(self.dtype).contiguous().view(bits))
@@ -371,7 +375,7 @@ PACKING = (
     Case("MS-EDEN along tokens, BF16", OPERANDS, MsEden(0, (150, 35), torch.bfloat16)),
     Case("MS-EDEN along 48 channels", OPERANDS, MsEden(1, (2, 48, 3, 5), channels_last=True)),
     Case("MS-EDEN along 30 tokens, BF16", OPERANDS, MsEden(0, (30, 35), torch.bfloat16)),
-    Case("MS-EDEN, columns of a filter", OPERANDS, MsEdenColumns(SAME_FILTER, (2, 35, 3, 40))),
+    Case("MS-EDEN, columns of a filter", OPERANDS, MsEdenColumns(SAME_FILTER, (2, 35, 3, 40), blocks=5)),
     Case(
         "MS-EDEN, columns of a filter, stride 2, groups",
         OPERANDS,
