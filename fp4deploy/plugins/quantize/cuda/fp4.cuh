@@ -66,12 +66,14 @@ FP4_FUNCTION float clamp_e2m1(float u) { return fminf(fmaxf(u, -6.f), 6.f); }
 constexpr float ROUNDER = 6291456.f;  // 1.5 * 2^22
 FP4_FUNCTION float binade_of(float u) { return from_bits(bits(fmaxf(fabsf(u), 1.f)) & 0x7F800000u); }
 
-// Nearest E2M1 value, ties to even. NaN is left to the caller: the scale of its block is NaN.
-FP4_FUNCTION float round_e2m1(float u) {
-    u = clamp_e2m1(u);
+// Nearest E2M1 value of |u| < 7, ties to even.
+FP4_FUNCTION float round_below_7(float u) {
     const float binade = binade_of(u);
     return fmaf(binade, -ROUNDER, fmaf(binade, ROUNDER, u));
 }
+
+// Nearest E2M1 value. NaN is left to the caller: the scale of its block is NaN.
+FP4_FUNCTION float round_e2m1(float u) { return round_below_7(clamp_e2m1(u)); }
 
 // That of a magnitude.
 FP4_FUNCTION float round_magnitude(float u) {
@@ -437,7 +439,8 @@ FP4_FUNCTION uint32_t encode_eight(const float* u, const uint32_t* words) {
     return with_signs(joined(code, DOWN), u);
 }
 
-FP4_FUNCTION void hadamard(float (&x)[GROUP]) {
+// The transform times 4, which is exact to take out.
+FP4_FUNCTION void hadamard_sums(float (&x)[GROUP]) {
 #ifdef __CUDA_ARCH__
 #pragma unroll
 #endif
@@ -457,6 +460,10 @@ FP4_FUNCTION void hadamard(float (&x)[GROUP]) {
                 x[i + stride] = a - b;
             }
     }
+}
+
+FP4_FUNCTION void hadamard(float (&x)[GROUP]) {
+    hadamard_sums(x);
 #ifdef __CUDA_ARCH__
 #pragma unroll
 #endif

@@ -8,8 +8,9 @@
 //                 element ow of column k is x[ow * stride - padding + k * dilation], 0 outside
 //
 // A thread has BLOCK positions of a row times LANES channels, in registers: a block along the width for each
-// channel. The channels of a block lie in BLOCK / LANES adjacent threads. The numbers, and the counters of Philox,
-// are those of quantising [N, C, H, W] along axis 1 and the shifted maps [N, columns * C, H, OW] along axis 3.
+// channel. The channels of a block lie in BLOCK / LANES adjacent threads. The factor 1/4 of a transform is left to the
+// amax and to what elements are multiplied with, which is exact for an ordinary global scale. The numbers, and the counters
+// of Philox, are those of quantising [N, C, H, W] along axis 1 and the shifted maps [N, columns * C, H, OW] along axis 3.
 //
 // Macros: DTYPE, OUT (DTYPE, or anything where DTYPE is float); MX (1: MXFP4, blocks of 32) and UP, the rule of its
 //   scales; BY_CHANNELS, BY_WIDTH; of each C_HADAMARD, C_STOCHASTIC, W_HADAMARD, W_STOCHASTIC; MEASURE (only the finite
@@ -129,7 +130,7 @@ __device__ __forceinline__ float quantized(float x, const BlockScale& block, uin
     return block.step * fp4::round_e2m1(x * block.encode, fp4::part_of(word, byte));
 }
 
-// The transform of groups of 16 channels, LANES of them here and the others in the next threads.
+// The transform of groups of 16 channels, times 4, LANES of them here and the others in the next threads.
 __device__ __forceinline__ void hadamard_of_channels(float (&v)[LANES], int first) {
 #pragma unroll
     for (int i = 0; i < LANES; ++i)
@@ -149,14 +150,12 @@ __device__ __forceinline__ void hadamard_of_channels(float (&v)[LANES], int firs
             const float other = __shfl_xor_sync(0xffffffffu, v[i], step / LANES);
             v[i] = first & step ? other - v[i] : v[i] + other;
         }
-#pragma unroll
-    for (int i = 0; i < LANES; ++i) v[i] *= 0.25f;
 }
 
-// The scales of the blocks of four positions, from the largest magnitudes of the channels here. Four threads that share
-// these blocks each find the scale of one, and tell the others.
+// The scales of the blocks of four positions, from the largest magnitudes of the channels here; `factor` is of what they
+// multiply. Four threads that share these blocks each find the scale of one, and tell the others.
 __device__ __forceinline__ void scales_of(
-    BlockScale (&block)[4], float (&largest)[4], int channel, const GlobalScale& global, bool ordinary) {
+    BlockScale (&block)[4], float (&largest)[4], int channel, const GlobalScale& global, bool ordinary, float factor) {
     if (LANES == 4 && !MX) {
         const bool odd = channel & 4, upper = channel & 8;
         float pair[2];
@@ -166,7 +165,8 @@ __device__ __forceinline__ void scales_of(
             pair[i] = fp4::nan_max(own, __shfl_xor_sync(0xffffffffu, other, 1));
         }
         const float other = __shfl_xor_sync(0xffffffffu, upper ? pair[0] : pair[1], 2);
-        const BlockScale own = scale_of(fp4::nan_max(upper ? pair[1] : pair[0], other), global, ordinary);
+        BlockScale own = scale_of(fp4::nan_max(upper ? pair[1] : pair[0], other), global, ordinary);
+        own.encode *= factor;
 #pragma unroll
         for (int i = 0; i < 4; ++i)
             block[i] = {__shfl_sync(0xffffffffu, own.encode, i, 4), __shfl_sync(0xffffffffu, own.step, i, 4), 0.f};
@@ -178,6 +178,7 @@ __device__ __forceinline__ void scales_of(
         for (int step = 1; step < BLOCK / LANES; step *= 2)
             largest[i] = fp4::nan_max(largest[i], __shfl_xor_sync(0xffffffffu, largest[i], step));
         block[i] = scale_of(largest[i], global, ordinary);
+        block[i].encode *= factor;
     }
 }
 
@@ -258,7 +259,7 @@ extern "C" __global__ void __launch_bounds__(128, MX || C_HADAMARD || sizeof(DTY
     float measured[2] = {0.f, 0.f};
 #if BY_CHANNELS
     // Here columns is 1, and positions are those of x.
-    const bool c_ordinary = shared[0].amax > 1e-20f && shared[0].amax < 1e20f;
+    const bool c_ordinary = shared[0].amax > 1e-20f && shared[0].amax < 1e20f, c_folds = C_HADAMARD && !MX && c_ordinary;
     const uint64_t c_groups = channels / 16, pixel = (uint64_t)row * width + begin;
 #pragma unroll
     for (int four = 0; four < BLOCK; four += 4) {
@@ -291,7 +292,16 @@ extern "C" __global__ void __launch_bounds__(128, MX || C_HADAMARD || sizeof(DTY
                 for (int j = 0; j < LANES; ++j) measured[0] = fmaxf(measured[0], finite(v[i][j]));
         }
         if (MEASURE) continue;
-        scales_of(block, largest, channel, shared[0], c_ordinary);
+        if (C_HADAMARD) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                largest[i] *= 0.25f;
+#pragma unroll
+                for (int j = 0; j < LANES; ++j)
+                    if (!c_folds) v[i][j] *= 0.25f;
+            }
+        }
+        scales_of(block, largest, channel, shared[0], c_ordinary, c_folds ? 0.25f : 1.f);
         if (C_STOCHASTIC) bytes_of(bytes, (pixel + four) * c_groups + channel / 16, c_groups, channel % 16, philox[0]);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -312,7 +322,8 @@ extern "C" __global__ void __launch_bounds__(128, MX || C_HADAMARD || sizeof(DTY
 #endif
 #if BY_WIDTH
     constexpr int PARTS = BLOCK / 16;  // groups of 16 of a block
-    const bool w_ordinary = shared[1].amax > 1e-20f && shared[1].amax < 1e20f;
+    const bool w_ordinary = shared[1].amax > 1e-20f && shared[1].amax < 1e20f, w_folds = W_HADAMARD && !MX && w_ordinary;
+    const float w_factor = w_folds ? 0.25f : 1.f;
     const int padded = W_HADAMARD ? (out_width + 15) / 16 * 16 : out_width;
     const int group = channel / group_channels, inside = channel - group * group_channels;
     const long long w_groups = (long long)tiles * PARTS, wide = (long long)channels * columns, image = row / height;
@@ -337,7 +348,7 @@ extern "C" __global__ void __launch_bounds__(128, MX || C_HADAMARD || sizeof(DTY
                     float turned[16];
 #pragma unroll
                     for (int i = 0; i < 16; ++i) turned[i] = v[j][part * 16 + i];
-                    fp4::hadamard(turned);
+                    fp4::hadamard_sums(turned);
 #pragma unroll
                     for (int i = 0; i < 16; ++i) {
                         v[j][part * 16 + i] = turned[i];
@@ -345,6 +356,9 @@ extern "C" __global__ void __launch_bounds__(128, MX || C_HADAMARD || sizeof(DTY
                     }
                 }
             }
+            if (!MEASURE && !w_folds)
+#pragma unroll
+                for (int i = 0; i < 2 * BLOCK; ++i) v[i / BLOCK][i % BLOCK] *= 0.25f;
 #else
             Pair most = larger(raw[0].pair[p], Pair{});
 #pragma unroll
@@ -366,7 +380,13 @@ extern "C" __global__ void __launch_bounds__(128, MX || C_HADAMARD || sizeof(DTY
             }
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-                const BlockScale block = scale_of(largest[j], shared[1], w_ordinary);
+                BlockScale block = scale_of(W_HADAMARD ? 0.25f * largest[j] : largest[j], shared[1], w_ordinary);
+                if (W_HADAMARD) block.encode *= w_factor;
+                if (!W_STOCHASTIC && !(largest[j] * block.encode < 7.f)) {  // rare: what exceeds 6.5 becomes 6 as well
+                    const float limit = 6.5f / block.encode;
+#pragma unroll
+                    for (int i = 0; i < BLOCK; ++i) v[j][i] = fminf(fmaxf(v[j][i], -limit), limit);
+                }
 #pragma unroll
                 for (int part = 0; part < PARTS; ++part) {
                     fp4::Words words;
@@ -375,7 +395,8 @@ extern "C" __global__ void __launch_bounds__(128, MX || C_HADAMARD || sizeof(DTY
 #pragma unroll
                     for (int i = 0; i < 16; ++i) {
                         float& value = v[j][part * 16 + i];
-                        value = W_STOCHASTIC ? quantized(value, block, words.w[i / 4], i % 4) : quantized(value, block);
+                        value = W_STOCHASTIC ? quantized(value, block, words.w[i / 4], i % 4)
+                                             : block.step * fp4::round_below_7(value * block.encode);
                     }
                 }
             }
@@ -402,7 +423,7 @@ extern "C" __global__ void __launch_bounds__(128, MX || C_HADAMARD || sizeof(DTY
     }
 #endif
 #if MEASURE
-    if (BY_CHANNELS) fp4::raise_to(cells, measured[0]);
-    if (BY_WIDTH) fp4::raise_to(cells + 1, measured[1]);
+    if (BY_CHANNELS) fp4::raise_to(cells, C_HADAMARD ? 0.25f * measured[0] : measured[0]);
+    if (BY_WIDTH) fp4::raise_to(cells + 1, W_HADAMARD ? 0.25f * measured[1] : measured[1]);
 #endif
 }
