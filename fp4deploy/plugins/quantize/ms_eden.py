@@ -46,7 +46,7 @@ def fake_quantize_ms_eden(x: torch.Tensor, rotation: torch.Tensor, seed: torch.T
 def fake_quantize_columns(
     x: torch.Tensor, rotation: torch.Tensor, seed: torch.Tensor, columns: Columns
 ) -> torch.Tensor:
-    """`fake_quantize_ms_eden` along the width of what each column of a filter reads, as `ConvGemms.widen` writes it out.
+    """`fake_quantize_ms_eden` along the width of what each column of a filter reads (`ConvGemms.widen` writes it).
 
     Args:
         x: [N, C, H, W], on a GPU; a copy is made where it is not channels_last.

@@ -79,7 +79,15 @@ def _launch(
         _find_amax(x, own, None)
     # 4/6 to nearest and in the plain layout; fewer groups than 32 bits number where they are numbered
     either = (variant[0] == 0 and threads <= SMALL) or (random is None and packed == 1)
-    if packed in (1, 2) and linear and either and variant[0] <= 1 and not variant[4] and not variant[5] and x.dtype != torch.float32:
+    if (
+        packed in (1, 2)
+        and linear
+        and either
+        and variant[0] <= 1
+        and not variant[4]
+        and not variant[5]
+        and x.dtype != torch.float32
+    ):
         _pack_rows(x, view, amax, random, variant, outputs, packed == 2)
         return
     launch = kernel("quantize.cu", "quantize_tensor", SIGNATURE, macros, x.device).launch
@@ -134,7 +142,13 @@ def _launch_row_scaled(
     rows = max(1, 128 // threads) if threads <= 32 else 1
     grid, shared = -(-view.outer // rows), rows * pitch
     if packed and random is None and variant[0] == variant[4] == 0 and x.dtype != torch.float32:
-        choices = {"DTYPE": CUDA_TYPES[x.dtype], "E": variant[1], "STOCHASTIC": 0, "SWIZZLED": 0, "HELD": 1}
+        choices: dict[str, str | int | None] = {
+            "DTYPE": CUDA_TYPES[x.dtype],
+            "E": variant[1],
+            "STOCHASTIC": 0,
+            "SWIZZLED": 0,
+            "HELD": 1,
+        }
         pack = kernel("pack_rows.cu", "pack_row_scaled", "PPPPqi", choices, x.device).launch
         pack(grid, (threads, rows), x, amax, *outputs[:2], view.outer, view.groups(NVFP4_BLOCK), shared=shared)
         return amax
@@ -328,7 +342,7 @@ def _pack_tiles(
     if variant[0] or random is not None or x.dtype == torch.float32 or not whole:
         _tile_launch(flat, flat.ndim - 2, flat.ndim - 1, amax, random, variant, (codes, scales, None), 1)
         return codes, scales
-    macros = {"DTYPE": CUDA_TYPES[x.dtype], "E": variant[1]}
+    macros: dict[str, str | int | None] = {"DTYPE": CUDA_TYPES[x.dtype], "E": variant[1]}
     launch = kernel("pack_tiles.cu", "pack_tiles", "PPPPiii", macros, x.device).launch
     launch(-(-tiles * vectors // 128), 128, x, amax, codes, scales, rows, vectors, tiles)
     return codes, scales

@@ -1,8 +1,9 @@
 """The operands of the backward GEMMs: G along output channels and along pixels, X along pixels.
 
-On a GPU one kernel reads a map and writes what both GEMMs need of it (`plugins.quantize.maps`), and that of MS-EDEN what
-the columns of a filter read. Formats that they do not have, layers whose channels do not fill blocks, and other devices quantise operand by operand (`quantizers`); the
-bits are the same, and so are the seeds: those of the gradient are drawn first, then the weight's and the activation's.
+On a GPU one kernel reads a map and writes what both GEMMs need of it (`plugins.quantize.maps`), and that of MS-EDEN
+finds in a map what the columns of a filter read. Formats that they do not have, layers whose channels do not fill
+blocks, and other devices quantise operand by operand (`quantizers`); the bits are the same, and so are the seeds: those
+of the gradient are drawn first, then the weight's and the activation's.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def _rotated(
     other: Sequence[int] | None,
     rotation: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """The columns of a filter on `x` by MS-EDEN, where `other`, the other operand, has a shape; None without the kernel."""
+    """The columns of a filter on `x` by MS-EDEN, `other` the shape of the other operand; None without the kernel."""
     if spec is None or rotation is None or other is None or not isinstance(gemms, ConvGemms):
         return None
     if x.shape[-1] == 1 or not runs_on_gpu(x):

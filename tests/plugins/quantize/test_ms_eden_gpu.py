@@ -88,7 +88,10 @@ def test_columns_of_a_filter(
     layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(len(shape), torch.contiguous_format)
     steps = zip(shape[2:], *gemms.steps, strict=True)
     small = (shape[0], 8 * gemms.groups, *(output_size(*axis) for axis in steps))
-    for x in (torch.randn(shape, dtype=dtype, device="cuda"), torch.randn(shape, device="cuda").to(dtype, memory_format=layout)):
+    for x in (
+        torch.randn(shape, dtype=dtype, device="cuda"),
+        torch.randn(shape, device="cuda").to(dtype, memory_format=layout),
+    ):
         other = torch.zeros(small, dtype=dtype, device="cuda")
         poison()
         if gemms.transposed:

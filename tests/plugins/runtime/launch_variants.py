@@ -420,7 +420,9 @@ EXERCISES: list[Callable[[], object]] = [
     _map(FLOAT, maps.Blocks(), None),
     lambda: _ms_eden(torch.zeros(MATRIX, dtype=HALF), 1),
     lambda: _ms_eden(torch.zeros(MATRIX, dtype=BFLOAT), 0),
-    lambda: _ms_eden(torch.zeros(1, 32, 3, 40, dtype=HALF).to(memory_format=torch.channels_last), 3, [3, 1, 1, 1, 40, 2]),
+    lambda: _ms_eden(
+        torch.zeros(1, 32, 3, 40, dtype=HALF).to(memory_format=torch.channels_last), 3, [3, 1, 1, 1, 40, 2]
+    ),
     _direct((16,), 16),
     _direct((32, 32), 32),
     _direct((32,), 16, packed=True),

@@ -60,7 +60,9 @@ FAULTS = {
         "signs are another element's": planted.replaced(
             r"and\.b32(\s+%r\d+, %r\d+, )-2147450880;", r"and.b32\g<1>-2147483648;", 3
         ),
-        "keys are another round's": planted.replaced(r"mul\.wide\.u32(\s+%rd\d+, %r\d+, )-766435501;", r"mul.wide.u32\g<1>-766435503;", -1),
+        "keys are another round's": planted.replaced(
+            r"mul\.wide\.u32(\s+%rd\d+, %r\d+, )-766435501;", r"mul.wide.u32\g<1>-766435503;", -1
+        ),
     },
     "pack rows, stochastic, swizzled scales": {
         "rows 32 apart are not adjacent": planted.replaced(r"and\.b32(\s+%r\d+, %r\d+, )12;", r"and.b32\g<1>28;", -1),
@@ -70,7 +72,9 @@ FAULTS = {
     "blocks of 16 x 16, packed": {
         "a barrier is missing": planted.without_barrier(0),
         "the other lane is left out": planted.replaced(r"(shfl\.sync\.bfly\.b32\s*\S+\s+\S+\s+)1,", r"\g<1>0,", None),
-        "a row is left out of the amax": planted.replaced(r"max\.NaN\.xorsign\.abs\.bf16x2 (%r\d+), \1, %r\d+;", r"", 20),
+        "rows are left out of the amax": planted.replaced(
+            r"max\.NaN\.xorsign\.abs\.bf16x2 (%r\d+), \1, %r\d+;", "", None
+        ),
         "codes are another vector's": planted.replaced(r"(st\.global\.u32\s+\[%rd\d+)\]", r"\1+4]", None),
         "scales are another tile's": planted.replaced(r"(st\.global\.u8\s+\[%rd\d+)\]", r"\1+1]", 5),
         "a lane writes the other's scales": planted.replaced(r"and\.b32(\s+%r\d+, %r\d+, )1;", r"and.b32\g<1>0;", -1),
@@ -78,10 +82,12 @@ FAULTS = {
     },
     "row-scaled, a warp a row": {
         "rows are read before they have come": planted.replaced(r"cp\.async\.wait_all;", "", 0),
-        "half of the lanes are left out": planted.replaced(
-            r"(shfl\.sync\.bfly\.b32\s+\S+\s+\S+\s+)16,", r"\g<1>8,", None
+        "what the other lanes have is left out": planted.replaced(
+            r"shfl\.sync\.bfly\.b32\s*(%r\d+)\|%p\d+, (%r\d+), [^;]*;", r"mov.b32 \1, \2;", None
         ),
-        "a word is left out of the amax": planted.replaced(r"max\.NaN\.xorsign\.abs\.bf16x2 (%r\d+), \1, %r\d+;", r"", 1),
+        "words are left out of the amax": planted.replaced(
+            r"max\.NaN\.xorsign\.abs\.bf16x2 (%r\d+), \1, %r\d+;", "", None
+        ),
         "vectors do not change places": planted.replaced(r"and\.b32(\s+%r\d+, %r\d+, )3;", r"and.b32\g<1>1;", 0),
         "amaxes are shifted": planted.replaced(r"(st\.global\.f32\s+\[%rd\d+)\]", r"\1+4]", 0),
     },
@@ -89,10 +95,10 @@ FAULTS = {
         "a barrier is missing": planted.without_barrier(0),
         "a barrier is missing behind the elements": planted.without_barrier(1),
         "another column is read": planted.replaced(r"rem\.u32(\s+%r\d+), %r\d+, %r\d+;", r"mov.b32\1, 0;", -1),
-        "a position is carried too late": planted.replaced(r"setp\.(?:ge|lt)\.u32", "setp.gt.u32", 3),
+        "nothing is carried": planted.replaced(r"selp\.u32(\s+%r\d+, )1, 0, (%p\d+);", r"selp.u32\g<1>0, 0, \2;", None),
         "what is outside is read": planted.replaced(r"setp\.lt\.u32", "setp.le.u32", None),
         "stores are another channel's": planted.replaced(r"(st\.global\.u16\s+\[%rd\d+)\]", r"\1+2]", 0),
-        "elements go to another block": planted.replaced(r"(st\.shared\.v2\.f32\s+\[%r\d+)\+\d+\]", r"\1+64]", 0),
+        "elements go to another block": planted.replaced(r"(st\.shared\.v4\.f32\s+\[%r\d+)\+1024\]", r"\1+2048]", 0),
     },
     "blocks of 16 x 16": {
         "a barrier is missing behind the scale": planted.without_barrier(0),

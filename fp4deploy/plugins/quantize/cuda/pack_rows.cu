@@ -15,19 +15,23 @@
 #endif
 
 // Where a scale is: in tiles of 128 rows x 4, rows 32 apart adjacent. A thread advances by the same number of groups each
-// time, which takes no division.
+// time, which takes no division, and mostly stays in its column.
 struct Place {
-    uint32_t row, k, rows, ks, width;
+    uint32_t row, k, rows, ks, width, pitch;
+    size_t column;
 
     __device__ __forceinline__ Place(uint32_t group, uint32_t step, uint32_t width)
-        : row(group / width), k(group % width), rows(step / width), ks(step % width), width(width) {}
+        : row(group / width), k(group % width), rows(step / width), ks(step % width), width(width),
+          pitch((width + 3) / 4 * 512), column(k / 4 * 512 + k % 4) {}
     __device__ __forceinline__ void advance() {
-        row += rows, k += ks;
+        row += rows;
+        if (!ks) return;
+        k += ks;
         if (k >= width) k -= width, ++row;
+        column = k / 4 * 512 + k % 4;
     }
     __device__ __forceinline__ size_t index() const {
-        const uint32_t within = row % 32 * 16 + row / 32 % 4 * 4 + k % 4;
-        return size_t(row / 128 * ((width + 3) / 4) + k / 4) * 512 + within;
+        return column + (row % 32 * 16 + row / 32 % 4 * 4) + size_t(row / 128) * pitch;
     }
 };
 
@@ -104,7 +108,8 @@ __device__ __forceinline__ float finite_largest(uint32_t most, const uint4* row,
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             widen(w[i], low, high, tag);
-            largest = fmaxf(largest, fmaxf(fabsf(low) < INFINITY ? fabsf(low) : 0.f, fabsf(high) < INFINITY ? fabsf(high) : 0.f));
+            if (fabsf(low) < INFINITY) largest = fmaxf(largest, fabsf(low));
+            if (fabsf(high) < INFINITY) largest = fmaxf(largest, fabsf(high));
         }
     }
     return largest;

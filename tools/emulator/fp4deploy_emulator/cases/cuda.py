@@ -344,7 +344,11 @@ CASES = (
     Case("pack rows", QUANTIZERS, pack((24, 64), 1, HALF)),
     Case("pack rows, 4/6", QUANTIZERS, pack((16, 64), 1, BFLOAT, STRICT)),
     Case("pack rows, stochastic", QUANTIZERS, pack((33, 128), 1, BFLOAT, random=True)),
-    Case("pack rows, stochastic, swizzled scales", QUANTIZERS, pack((130, 80), 1, HALF, random=True, swizzled=True, blocks=2)),
+    Case(
+        "pack rows, stochastic, swizzled scales",
+        QUANTIZERS,
+        pack((130, 80), 1, HALF, random=True, swizzled=True, blocks=2),
+    ),
     Case("pack, swizzled scales, 4/6 fast", QUANTIZERS, pack((20, 64), 1, FLOAT, FAST, swizzled=True)),
     Case("pack channels of NCHW", QUANTIZERS, pack((2, 24, 3, 4), 1, HALF)),
     Case("pack, stochastic rounding", QUANTIZERS, pack((9, 40), 1, FLOAT, random=True)),
