@@ -149,6 +149,20 @@ void round_stochastic(const float* u, const uint8_t* random, int64_t count, floa
     }
 }
 
+// Eight numbers below 7 at a time, a byte each, as rows that are packed have them; signs are not looked at.
+void stochastic_steps(const float* u, const uint8_t* random, int64_t count, uint8_t* codes) {
+    for (int64_t at = 0; at < count; at += 8) {
+        uint32_t steps[4];
+        for (int i = 0; i < 4; ++i) {
+            uint32_t word = 0u;
+            for (int byte = 0; byte < 4; ++byte) word |= uint32_t(random[at + i / 2 * 4 + byte]) << (8 * byte);
+            const float low = std::fabs(u[at + 2 * i]) * fp4::COUNTED, high = std::fabs(u[at + 2 * i + 1]) * fp4::COUNTED;
+            steps[i] = fp4::stochastic_steps(low, high, word, i % 2 * 2);
+        }
+        for (int i = 0; i < 8; ++i) codes[at + i] = uint8_t(fp4::codes_of_steps(steps) >> (4 * i) & 15u);
+    }
+}
+
 void decode_codes(const uint8_t* codes, int64_t count, float* values) {
     for (int64_t i = 0; i < count; ++i) values[i] = fp4::decode_e2m1(codes[i]);
 }
