@@ -184,8 +184,8 @@ class FusedUNet(UNet):
         if not _both_ways(layer):
             y = _norm_convolution(x, bias, norm, layer, weights[layer], layer_bias, gemms)
         if y is None:
-            read, _, _ = _norm(x, bias, norm, _here(layer))
-            y = self._convolve(read, layer, weights, layer_bias, gemms)
+            read, largest, _ = _norm(x, bias, norm, _here(layer))
+            y = self._convolve(read, layer, weights, layer_bias, gemms, largest)
         self._observe_input(layer, x.shape, lambda images: _normalized(x[images], bias, norm))
         return y
 
@@ -196,10 +196,13 @@ class FusedUNet(UNet):
         weights: dict[nn.Module, torch.Tensor],
         bias: torch.Tensor | None,
         gemms: ConvGemms,
+        own: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """The output of `layer`; `own`: the amax of `x`, where a layer that quantises `x` itself may have it."""
         if not _both_ways(layer):
             return convolve(x, weights[layer], bias, gemms)
-        y = cast(QuantizedLayer, layer).multiply_both_ways(x, gemms, bias)
+        own = None if own is None else own.reshape(())
+        y = cast(QuantizedLayer, layer).multiply_both_ways(x, gemms, bias, own)
         observe: ObserveOutput | None = self.__dict__.get("_observe_output")
         if observe is not None:
             observe(layer, x.detach(), y)

@@ -158,11 +158,15 @@ class QuantizedLayer(nn.Module):
         return gemms.forward(self.quantized_input(x), self.quantized_weight(), cast(Any, self.bias))
 
     def multiply_both_ways(
-        self, x: torch.Tensor, gemms: LinearGemms | ConvGemms, bias: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        gemms: LinearGemms | ConvGemms,
+        bias: torch.Tensor | None,
+        own: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Y by a recipe that quantises the operands of the backward, too."""
-        train = packed_gemms if self.products == "fp4" else quantized_gemms
-        return train(x, self.weight, bias, gemms, self.recipe, self.static_amax(x), self.outliers)
+        """Y by a recipe that quantises the operands of the backward, too; `own`: the amax of `x`, if that is known."""
+        arguments = (x, self.weight, bias, gemms, self.recipe, self.static_amax(x), self.outliers)
+        return packed_gemms(*arguments) if self.products == "fp4" else quantized_gemms(*arguments, own)
 
     def quantized_input(self, x: torch.Tensor) -> torch.Tensor:
         """Fake-quantise the input for the forward GEMM; in training the tracked amax follows."""

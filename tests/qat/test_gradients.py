@@ -11,6 +11,7 @@ from torch import nn
 
 from fp4deploy.formats import quantize_nvfp4, random_hadamard
 from fp4deploy.qat import RECIPES, QuantSpec, Recipe, prepare, set_products
+from fp4deploy.qat.operators.quantizers import quantize_operand
 from fp4deploy.qat.operators.ste import fake_quantize
 from tests.qat.layer_cases import LAYERS, generator, make, quantized
 from tests.samples import sample
@@ -242,3 +243,16 @@ def test_a_non_finite_gradient_is_seen() -> None:
         dx, dw = gradients(layer, recipe, x, upstream)
         assert not dx.isfinite().all(), recipe
         assert not dw.isfinite().all(), recipe
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4_train", "quartet_2", "tetrajet", "nvfp4_forward_rht"])
+def test_an_amax_that_was_found_before_changes_no_number(recipe: str) -> None:
+    """Nor does it clip gradients; another amax does, where the format has a global scale of the values."""
+    spec, x = RECIPES[recipe].activation, torch.randn(4, 48, generator=generator())
+    assert spec is not None
+    expected, _ = quantize_operand(x, spec, (-1,))
+    values, mask = quantize_operand(x, spec, (-1,), own=x.abs().max())
+    assert mask is None
+    assert torch.equal(values, expected)
+    other, _ = quantize_operand(x, spec, (-1,), own=3 * x.abs().max())
+    assert torch.equal(other, expected) == (recipe in ("tetrajet", "nvfp4_forward_rht"))

@@ -36,9 +36,11 @@ class _QuantizedGemms(torch.autograd.Function):
         recipe: Recipe,
         amax: torch.Tensor | None,
         outliers: OutlierChannels | None,
+        own: torch.Tensor | None,
     ) -> torch.Tensor:
         if outliers is None:
-            xq, in_range = quantize_operand(x, recipe.activation, (gemms.input_axis,), amax, (gemms.groups,))
+            axes, groups = (gemms.input_axis,), (gemms.groups,)
+            xq, in_range = quantize_operand(x, recipe.activation, axes, amax, groups, own=own)
         else:
             xq, in_range = quantize_split_input(x, gemms, recipe, outliers), None
         wq = quantize_forward_weight(weight, gemms, recipe, outliers)
@@ -68,7 +70,7 @@ class _QuantizedGemms(torch.autograd.Function):
             return gemms.wgrad(by_width, rows, weight)
 
         dgrad = partial(_dgrad, by_channels, weight, x, gemms, recipe, rotations[0])
-        return needed_gradients(ctx, gradient, dgrad, wgrad, in_range)
+        return *needed_gradients(ctx, gradient, dgrad, wgrad, in_range), None
 
 
 def quantized_gemms(
@@ -79,6 +81,7 @@ def quantized_gemms(
     recipe: Recipe,
     amax: torch.Tensor | None = None,
     outliers: OutlierChannels | None = None,
+    own: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Y of a layer, its forward, dgrad and wgrad GEMMs quantised by `recipe`.
 
@@ -87,9 +90,10 @@ def quantized_gemms(
         weight, bias: the layer's own; bias may be None.
         amax: static global amax of `x`, float32 [], where the recipe's activation is static.
         outliers: input channels in MXFP8, of a layer with one group.
+        own: the finite amax of `x`, float32 [], where what wrote it has found that.
     """
     return apply_to_batch(
-        x, gemms, lambda batch: _QuantizedGemms.apply(batch, weight, bias, gemms, recipe, amax, outliers)
+        x, gemms, lambda batch: _QuantizedGemms.apply(batch, weight, bias, gemms, recipe, amax, outliers, own)
     )
 
 

@@ -31,6 +31,7 @@ def quantize_operand(
     amax: torch.Tensor | None = None,
     groups: tuple[int, ...] = (1,),
     rotation: torch.Tensor | None = None,
+    own: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Quantise and dequantise `x` by `spec`; None returns it as it is.
 
@@ -40,6 +41,7 @@ def quantize_operand(
         amax: static global amax, float32 [].
         groups: groups of each of `axes`.
         rotation: `shared_rotation` of the GEMM, where it has one.
+        own: the finite amax of `x`, float32 [], where what wrote it has found that.
 
     Returns:
         x' in the dtype of `x` (after a Hadamard transform the contraction axis is padded to a multiple of 16, after a
@@ -53,6 +55,10 @@ def quantize_operand(
         return _rotate_and_quantize(x, spec, axes, groups, rotation), None
     if spec.in_eight_bits:
         return formats.EIGHT_BITS[spec.format].fake_quantize(x, axes[0] if spec.row_scaled else None, amax)
+    plain = spec.mx_rule is None and not (spec.hadamard or spec.row_scaled) and {*groups} == {1}
+    if own is not None and amax is None and plain:
+        axes = axes[-1:] if spec.block == "1d" else axes
+        return fake_quantize_nvfp4(x, axes, own, False, spec.four_over_six, spec.rounding, mask=False)
     values, in_range, _ = _quantize_groups(x, spec, axes, amax, groups, measure=False)
     return values, in_range
 
