@@ -29,7 +29,7 @@ class DeferredCommand(TyperCommand):
         self._function = callback.function
         del self.params, self.callback
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name not in ("params", "callback"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

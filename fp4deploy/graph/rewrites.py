@@ -195,7 +195,7 @@ def decomposed(
     except (ImportError, AttributeError):  # private names of torch
         return False
     order = {node: at for at, node in enumerate(program.graph.nodes)}
-    sizes: dict[Any, fx.Node] = {}
+    sizes: dict[object, fx.Node] = {}
     replaced = set(calls)
     for node in order:
         if node not in replaced and isinstance(node.meta.get("val"), torch.SymInt):
