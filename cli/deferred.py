@@ -50,7 +50,7 @@ def with_fields(function: Callable[..., None]) -> Callable[..., None]:
         for key, default, hint in given or [(name, parameter.default, hints[name])]:
             parameters.append(Parameter(key, Parameter.KEYWORD_ONLY, default=default, annotation=hint))
 
-    def called(**values: Any) -> None:
+    def called(**values: object) -> None:
         made = {
             name: kind(**{each.name: values.pop(each.name) for each in fields(kind)}) for name, kind in groups.items()
         }
