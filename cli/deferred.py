@@ -29,7 +29,7 @@ class DeferredCommand(TyperCommand):
         self._function = callback.function
         del self.params, self.callback
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name not in ("params", "callback"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -50,7 +50,7 @@ def with_fields(function: Callable[..., None]) -> Callable[..., None]:
         for key, default, hint in given or [(name, parameter.default, hints[name])]:
             parameters.append(Parameter(key, Parameter.KEYWORD_ONLY, default=default, annotation=hint))
 
-    def called(**values: Any) -> None:
+    def called(**values: object) -> None:
         made = {
             name: kind(**{each.name: values.pop(each.name) for each in fields(kind)}) for name, kind in groups.items()
         }

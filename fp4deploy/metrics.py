@@ -54,7 +54,7 @@ class Scores:
         """For a person."""
         return f"mIoU {100 * self.miou:.2f} %" + ("" if self.auprc is None else f", AUPRC {100 * self.auprc:.2f} %")
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """For a JSON file; NaN becomes None."""
         values = {"miou": self.miou, "pixel_accuracy": self.pixel_accuracy}
         return {name: finite_or_none(value) for name, value in values.items()}
@@ -90,7 +90,7 @@ class VolumeScores(Scores):
         dice = self.mean_dice
         return super().text() if dice is None else f"{super().text()}, Dice {100 * dice:.2f} %"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """For a JSON file."""
         return {**super().to_json(), "dice": self.mean_dice, "hd95_mm": self.mean_hd95}
 
@@ -115,7 +115,7 @@ class LabelScores:
         """For a person."""
         return f"top-1 {100 * self.top1:.2f} %"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """For a JSON file; NaN becomes None."""
         return {"top1": finite_or_none(self.top1)}
 

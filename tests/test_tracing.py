@@ -23,8 +23,9 @@ fd.calibrate(fd.prepare(model), images)
 TRAIN = "from fp4deploy.train.optimizer import make_optimizer; make_optimizer(model, 1e-3, 0)"
 CODE = """
 import os, sys, torch
-from fp4deploy.models import build_unet
-model, images = build_unet(4, 0.125).eval(), torch.zeros(1, 3, 32, 32)
+from torch import nn
+model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU(), nn.Conv2d(16, 4, 1)).eval()
+images = torch.zeros(1, 3, 32, 32)
 chosen, folder, *steps = sys.argv[1:]
 for step in steps:
     exec(step)

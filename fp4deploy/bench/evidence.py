@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,7 +115,7 @@ def write_pixels(counts: PixelCounts) -> Evidence:
     """Counts as text."""
     stacked = np.stack([counts.hit, counts.truth, counts.predicted], -1)
     lines = [" ".join("/".join(map(str, cell)) if any(cell) else "-" for cell in image) for image in stacked.tolist()]
-    kind: Any = next(name for name, kind in KINDS.items() if isinstance(counts, kind))
+    kind: object = next(name for name, kind in KINDS.items() if isinstance(counts, kind))
     return Evidence(kind=kind, classes=list(counts.classes), images=list(counts.images), lines=lines)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from fp4deploy.export.ledger.ledger import COLUMNS, Ledger, ledger_path, load_ledger
 from fp4deploy.runs import Run
@@ -37,7 +36,7 @@ def engines(run: Run) -> list[dict[str, object]]:
     return found
 
 
-def _entry(model: str, plan: Path, ledger: Ledger) -> dict[str, Any]:
+def _entry(model: str, plan: Path, ledger: Ledger) -> dict[str, object]:
     totals = ledger.totals()
     fp8 = sum(row.actual == "FP8" for row in ledger.layers)
     fp4 = sum(row.actual == "FP4" for row in ledger.layers)

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -48,7 +47,7 @@ class Throughput:
         speed = (f"{self.images_per_s:.1f}", f"{self.ms_per_batch:.3f}")
         return (str(self.streams), str(self.batch), *speed, f"{self.bytes / 2**20:.0f}", energy)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """As `throughput --json` writes it."""
         return asdict(self)
 

@@ -41,7 +41,11 @@ class BoundedSizes(TorchFunctionMode):
         self.error: Exception | None = None
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
     ) -> object:
         """Call, and look at the sizes of what comes back."""
         result = func(*args, **(kwargs or {}))

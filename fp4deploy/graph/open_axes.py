@@ -43,7 +43,7 @@ def divided(pools: bool = True) -> Table:
     >>> torch.equal(y, F.adaptive_max_pool2d(x, 3))
     True
     """
-    found: dict[Any, Function] = {**dict.fromkeys(_SPLITS, _split), **dict.fromkeys(_CHUNKS, _chunks)}
+    found: dict[object, Function] = {**dict.fromkeys(_SPLITS, _split), **dict.fromkeys(_CHUNKS, _chunks)}
     if pools:
         found |= {function: partial(_pooled, torch.mean, axes) for function, axes in _AVERAGES.items()}
         found |= {function: partial(_pooled, torch.amax, axes) for function, axes in _MAXIMA.items()}
@@ -92,7 +92,7 @@ def _area(
     return _pooled(torch.mean, input.ndim - 2, input, size)
 
 
-def _split(input: torch.Tensor, indices_or_sections: object = None, dim: int = 0, **named: object) -> Any:
+def _split(input: torch.Tensor, indices_or_sections: object = None, dim: int = 0, **named: object) -> object:
     """Parts whose sizes differ by one at most; None where the axis has a fixed size, or bounds are given."""
     count = named.get("sections", indices_or_sections)
     size = input.shape[dim]

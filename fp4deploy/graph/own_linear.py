@@ -55,7 +55,7 @@ def weight_axis(layer: nn.Module) -> int | None:
     return axis
 
 
-_TRIED: dict[tuple[Any, ...], int | None] = {}  # of each class, shape and settings: what its forward computes
+_TRIED: dict[tuple[object, ...], int | None] = {}  # of each class, shape and settings: what its forward computes
 _OF_EVERY_MODULE = vars(nn.Module()).keys()
 
 

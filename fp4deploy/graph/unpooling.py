@@ -38,7 +38,7 @@ class _Pooled:
     indices: torch.Tensor
     first: torch.Tensor
     kernel: tuple[int, ...]
-    size: tuple[Any, ...]
+    size: tuple[object, ...]
 
 
 def unpooling() -> Table:

@@ -193,7 +193,7 @@ def numbers_of(called: object, args: Sequence[object], kwargs: Mapping[str, obje
         given = args[at] if at < len(args) else kwargs.get(argument.name)
         if not isinstance(given, (int, float)) or isinstance(given, bool):
             continue
-        kind: Any = argument.type
+        kind: object = argument.type
         kind = kind.getElementType() if isinstance(kind, torch.OptionalType) else kind
         if isinstance(kind, NUMBERS):
             found[argument.name] = given
@@ -217,7 +217,7 @@ def _sizes_as_tensors(graph: fx.Graph, calls: Iterable[fx.Node], rest: Rest) -> 
         if not (isinstance(node.target, OpOverload) and _reads_floats(node)):
             continue
         for at, argument in enumerate(node.target._schema.arguments[: len(node.args)]):
-            size: Any = node.args[at]
+            size: object = node.args[at]
             if isinstance(argument.type, torch.TensorType) and isinstance(size, fx.Node) and not _values(size):
                 if size not in made:
                     with graph.inserting_before(node):

@@ -13,7 +13,6 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +28,7 @@ class Panoptic:
     """Segments of one image: ids int32 [H, W], 0 for void, and `segments_info` as COCO has it."""
 
     ids: NDArray[np.int32]
-    segments: list[dict[str, Any]]
+    segments: list[dict[str, object]]
 
 
 def panoptic(found: Instances, category_ids: dict[int, int], stuff: Iterable[int] = ()) -> Panoptic:
@@ -77,7 +76,7 @@ class PanopticWriter:
 
     def __init__(self, folder: Path, dataset: CocoDataset) -> None:
         self.folder, self.dataset = Path(folder), dataset
-        self._annotations: list[dict[str, Any]] = []
+        self._annotations: list[dict[str, object]] = []
 
     def add(self, index: int, found: Instances) -> None:
         """Write the segments of one image.

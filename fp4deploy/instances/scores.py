@@ -68,7 +68,7 @@ class InstanceScores:
         """For a person."""
         return f"AP {100 * self.ap:.2f} %  AP50 {100 * self.ap50:.2f} %"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """For `bench --json`; NaN becomes None."""
         names = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large", "recall")
         finite = {name: finite_or_none(getattr(self, name)) for name in names}
@@ -188,7 +188,7 @@ def _area(result: dict[str, Any], kind: Kind) -> float:
     return pixel_count(result["segmentation"]) if kind == "segm" else result["bbox"][2] * result["bbox"][3]
 
 
-def _evaluator(name: Evaluator | None, matches: bool) -> Any:
+def _evaluator(name: Evaluator | None, matches: bool) -> object:
     """The class that evaluates, with the interface of pycocotools' COCOeval."""
     if name == "pycocotools" or (name is None and (matches or FASTER_COCO_EVAL.why_missing() is not None)):
         return COCOeval

@@ -200,7 +200,7 @@ class _Layer:
 
 
 def generate(
-    run: Callable[[dict[str, Any]], Any], ids: NDArray[np.int64], count: int, **cross: Any
+    run: Callable[[dict[str, Any]], Any], ids: NDArray[np.int64], count: int, **cross: object
 ) -> NDArray[np.int64]:
     """The most likely next tokens, one after another, by a file of `with_cache`.
 

@@ -111,7 +111,7 @@ class Prediction:
             for number, rle in encode_ids(found.ids).items()
         ]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """`classes`, and `objects` where they were looked for."""
         return {"classes": self.classes(), **({"objects": self.objects()} if self.counts_objects else {})}
 

@@ -9,6 +9,7 @@ class of each pixel, are computed where the network is (`predict.pipeline`); obj
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,10 +69,13 @@ class Predictor:
     """A runtime with preprocessing before it and decoding after it.
 
     pipeline: what a network reads and answers; None of volumes.
+    sizes: of batches that are not cut into tiles: one of another size goes through the network with its last frame
+        repeated up to the next of these, whose answers nobody reads.
     progress: is called while one large image or video is predicted, with what is counted, how much is done, and of how
         much, where that is known.
     """
 
+    sizes: Sequence[int] = ()
     progress: Phase = staticmethod(lambda phase, done, of: None)
 
     def __init__(
@@ -138,7 +142,15 @@ class Predictor:
         if self.pipeline is None:
             raise InputError("This model reads volumes, and these are images. Give it .nii or .nii.gz files.")
         if not self.tile:
-            yield from map(self.predictions, self.pipeline(batches))
+            counts: deque[int] = deque()
+
+            def filled(batch: Sequence[Frame]) -> Sequence[Frame]:
+                counts.append(len(batch))
+                more = next((size for size in self.sizes if size >= len(batch)), len(batch)) - len(batch)
+                return [*batch, *[batch[-1]] * more] if more else batch
+
+            for answer in self.pipeline(map(filled, batches)):
+                yield self.predictions(answer, counts.popleft())
             return
         for batch in batches:
             whole = [pixels for pixels in batch if not self._needs_tiles(pixels)]
@@ -146,15 +158,16 @@ class Predictor:
             others = iter(found)
             yield [self._or_error(self._tiled, each) if self._needs_tiles(each) else next(others) for each in batch]
 
-    def predictions(self, answer: Answer) -> list[Prediction | InputError]:
-        """What was predicted for each frame of a batch."""
+    def predictions(self, answer: Answer, count: int | None = None) -> list[Prediction | InputError]:
+        """What was predicted for each frame of a batch, or for the first `count`."""
 
         def prediction(output: NDArray[Any] | None, size: tuple[int, int]) -> Prediction:
             if output is None:
                 raise NotFinite("The network")
             return self._semantic(output, answer.channels) if self.card.head is None else self.decoded(output, size)
 
-        return [self._or_error(prediction, *each) for each in zip(answer.outputs, answer.sizes, strict=True)]
+        asked = [*zip(answer.outputs, answer.sizes, strict=True)][:count]
+        return [self._or_error(prediction, *each) for each in asked]
 
     @staticmethod
     def _or_error(predict: Callable[..., Prediction], *given: object) -> Prediction | InputError:

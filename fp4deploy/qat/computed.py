@@ -35,6 +35,7 @@ from fp4deploy.models.checkpoint import QUANTIZER_BUFFERS
 from fp4deploy.qat.attention import Projection, unquantized_rows
 from fp4deploy.qat.experts import QuantExperts
 from fp4deploy.qat.layers import QUANTIZED, QuantizedLayer, QuantLinear
+from fp4deploy.qat.operators.gemms import ConvGemms, LinearGemms
 from fp4deploy.rest import Rest
 
 GEOMETRY = ("stride", "padding", "dilation", "groups")
@@ -75,24 +76,40 @@ class OwnLinear(ComputedWeight):
     """What the quantised classes of linear layers outside torch add: the parameter as a weight [out, in]."""
 
     input_axis: int
+    multiplying = False
+
+    @property
+    def _rows(self) -> torch.Tensor:
+        weight = cast(torch.Tensor, self._parameters["weight"])
+        return weight if self.input_axis else weight.T
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
-        """The parameter, its input channels last; as it is where they are, and before a library has loaded its data,
+        """The parameter, its input channels last; outside of a forward as it is before a library has loaded its data,
         which compares its shape.
         """
-        weight = cast(torch.Tensor, self._parameters["weight"])
-        return weight if self.input_axis or weight.device.type == "meta" else weight.T
+        rows = self._rows
+        return rows.T if rows.is_meta and not (self.multiplying or self.input_axis) else rows
+
+    def multiply(self, x: torch.Tensor, gemms: LinearGemms | ConvGemms) -> torch.Tensor:
+        """As of any layer."""
+        if not x.is_meta:
+            return super().multiply(x, gemms)
+        vars(self)["multiplying"] = True
+        try:
+            return super().multiply(x, gemms)
+        finally:
+            del vars(self)["multiplying"]
 
     @property
     def in_features(self) -> int:
         """Input channels."""
-        return cast(torch.Tensor, self._parameters["weight"]).shape[self.input_axis]
+        return self._rows.shape[1]
 
     @property
     def out_features(self) -> int:
         """Output channels."""
-        return cast(torch.Tensor, self._parameters["weight"]).shape[1 - self.input_axis]
+        return self._rows.shape[0]
 
     def in_channels_of_weight(self) -> int:
         """Input channels."""

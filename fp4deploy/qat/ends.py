@@ -113,7 +113,7 @@ def ends_of(model: nn.Module, is_gemm: IsGemm, example_inputs: Inputs | None = N
     return replace(ends, outputs=named or ends.outputs)
 
 
-def _without_maps(example_inputs: Inputs | None) -> frozenset[Any]:
+def _without_maps(example_inputs: Inputs | None) -> frozenset[object]:
     """The names or places of inputs that are no feature maps, where another one is."""
     inputs = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else example_inputs
     named = inputs.items() if isinstance(inputs, Mapping) else enumerate(inputs or ())

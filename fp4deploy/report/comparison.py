@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field
 
@@ -38,7 +37,7 @@ class Difference(Record):
     """A setting that differs: a value a run, None where it has none."""
 
     key: str
-    values: list[Any]
+    values: list[object]
     changes_results: bool
 
 

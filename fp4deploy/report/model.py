@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -125,7 +125,7 @@ class ReportData(Record):
         plain = self.models[model].rest.upper() if model in self.models else "FP16"
         return re.sub(r"^FP16", plain, MODEL_TITLES.get(str(model), str(model)))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """JSON values in the order of the fields; `rewritten` only in a report that was written once more."""
         found = self.model_dump(mode="json")
         if self.rewritten is None:

@@ -143,7 +143,7 @@ class Case:
     kernel: Operation
     exact: Operation
     operands: tuple[tuple[int, ...], ...]
-    options: dict[str, Any]
+    options: dict[str, object]
 
 
 def one(function: Operation) -> Operation:
@@ -192,7 +192,7 @@ def cases_beside(device: torch.device) -> list[Case]:
     """
     if why_unavailable(device) or not block_scaled.is_available(device):
         return []
-    place: dict[str, Any] = {"padding": (1, 1), "relu": True}
+    place: dict[str, object] = {"padding": (1, 1), "relu": True}
     conv, exact = block_scaled.conv2d, reference.conv2d_reference
     return [
         Case(f"{name}, block-scaled mma", of(conv), of(exact), operands, place | options)

@@ -105,7 +105,7 @@ def on_cpu(reference: PackedNetwork, node: Node, inputs: list[Any]) -> list[Any]
     return reference.run_node(node, [x.float() if plain and isinstance(x, torch.Tensor) else x for x in inputs])
 
 
-def half(x: object) -> Any:
+def half(x: object) -> object:
     """A plain activation rounded to FP16; a packed one as it is."""
     return x.half() if isinstance(x, torch.Tensor) else x
 

@@ -21,7 +21,7 @@ from fp4deploy.selftest.proof import Proof
 from fp4deploy.system.files import digest_of
 
 ROWS, COLUMNS = 64, 208
-VARIANTS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, object]] = {
     "NVFP4": {},
     "NVFP4, 16 x 16 blocks": {"block": "2d"},
     "NVFP4, row-scaled": {"row_scaled": True},

@@ -72,7 +72,7 @@ Masks are written to BUNDLE/eval (`--output_dir`).
 """
 
 
-def _metadata(name: str, card: ModelCard, volume: VolumeInput) -> dict[str, Any]:
+def _metadata(name: str, card: ModelCard, volume: VolumeInput) -> dict[str, object]:
     shape = list(card.size)
     versions = {package: package_version(package) or "unknown" for package in ("torch", "numpy", "nibabel")}
     common = {"type": "image", "num_channels": len(volume.channels), "spatial_shape": shape, "dtype": "float32"}
@@ -119,7 +119,7 @@ def _metadata(name: str, card: ModelCard, volume: VolumeInput) -> dict[str, Any]
     }
 
 
-def _inference(card: ModelCard, volume: VolumeInput) -> dict[str, Any]:
+def _inference(card: ModelCard, volume: VolumeInput) -> dict[str, object]:
     count, keys = len(volume.channels), "image"
     names = [keys] if count == 1 else [f"channel{number}" for number in range(count)]
     files = ", ".join(f"'{name}': f.replace('_0000.nii', '_{number:04d}.nii')" for number, name in enumerate(names))
@@ -178,7 +178,7 @@ def _inference(card: ModelCard, volume: VolumeInput) -> dict[str, Any]:
     }
 
 
-def _normalised(keys: str, volume: VolumeInput) -> list[dict[str, Any]]:
+def _normalised(keys: str, volume: VolumeInput) -> list[dict[str, object]]:
     """Clipping and normalisation of each channel, by given numbers or by those of the volume."""
     found: list[dict[str, Any]] = []
     lows, highs, means, deviations = (

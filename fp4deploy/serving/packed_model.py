@@ -5,7 +5,6 @@ together; what is wrong with a request is an error of its own response.
 """
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -35,8 +34,6 @@ class TritonPythonModel:
     classifiers FOUND alone.
     """
 
-    sizes: Sequence[int] = ()  # to which batches are filled
-
     def initialize(self, args: dict[str, str]) -> None:
         """Open the network and run it once, so that what is missing is an error here."""
         config = json.loads(args["model_config"])
@@ -49,9 +46,9 @@ class TritonPythonModel:
         self.predictor = Predictor(runtime, **settings, batch=self.most)
         self.outputs = [output["name"] for output in config["output"]]
         if runtime.cuda and not self.predictor.tile:  # tiles are batched by themselves
-            self.sizes = graph_sizes(self.most)
+            self.predictor.sizes = graph_sizes(self.most)
         blank = np.zeros((*self.predictor.card.size, 3), np.uint8)
-        list(self.predictor.predict_batches([blank] * size for size in self.sizes or [1]))
+        list(self.predictor.predict_batches([blank] * size for size in self.predictor.sizes or [1]))
 
     def execute(self, requests: list) -> list:  # type: ignore[type-arg]
         """Answer each request."""
@@ -77,17 +74,11 @@ class TritonPythonModel:
         frames = [frame for request in requests for frame in request]
         batches = [frames[at : at + self.most] for at in range(0, len(frames), self.most)]
         try:
-            answers = self.predictor.predict_batches([self._filled(batch) for batch in batches])
-            found = [each for batch, answer in zip(batches, answers, strict=True) for each in answer[: len(batch)]]
+            found = [each for answer in self.predictor.predict_batches(batches) for each in answer]
         except InputError as error:  # of all together, such as of memory
             return [error] if len(requests) == 1 else [each for one in requests for each in self._predicted([one])]
         each = iter(found)
         return [[next(each) for _ in request] for request in requests]
-
-    def _filled(self, batch):  # type: ignore[no-untyped-def]
-        """With its last frame repeated up to a size of which there is a CUDA graph."""
-        size = next((size for size in self.sizes if size >= len(batch)), len(batch))
-        return [*batch, *[batch[-1]] * (size - len(batch))]
 
     def _response(self, found):  # type: ignore[no-untyped-def]
         """Of an error, of predictions with an error among them, or of predictions."""

@@ -38,7 +38,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import spawn, util
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from fp4deploy.system.search_path import ignore_local_settings, keep_absolute
 
@@ -148,7 +148,7 @@ def isolated_start() -> Iterator[None]:
     with _starting:
         options, preparation = util._args_from_interpreter_flags, spawn.get_preparation_data  # type: ignore[attr-defined]
 
-        def prepared(name: str) -> dict[str, Any]:
+        def prepared(name: str) -> dict[str, object]:
             return {**preparation(name), "sys_path": import_path()}
 
         util._args_from_interpreter_flags = lambda: list(dict.fromkeys([*options(), "-I"]))  # type: ignore[attr-defined]

@@ -110,7 +110,9 @@ def test_the_layers_of_a_network(
     assert calls[0][0] == [each for each in listed if compiler or each not in of_cuda]
     left_out = f"{len(of_cuda)} kernels for sm_120 are left out, as nvcc is missing: install"
     assert (left_out in result.stderr) == (compiler is None)
-    names = {(each["kernel"], each["compiler"]) for each in json.loads(result.stdout)["kernels"]}
+    written = json.loads(result.stdout)["kernels"]
+    assert all({"nvcc", "triton"} & each.keys() == {each["compiler"]} for each in written)  # which has its version
+    names = {(each["kernel"], each["compiler"]) for each in written}
     assert (("block_scaled_conv.cu:block_scaled_conv", "nvcc") in names) == bool(compiler)
 
 

@@ -401,6 +401,33 @@ class Windows(nn.Module):
         return self.head(y.transpose(1, 2).reshape(*x.shape[:-1], -1)).view(n, -1, 4).mean(1)
 
 
+class Masked(nn.Module):
+    """Two layers of attention that share a constant mask, in which the second query sees no key."""
+
+    def __init__(self, mask: torch.Tensor) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.register_buffer("mask", mask)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (self.first, self.second):
+            y = layer(x)[:, None]
+            x = x + F.scaled_dot_product_attention(y, y, y, attn_mask=self.mask)[:, 0]
+        return x
+
+
+@pytest.mark.parametrize("numbers", [False, True])
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_query_that_sees_no_key_gives_0_as_in_torch(numbers: bool, empty: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    seen = torch.tensor([[True, False, True], [not empty, False, False], [True, True, True]])
+    mask = torch.zeros(3, 3).masked_fill(~seen, float("-inf")) if numbers else seen
+    model, x = Masked(mask).eval(), torch.randn(2, 3, 16)
+    fd.pack(model, tmp_path / "net.fp4", example_inputs=x, rest="fp32", verify=False)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.from_numpy(fd.open_runtime(tmp_path / "net.fp4")(x)), model(x))
+
+
 def test_attention_in_windows_of_an_image_is_exported(tmp_path: Path) -> None:
     torch.manual_seed(0)
     image = torch.randn(2, 3, 16, 16)

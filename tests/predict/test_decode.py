@@ -186,6 +186,16 @@ def test_without_a_gpu(tmp_path: Path) -> None:
         gpu(torch.device("cuda"))
 
 
+def test_what_is_missing_is_said_before_a_model_is_opened(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("has a GPU")
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.jpg")
+    (tmp_path / "none.safetensors").write_bytes(b"no model")
+    done = fp4deploy("predict", "a.jpg", "--model", "none.safetensors", "--decode", "gpu", folder=tmp_path)
+    assert done.code == 3
+    assert "--decode gpu needs an NVIDIA GPU" in done.stderr
+
+
 @pytest.mark.parametrize("given", [("-",), ("camera:0",), ("a.nii",), ("a.mp4",), (".", "--nnunet", ".")])
 def test_only_image_files_are_decoded_on_a_gpu(tmp_path: Path, given: tuple[str, ...]) -> None:
     for name in ("a.nii", "a.mp4"):

@@ -107,6 +107,8 @@ def test_before_it_has_data_a_library_finds_the_shape_of_its_parameter() -> None
     assert type(layer).__name__ == "QuantInOut"
     assert layer.weight.shape == (32, 48)
     assert (layer.in_features, layer.out_features) == (32, 48)
+    assert layer(torch.empty(2, 5, 32, device="meta")).shape == (2, 5, 48)  # as tools do that look for shapes
+    assert layer.weight.shape == (32, 48)
 
 
 def test_such_a_network_is_exported_and_packed(tmp_path: Path) -> None:

@@ -98,16 +98,19 @@ def test_batches_of_any_size_are_filled_to_few(folder: Path, monkeypatch: pytest
     model, sizes = served(folder, monkeypatch), set()
     requests = [{"FRAMES": frames(count, 20, 30)} for count in range(1, 9)]
     expected = [model.execute([request])[0].outputs["MASK"] for request in requests]
-    whole = model.predictor.predict_batches
+    whole, decoded = model.predictor.pipeline, []
     monkeypatch.setattr(
-        model.predictor, "predict_batches", lambda batches: whole([sizes.add(len(each)) or each for each in batches])
+        model.predictor, "pipeline", lambda batches: whole([sizes.add(len(each)) or each for each in batches])
     )
+    semantic = model.predictor._semantic
+    monkeypatch.setattr(model.predictor, "_semantic", lambda *given: decoded.append(1) or semantic(*given))
     graph_sizes = type(model).execute.__globals__["graph_sizes"]
     assert [graph_sizes(most) for most in (1, 2, 6, 64)] == [[1], [1, 2], [1, 2, 3, 6], [1, 4, 16, 64]]
-    model.sizes = graph_sizes(8)  # as on a GPU
+    model.predictor.sizes = graph_sizes(8)  # as on a GPU
     for request, masks in zip(requests, expected, strict=True):
         assert np.array_equal(model.execute([request])[0].outputs["MASK"], masks)
     assert sizes == {1, 2, 4, 8}
+    assert len(decoded) == sum(range(1, 9))
 
 
 BAD = {

@@ -128,6 +128,8 @@ def predict(
     sources = [] if piped or live else find_sources(images)
     if decode == "gpu" and all(source.is_video for source in sources):  # there is none of stdin or a camera
         raise InputError(ONLY_FILES)
+    if decode == "gpu":
+        _require_gpu_decoder()
     path, predictor = _predictor(model, tile, overlap, min_score, batch)
     note(f"{shown(path)} on {predictor.runtime.name}, {predictor.runtime.precision}.")
     decoder = _decoder(predictor, decode, batch)
@@ -139,6 +141,15 @@ def predict(
         _camera(predictor, images[0], out, batch)
     else:
         _files(predictor, path, sources, out, batch, overlays, as_json, decoder)
+
+
+def _require_gpu_decoder() -> None:
+    """What nvJPEG lacks is said before a model is opened, which takes longer."""
+    import torch
+
+    from fp4deploy.predict.decode import gpu
+
+    gpu(torch.device("cuda", 0))
 
 
 def _decoder(predictor: Predictor, decode: str, batch: int) -> Decoder:

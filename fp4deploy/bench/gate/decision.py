@@ -15,7 +15,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -74,7 +73,7 @@ class Decision:
         lines = [f"{name}: classes that lost most: {classes}."] if classes else []
         return [*lines, f"{name}: images that lost most ({unit}): {images}."] if images else lines
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """For `bench --json`; bounds that are unknown are None."""
 
         def interval(drop: Interval) -> dict[str, float | None]:

@@ -114,7 +114,7 @@ def _read(path: Path, folders: Sequence[Path]) -> dict[str, Any]:
     return {**content, "categories": kept}
 
 
-def _with_relative_name(record: object) -> Any:
+def _with_relative_name(record: object) -> object:
     if not isinstance(record, dict) or not isinstance(record.get("file_name"), str):
         return record
     return {**record, "file_name": _relative(record["file_name"])}

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from fp4deploy.data.images import IMAGE_SUFFIXES, ImageError, image_size
 from fp4deploy.data.layouts import ALIASES
@@ -43,7 +42,7 @@ def yolo_contents(root: Path) -> tuple[dict[str, dict[str, object]], dict[str, P
         raise InputError(f"{about} is no data.yaml of YOLO: it has to map train, val and names.")
     names = _names(root, given.get("names"), about)
     folders = _folders(root, given) if about is not None else {TRAIN: root / "images"}
-    contents: dict[str, dict[str, Any]] = {}
+    contents: dict[str, dict[str, object]] = {}
     places: dict[str, Path] = {}
     for split, folder in folders.items():
         files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file())
@@ -93,9 +92,9 @@ def _folders(root: Path, given: Mapping[str, object]) -> dict[str, Path]:
     return found
 
 
-def _content(images: Mapping[str, Path], names: list[str]) -> dict[str, Any]:
-    records: list[dict[str, Any]] = []
-    annotations: list[dict[str, Any]] = []
+def _content(images: Mapping[str, Path], names: list[str]) -> dict[str, object]:
+    records: list[dict[str, object]] = []
+    annotations: list[dict[str, object]] = []
     for number, (name, path) in enumerate(images.items(), 1):
         try:
             width, height = image_size(path)
@@ -117,7 +116,7 @@ def _label_file(image: Path) -> Path:
     return Path(*parts)
 
 
-def _regions(path: Path, classes: int, width: int, height: int) -> list[dict[str, Any]]:
+def _regions(path: Path, classes: int, width: int, height: int) -> list[dict[str, object]]:
     found = []
     for number, line in enumerate(lines_of(path, MAX_LABELS), 1):
         if not line.strip():

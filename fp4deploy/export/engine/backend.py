@@ -63,7 +63,7 @@ class Backend:
             raise InputError(f"{self.title} takes no plugins.")
         self.plugins(trt, arch, onnx)
 
-    def load(self) -> Any:
+    def load(self) -> object:
         """Import the library.
 
         Raises:

@@ -226,7 +226,7 @@ def reshaped_views() -> Iterator[None]:
 
 
 def _with_reshapes(decompose: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    def reshaped(program: torch.export.ExportedProgram, registry: Any) -> torch.export.ExportedProgram:
+    def reshaped(program: torch.export.ExportedProgram, registry: object) -> torch.export.ExportedProgram:
         program = decompose(program, registry)
         for node in program.graph.nodes:
             if node.target is aten.view.default:

@@ -32,14 +32,14 @@ OF_ONE_TYPE = (
 )  # fmt: skip
 
 
-def _of_one_type(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _of_one_type(call: Callable[..., Any], *args: object, **kwargs: object) -> object:
     given = args, kwargs
     if _is_mixed(given):
         given = tree_map_only(torch.Tensor, _in_fp32, given)
     return call(*given[0], **given[1])
 
 
-def _of_numbers(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _of_numbers(call: Callable[..., Any], *args: object, **kwargs: object) -> object:
     like = args[0] if isinstance(args[0], torch.Tensor) else None  # x.new_tensor(number)
     dtype = kwargs.get("dtype") or (like.dtype if like is not None else None)
     if dtype not in NARROW or any(isinstance(each, torch.Tensor) for each in args[like is not None :]):
@@ -51,7 +51,7 @@ OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_ten
 MIXED_TYPES = dict.fromkeys(OF_ONE_TYPE, _of_one_type) | dict.fromkeys(OF_NUMBERS, _of_numbers)  # for `Rewriting`
 
 
-def _is_mixed(arguments: Any) -> bool:
+def _is_mixed(arguments: object) -> bool:
     found = {each.dtype for each in tree_leaves(arguments) if isinstance(each, torch.Tensor)}
     return torch.float32 in found and bool(found & NARROW)
 

@@ -210,24 +210,28 @@ def write_pad(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
 
 def write_attention(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
     """Scaled dot-product attention."""
-    mask = node.inputs.get("attn_mask")
-    constant = node.parameters.get("attn_mask")
-    if constant is not None and writer.state[constant].dtype == torch.bool:  # added to the scores
-        writer.state[constant] = torch.where(writer.state[constant], 0.0, -writer.rest.largest)
+    mask, constant = node.inputs.get("attn_mask"), node.parameters.get("attn_mask")
+    chosen = mask is not None and not writer.captured.values[mask].dtype.is_floating_point  # by 1 and 0
+    if constant is not None:
+        value = writer.state[constant]
+        seen = value if value.dtype == torch.bool else value == 0
+        if seen is value or bool((seen | value.isneginf()).all()):
+            chosen = not bool(seen.any(-1).all())
+            writer.state[constant] = seen if chosen else torch.where(seen, 0.0, -writer.rest.largest)
     scale, causal = node.attributes["scale"], bool(node.attributes["is_causal"])
     inputs = writer.reads(node, ("query", "key", "value", "attn_mask"))
     if node.attributes.get("enable_gqa"):
         inputs[1:3] = [_for_each_query(writer, node, *each) for each in zip(KEYS, inputs[1:3], strict=True)]
     scale = None if scale is None else float(scale)
-    if mask is not None and not writer.captured.values[mask].dtype.is_floating_point:
-        # Of comparisons, 1 and 0: added to the scores as 0 and the least number. A query that sees nothing, as in a
-        # text that is padded on the left, gives 0 in torch.
-        last = len(writer.captured.values[mask].shape) - 1
-        seen = writer.step(packed.Reduce, inputs[3], "mask", function="amax", dims=[last], keep=True)
+    if chosen:
+        # Added to the scores as 0 and the least number. A query that sees nothing, as in a text that is padded on the
+        # left, gives 0 in torch.
+        last = len(writer.shape(node, "attn_mask")) - 1
+        any_key = writer.step(packed.Reduce, inputs[3], "mask", function="amax", dims=[last], keep=True)
         less = writer.step(packed.Arithmetic, inputs[3], "mask", op="add", number=-1.0)
         inputs[3] = writer.step(packed.Arithmetic, less, "mask", op="mul", number=writer.rest.largest)
         every = writer.steps(packed.Attention, inputs, "attention", causal=causal, scale=scale)
-        return packed.Arithmetic(inputs=[every, seen], outputs=forms, op="mul")
+        return packed.Arithmetic(inputs=[every, any_key], outputs=forms, op="mul")
     return packed.Attention(inputs=inputs, outputs=forms, causal=causal, scale=scale)
 
 

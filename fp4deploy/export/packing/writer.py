@@ -367,6 +367,7 @@ class Writer:
 
     def keep(self, name: str, value: torch.Tensor) -> None:
         """Add a tensor that the module's code reads or computes: a parameter in the rest, anything computed in FP32."""
+        value = value.float() if value.dtype == torch.bool else value
         if name not in self.captured.constants and not self.rest.is_wide_number(value):
             self.plain(name, value)
             return

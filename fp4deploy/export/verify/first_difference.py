@@ -94,8 +94,12 @@ class _Calls(TorchFunctionMode):
         self.layers.pop()
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         """Call, and record what comes of it."""
         result = func(*args, **(kwargs or {}))
         reads = {self.of[id(each)] for each in tree_leaves((args, kwargs)) if id(each) in self.of}

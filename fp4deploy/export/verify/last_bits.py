@@ -42,8 +42,12 @@ class _Noise(TorchFunctionMode):
         self.generator = torch.Generator().manual_seed(seed)
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         """Call, with noise on the result."""
         result = func(*args, **(kwargs or {}))
         if self.inside or not isinstance(result, torch.Tensor | tuple | list):
@@ -91,7 +95,7 @@ def noise(model: nn.Module, seed: int) -> Iterator[_Noise]:
 def movements(
     model: nn.Module,
     run: Callable[[Any], Sequence[torch.Tensor]],
-    inputs: Any,
+    inputs: object,
     expected: Sequence[torch.Tensor],
     differing: Callable[[Sequence[torch.Tensor]], Sequence[float]],
     most: float = MOST,

@@ -45,10 +45,10 @@ class nnUNetTrainerNVFP4(nnUNetTrainer):
 
     def __init__(
         self,
-        plans: dict[str, Any],
+        plans: dict[str, object],
         configuration: str,
         fold: int,
-        dataset_json: dict[str, Any],
+        dataset_json: dict[str, object],
         device: torch.device = torch.device("cuda"),  # noqa: B008  nnU-Net's signature
     ) -> None:
         super().__init__(plans, configuration, fold, dataset_json, device)
@@ -90,7 +90,7 @@ class nnUNetTrainerNVFP4(nnUNetTrainer):
         if initial:
             self._start_from(Path(initial))
 
-    def load_checkpoint(self, filename_or_checkpoint: Any) -> None:
+    def load_checkpoint(self, filename_or_checkpoint: object) -> None:
         """nnU-Net's, of a network that was calibrated before the checkpoint was written."""
         if not self.was_initialized:
             self.initialize()

@@ -50,9 +50,9 @@ class BuildResult:
         about |= {"constants": dict(self.launch.constants)}
         about |= {"num_warps": self.launch.num_warps, "num_stages": self.launch.num_stages}
         if self.compiled is not None:
-            names = ("instructions", "registers", "spills", "shared", "triton", "sources")
+            names = ("instructions", "registers", "spills", "shared", "sources")
             about |= {name: getattr(self.compiled, name) for name in names}
-            about |= {"bytes": len(self.compiled.cubin)}
+            about |= {self.launch.compiler: self.compiled.triton, "bytes": len(self.compiled.cubin)}
         return {**about, "complaints": self.diagnostics()}  # the key that `kernels --json` has had from the start
 
 

@@ -211,7 +211,7 @@ def _weight_only(
     return launch_weight_only(x, b, bias, relu)
 
 
-def _check_weight(weight: Any, axes: tuple[int, ...], name: str) -> None:
+def _check_weight(weight: object, axes: tuple[int, ...], name: str) -> None:
     if not isinstance(weight, Nvfp4Tensor) or len(weight.shape) not in axes:
         shape = tuple(weight.shape) if hasattr(weight, "shape") else type(weight).__name__
         layout = "[N, K]" if 2 in axes else "[O, K, C], [O, KH, KW, C] or [O, KD, KH, KW, C]"
@@ -267,7 +267,7 @@ def _check_common(
         raise InputError(f"out_amax must be one float32, not {out_amax.dtype} {tuple(out_amax.shape)}.")
 
 
-def check_bias(bias: Any, outputs: int) -> None:
+def check_bias(bias: object, outputs: int) -> None:
     """Refuse anything but a bias of `outputs` channels.
 
     Raises:

@@ -218,7 +218,7 @@ def rows_call(
     return Call(launch, values, (-(-rows // tile.bm) * -(-columns // tile.bn), splits, 1))
 
 
-def _constants(tile: Tile, capability: int, asm: bool) -> dict[str, Any]:
+def _constants(tile: Tile, capability: int, asm: bool) -> dict[str, object]:
     return {"BM": tile.bm, "BN": tile.bn, "BK": tile.bk, "NATIVE": capability >= NATIVE_FROM, "ASM": asm}
 
 

@@ -75,7 +75,7 @@ def read_weight(path: Path) -> tuple[Nvfp4Tensor, torch.Tensor | None]:
     return weight, tensors.get("bias")
 
 
-def _digest(metadata: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> str:
+def _digest(metadata: Mapping[str, object], tensors: Mapping[str, torch.Tensor]) -> str:
     parts = [json.dumps({key: metadata[key] for key in SIGNED}, sort_keys=True).encode()]
     for name in sorted(tensors):
         parts += [name.encode(), tensors[name].contiguous().flatten().view(torch.uint8).numpy().tobytes()]

@@ -383,7 +383,6 @@ def _row_amaxes(x: torch.Tensor, axis: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.float32, device=x.device)
 
 
-@operator("row_amax(Tensor x, int axis) -> Tensor", _row_amaxes)
 def _row_amax(x: torch.Tensor, axis: int) -> torch.Tensor:
     x, view = dense(x, axis, in_order=True)
     amax = _row_amaxes(x, axis)

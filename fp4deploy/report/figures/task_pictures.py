@@ -76,7 +76,7 @@ class ClassPictures:
         differing: NDArray[np.bool_] = first != second
         return differing
 
-    def differing(self, first: Any, second: Any) -> float:
+    def differing(self, first: object, second: object) -> float:
         """Share of what is counted (`unit`) in which two predictions differ."""
         return float(self.unlike(first, second).mean())
 
@@ -96,7 +96,7 @@ class ClassPictures:
         """`draw` with what can be written on it: classes and scores."""
         return self.draw(image, labels, card)
 
-    def difference(self, image: Pixels, first: Any, second: Any, _card: ModelCard) -> Pixels:
+    def difference(self, image: Pixels, first: object, second: object, _card: ModelCard) -> Pixels:
         """An image in grey, and on it where two predictions differ."""
         grey = faded(image)
         grey[self.unlike(first, second)] = DIFFERENCE
