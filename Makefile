@@ -65,8 +65,9 @@ fuzz: install-dev
 mutants: install-dev
 	$(INSTALL) --editable '.[mutation]'
 	$(BIN)/python -m tests.mutation.seeded --jobs 2
-	-for set in FIRST SECOND THIRD FOURTH FIFTH SIXTH SEVENTH EIGHTH NINTH TENTH ELEVENTH TWELFTH THIRTEENTH; do $(BIN)/python -m tests.mutation.unseen --set $$set --jobs 2; done
-	$(BIN)/python -m tests.mutation.sampled --jobs 2
+	-for set in FIRST SECOND THIRD FOURTH FIFTH SIXTH SEVENTH EIGHTH NINTH TENTH ELEVENTH TWELFTH THIRTEENTH FOURTEENTH FIFTEENTH; do $(BIN)/python -m tests.mutation.unseen --set $$set --jobs 2; done
+	$(BIN)/python -m tests.mutation.reached build/reached
+	$(BIN)/python -m tests.mutation.rooms build/reached --count 200 --seed $$(date +%j) --jobs 2
 
 release rehearsal: install-dev
 	$(INSTALL) --editable '.[release]'
