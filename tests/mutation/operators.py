@@ -99,7 +99,7 @@ def mistakes(text: str) -> Iterator[Mistake]:
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if isinstance(node.func, ast.Attribute) and name in COPIES and not node.args:
                 yield "call dropped", node, f"({source(node.func.value)})"
-            if name in TWINS:
+            if name in TWINS and (isinstance(node.func, ast.Attribute) or name != "sum"):
                 of = f"({source(node.func.value)})." if isinstance(node.func, ast.Attribute) else ""
                 yield "twin", node.func, of + TWINS[name]
 
@@ -119,7 +119,8 @@ def mistakes(text: str) -> Iterator[Mistake]:
                         yield from made(default, inside, "default")
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             for each in _walk(node.value):
-                yield from made(each, range(1, len(lines) + 1), "table")
+                if not (isinstance(each, ast.BinOp) and isinstance(each.op, ast.BitOr)):  # a type, most often
+                    yield from made(each, range(1, len(lines) + 1), "table")
 
 
 def apply(text: str, mistake: Mistake) -> str:
