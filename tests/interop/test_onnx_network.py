@@ -165,6 +165,51 @@ def test_operators_with_constants_and_shapes() -> None:
     equal_to_onnx_runtime(net.model(*shapes(net, net.conv("conv", "image", 3, 8))))
 
 
+PLACES = ("half_pixel", "pytorch_half_pixel", "asymmetric", "align_corners", "half_pixel_symmetric")
+ROUNDINGS = ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil")
+
+
+def resized(size: float, **attributes: Any) -> onnx.ModelProto:
+    """By a factor, or to a whole number of pixels."""
+    net = Onnx(size=(1, 3, 16, 16))
+    by = net.constant("factors", [1, 1, size, size]), ""
+    to = "", net.integers("sizes", 1, 8, int(size), int(size))
+    x = net.conv("conv", "image", 3, 8, 1)
+    return net.model(net.node("Resize", x, "", *(to if isinstance(size, int) else by), **attributes))
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("mode", ["nearest", "linear", "cubic"])
+def test_a_resize_is_onnx_runtimes_or_refused(mode: str, place: str) -> None:
+    computed, refused = set(), []
+    for rounding, size in itertools.product(ROUNDINGS if mode == "nearest" else ("",), (2.0, 0.5, 1.3, 7, 1)):
+        named = {"nearest_mode": rounding} if rounding else {}
+        model = resized(size, mode=mode, coordinate_transformation_mode=place, **named)
+        network = network_of(model, "the file")
+        try:
+            network.check_shapes((3, 16, 16))
+        except InputError as error:
+            refused.append(str(error))
+            continue
+        assert compare_with_file(network, model, [IMAGE], "the file") < 1e-5
+        computed.add((rounding, size))
+    assert all(f"coordinates '{place}'" in each for each in refused)
+    written = {"asymmetric": {("floor", 7), ("floor", 2.0)}, "half_pixel": {("round_prefer_ceil", 7)}}  # by torch
+    smooth = {("", 2.0), ("", 7)} if place in ("half_pixel", "align_corners") else set()
+    assert computed >= (written.get(place, set()) if mode == "nearest" else smooth)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("antialias", 1), ("cubic_coeff_a", -0.5), ("exclude_outside", 1), ("keep_aspect_ratio_policy", "not_larger")],
+)
+def test_settings_of_a_resize_that_torch_has_not_are_refused(name: str, value: object) -> None:
+    mode = {"mode": "cubic", "coordinate_transformation_mode": "half_pixel", name: value}
+    network = network_of(resized(24, **mode), "the file")
+    with pytest.raises(InputError, match=rf"\(Resize\): {name}\."):
+        network.check_shapes((3, 16, 16))
+
+
 @pytest.mark.parametrize(("before", "by"), [(-1, 3), (1, -3), (-1, -3)])
 def test_sizes_are_divided_towards_zero(before: int, by: int) -> None:
     net = Onnx(size=("N", 3, "H", "W"))
