@@ -133,7 +133,7 @@ def failures(outcome: Outcome) -> list[str]:
     return re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", outcome.output, re.MULTILINE)
 
 
-def run(mutants: list[Mutant], reached: Reached, budget: float, jobs: int) -> list[dict[str, Any]]:
+def run_mutants(mutants: list[Mutant], reached: Reached, budget: float, jobs: int) -> list[dict[str, Any]]:
     """A row for each mutant; prints them as they come."""
     rows: dict[int, dict[str, Any]] = {}
     waiting, without = list(range(len(mutants))), set[str]()
@@ -196,14 +196,16 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--budget", type=float, default=20.0)
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="write every row")
+    parser.add_argument("--json", type=Path, help="add every row to such a file")
     parser.add_argument("--read", type=Path, help="print the shares of such a file")
     chosen = parser.parse_args()
     if chosen.read:
-        print_shares(json.loads(chosen.read.read_text(encoding="utf-8"))["rows"])
+        for each in json.loads(chosen.read.read_text(encoding="utf-8"))["runs"]:
+            print(f"\n{each['command']}")
+            print_shares(each["rows"])
         return 0
     counts, mutants = draw(chosen.rooms, chosen.count, chosen.seed)
-    rows = run(mutants, Reached(chosen.reached), chosen.budget, chosen.jobs)
+    rows = run_mutants(mutants, Reached(chosen.reached), chosen.budget, chosen.jobs)
     print_shares(rows)
     if chosen.json:
         from fp4deploy.bench.environment import environment
@@ -212,8 +214,9 @@ def main() -> int:
         command = (
             f"python -m tests.mutation.rooms --count {chosen.count} --seed {chosen.seed} --budget {chosen.budget:g}"
         )
-        head = {"command": command + named, "machine": environment(), "mistakes": counts}
-        chosen.json.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        found = {"command": command + named, "machine": environment(), "mistakes": counts, "rows": rows}
+        known = json.loads(chosen.json.read_text(encoding="utf-8"))["runs"] if chosen.json.is_file() else []
+        chosen.json.write_text(json.dumps({"runs": [*known, found]}, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
