@@ -16,7 +16,6 @@ import argparse
 import ast
 import difflib
 import json
-import math
 import random
 import re
 import sys
@@ -26,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from docs.tables.results import wilson
 from tests.mutation.copies import ROOT, Outcome, Trial, run_trials
 from tests.mutation.nearest import FAMILIES, nearest
 from tests.mutation.operators import Mistake, apply, mistakes
@@ -166,13 +166,6 @@ def run_mutants(mutants: list[Mutant], reached: Reached, budget: float, jobs: in
     return [rows[number] for number in sorted(rows)]
 
 
-def interval(hits: int, of: int) -> tuple[float, float]:
-    """Wilson's interval of a share at 95 %."""
-    z, share = 1.96, hits / of
-    middle, half = share + z * z / (2 * of), z * math.sqrt(share * (1 - share) / of + z * z / (4 * of * of))
-    return (middle - half) / (1 + z * z / of), (middle + half) / (1 + z * z / of)
-
-
 def print_shares(rows: list[dict[str, Any]]) -> None:
     """Shares of each room, each kind and all."""
     same = [row for row in rows if "equivalent" in row]
@@ -182,7 +175,7 @@ def print_shares(rows: list[dict[str, Any]]) -> None:
         noticed = Counter(row[title] for row in counted if row["noticed"])
         print(f"\n{title:<24} {'drawn':>5} {'noticed':>8} {'share':>6}  95 % interval")
         for group, count in sorted(every.items(), key=lambda item: (-item[1], item[0])):
-            low, high = interval(noticed[group], count)
+            low, high = wilson(noticed[group], count)
             print(f"{group:<24} {count:>5} {noticed[group]:>8} {noticed[group] / count:>6.0%}  {low:.0%} to {high:.0%}")
     print(f"\n{len(same)} more change no answer")
 
