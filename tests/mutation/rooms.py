@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from docs.tables.results import wilson
 from tests.mutation.copies import ROOT, Outcome, Trial, run_trials
 from tests.mutation.nearest import FAMILIES, nearest
 from tests.mutation.operators import Mistake, apply, mistakes
@@ -142,6 +141,8 @@ def run_mutants(mutants: list[Mutant], reached: Reached, budget: float, jobs: in
         noticed = dict[int, list[str]]()
         for index, outcome in run_trials(trials, jobs, SECONDS):
             number, mutant = waiting[index], mutants[waiting[index]]
+            if outcome.status in (4, 5):
+                raise SystemExit(f"The tests of {mutant.file} did not run:\n{outcome.output[-2000:]}")
             seen = outcome.failed
             rows[number] = {
                 "room": mutant.room, "kind": mutant.kind, "noticed": seen, "difference": mutant.difference(),
@@ -168,6 +169,8 @@ def run_mutants(mutants: list[Mutant], reached: Reached, budget: float, jobs: in
 
 def print_shares(rows: list[dict[str, Any]]) -> None:
     """Shares of each room, each kind and all."""
+    from docs.tables.results import wilson  # imports the package, which a process that is forked must not have
+
     same = [row for row in rows if "equivalent" in row]
     counted = [{**row, "all": "all"} for row in rows if "equivalent" not in row]
     for title in ("room", "kind", "all"):
