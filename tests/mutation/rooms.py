@@ -2,7 +2,7 @@
 
 `operators` makes mistakes in all code but what needs a GPU. Of every room as many are drawn as its weight says: most where
 a user relies on an answer that nobody sees made; there each kind is as likely as another. Of each mistake the tests run that execute its lines (REACHED is what
-`python -m tests.mutation.reached REACHED` wrote), those of its room first and the fast ones before the slow ones, for
+`python -m tests.mutation.reached REACHED` wrote), those of its room and recorded answers first, the fast ones before the slow ones, for
 `--budget` seconds as they took then; then the others of their files, whose caches may hide a line. Where none executes it
 in the process of the tests, the files that are `nearest` run. A test that fails without the mistake as well does not count.
 
@@ -102,7 +102,7 @@ def _compiles(text: str) -> bool:
 
 def tests_of(mutant: Mutant, reached: Reached, budget: float) -> tuple[str, ...]:
     """Node ids, in the order to run them in; nothing where no test executes a line of the mutant."""
-    home = "tests/" + mutant.room.partition("/")[0]
+    home = f"tests/{mutant.room.partition('/')[0]}/", "tests/contract/"  # recorded answers are of every room
 
     def affordable(tests: Iterable[str], seconds: float) -> list[str]:
         found = list[str]()
@@ -190,7 +190,7 @@ def main() -> int:
     parser.add_argument("--rooms", nargs="*", default=())
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--budget", type=float, default=20.0)
+    parser.add_argument("--budget", type=float, default=15.0)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--json", type=Path, help="add every row to such a file")
     parser.add_argument("--read", type=Path, help="print the shares of such a file")
