@@ -208,14 +208,19 @@ def test_the_output_has_the_channels_of_the_card(channels: int) -> None:
         ("encoder.1.conv1.weight.scales", float("nan"), "holds NaN"),
         ("encoder.1.conv1.weight.scales", -1.0, "negative number"),
         ("head.bias", float("inf"), "holds NaN or Inf"),
+        ("head.bias", 65520.0, "holds 65520, and the largest of FP16 is 65504"),
+        ("head.bias", -7e4, "holds 70000, and the largest of FP16"),
     ],
 )
-def test_values_that_could_not_be_computed_with(name: str, value: float, cause: str) -> None:
+@pytest.mark.parametrize("at", [0, -1])
+def test_one_value_that_could_not_be_computed_with(name: str, value: float, cause: str, at: int) -> None:
     file = packed()[1]
-    tensors = dict(file.tensors)
-    tensors[name] = torch.full(tensors[name].shape, value).to(tensors[name].dtype)
+    tensor = file.tensors[name].clone()
+    wide = tensor.dtype == torch.float16 and abs(value) > 65504  # of another tool
+    tensor = tensor.float() if wide else tensor
+    tensor.view(-1)[at] = value
     with pytest.raises(InputError, match=cause):
-        check_values(tensors, file.graph)
+        check_values({**file.tensors, name: tensor}, file.graph)
 
 
 def test_a_first_source_that_ends_inside_a_block() -> None:
