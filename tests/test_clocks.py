@@ -1,4 +1,4 @@
-"""Times and speeds by a clock that shows one second more at each look: units, what is timed, what is divided by what."""
+"""Times and speeds by a clock that shows a second more at each look: units, what is timed, what is divided by what."""
 
 from __future__ import annotations
 

@@ -40,6 +40,17 @@ def test_what_is_exported_passes(recipe: str | None, scale: float) -> None:
     assert shapes["logits" if "logits" in shapes else "head"] == (1, len(CLASSES), 32, 32)
 
 
+@pytest.mark.parametrize("recipe", [None, "nvfp4_qat"])
+def test_every_tensor_has_the_type_and_the_shape_of_what_reads_it(recipe: str | None) -> None:
+    plain = packed(recipe, 0.125)[1].graph
+    assert plain.tensors
+    for name, info in plain.tensors.items():
+        for other in ({"shape": [*info.shape, 1]}, {"dtype": "F64"}):
+            graph = plain.model_copy(update={"tensors": {**plain.tensors, name: info.model_copy(update=other)}})
+            with pytest.raises(InputError, match=r"Node \d+ of the graph .*(its weight has|is needed)"):
+                check_graph(graph, len(CLASSES))
+
+
 def _two_plain_inputs(graph: dict[str, Any]) -> None:
     """The first convolution of a decoder in FP16, its two inputs plain."""
     reader, tensors = node(graph, "decoder.0.conv1"), graph["tensors"]
