@@ -7,7 +7,7 @@
 # make gpu-log   on a machine with an NVIDIA GPU: the GPU tests, and their log in benchmarks/logs, which a release keeps
 # make nightly   compilers and package indexes rather than the code: pins, macros, machine code, engines, torch.compile
 # make fuzz   every reader of files on tens of thousands of mutated files, and a table of the outcomes
-# make mutants   faults in the code that decides bytes and verdicts: does a test notice? an hour of CPU
+# make mutants   faults that are known, and mistakes that are drawn: does a test notice? hours of CPU
 # make release   what a release publishes, built twice and installed, with SBOM, in dist/; make rehearsal: of any commit
 # make docs   the documentation site, in site/
 # Each makes its own virtual environment in .venv from nothing.

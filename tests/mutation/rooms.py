@@ -89,6 +89,7 @@ def draw(rooms: Iterable[str], count: int, seed: int) -> tuple[dict[str, int], l
             file, text, each = every.pop(place)
             if _compiles(changed := apply(text, each)):
                 drawn.append(Mutant(room, file, each.kind, changed, each.lines))
+    chance.shuffle(drawn)  # so that a run that is stopped has an even sample, too
     return counts, drawn
 
 
