@@ -54,9 +54,9 @@ def touched() -> str:
 
 
 def mutants() -> str:
-    """Shares of mistakes that tests notice, by room, of each sample; what changes no answer is left out."""
+    """Shares of mistakes that tests notice, by room, of each sample; what is marked is left out."""
     runs = result("mutants_cpu")["runs"]
-    counted = [[row for row in run["rows"] if "equivalent" not in row] for run in runs]
+    counted = [[row for row in run["rows"] if "left_out" not in row] for run in runs]
     rows = []
     for room in [*sorted({row["room"] for each in counted for row in each}), "all"]:
         cells = [room]

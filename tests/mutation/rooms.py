@@ -6,8 +6,8 @@ a user relies on an answer that nobody sees made; there each kind is as likely a
 `--budget` seconds as they took then; then the others of their files, whose caches may hide a line. Where none executes it
 in the process of the tests, the files that are `nearest` run. A test that fails without the mistake as well does not count.
 
-Prints shares by room and by kind with 95 % intervals (Wilson). In the file, a survivor that changes no answer is marked by
-hand with the reason, as "equivalent"; `--read FILE` prints the shares again without those.
+Prints shares by room and by kind with 95 % intervals (Wilson). In the file, a survivor that changes no answer, or code for a
+GPU or a library that the machine lacks, is marked by hand with the reason, as "left_out"; `--read FILE` prints the shares without.
 """
 
 from __future__ import annotations
@@ -172,8 +172,8 @@ def print_shares(rows: list[dict[str, Any]]) -> None:
     """Shares of each room, each kind and all."""
     from docs.tables.results import wilson  # imports the package, which a process that is forked must not have
 
-    same = [row for row in rows if "equivalent" in row]
-    counted = [{**row, "all": "all"} for row in rows if "equivalent" not in row]
+    same = [row for row in rows if "left_out" in row]
+    counted = [{**row, "all": "all"} for row in rows if "left_out" not in row]
     for title in ("room", "kind", "all"):
         every = Counter(row[title] for row in counted)
         noticed = Counter(row[title] for row in counted if row["noticed"])
@@ -181,7 +181,7 @@ def print_shares(rows: list[dict[str, Any]]) -> None:
         for group, count in sorted(every.items(), key=lambda item: (-item[1], item[0])):
             low, high = wilson(noticed[group], count)
             print(f"{group:<24} {count:>5} {noticed[group]:>8} {noticed[group] / count:>6.0%}  {low:.0%} to {high:.0%}")
-    print(f"\n{len(same)} more change no answer")
+    print(f"\n{len(same)} more are left out, for their reasons")
 
 
 def main() -> int:
