@@ -127,6 +127,23 @@ def test_the_classes_of_an_image_add_up() -> None:
         assert each["name"] == found.class_names[each["id"]]
 
 
+def test_records_have_what_was_looked_for() -> None:
+    """Objects of each kind that looks for them, also where none was found; pixels where they have classes."""
+    mask, names, none = np.zeros((4, 6), np.uint8), ("a", "b"), np.zeros(0, np.int64)
+    detections = Detections(np.zeros((0, 4), np.float32), none, np.zeros(0, np.float32))
+    instances = Instances(np.zeros((4, 6), np.int32), none, np.zeros(0, np.float32), mask)
+    given: list[tuple[dict[str, Any], bool, bool]] = [
+        ({}, False, True),
+        ({"detections": detections}, True, False),
+        ({"instances": instances}, True, True),
+        ({"scores": np.array([0.9, 0.1], np.float32)}, False, False),
+    ]
+    for parts, objects, pixels in given:
+        found = Prediction(mask, names, colours(names, False), **parts)
+        assert (found.counts_objects, found.has_mask) == (objects, pixels)
+        assert found.to_json().get("objects", "not looked for") == ([] if objects else "not looked for")
+
+
 def test_a_classifier_names_its_five_likeliest_classes_the_first_of_equals_first() -> None:
     scores = np.array([0.05, 0.2, 0.05, 0.3, 0.1, 0.2, 0.1], np.float32)
     found = Prediction(np.full((4, 6), 3, np.uint8), tuple("abcdefg"), colours("abcdefg", False), scores=scores)
