@@ -7,7 +7,7 @@
 # make gpu-log   on a machine with an NVIDIA GPU: the GPU tests, and their log in benchmarks/logs, which a release keeps
 # make nightly   compilers and package indexes rather than the code: pins, macros, machine code, engines, torch.compile
 # make fuzz   every reader of files on tens of thousands of mutated files, and a table of the outcomes
-# make mutants   faults in the code that decides bytes and verdicts: does a test notice? an hour of CPU
+# make mutants   faults that are known, and mistakes that are drawn: does a test notice? hours of CPU
 # make release   what a release publishes, built twice and installed, with SBOM, in dist/; make rehearsal: of any commit
 # make docs   the documentation site, in site/
 # Each makes its own virtual environment in .venv from nothing.
@@ -65,8 +65,9 @@ fuzz: install-dev
 mutants: install-dev
 	$(INSTALL) --editable '.[mutation]'
 	$(BIN)/python -m tests.mutation.seeded --jobs 2
-	-for set in FIRST SECOND THIRD FOURTH FIFTH SIXTH SEVENTH EIGHTH NINTH TENTH ELEVENTH TWELFTH THIRTEENTH; do $(BIN)/python -m tests.mutation.unseen --set $$set --jobs 2; done
-	$(BIN)/python -m tests.mutation.sampled --jobs 2
+	-for set in FIRST SECOND THIRD FOURTH FIFTH SIXTH SEVENTH EIGHTH NINTH TENTH ELEVENTH TWELFTH THIRTEENTH FOURTEENTH FIFTEENTH; do $(BIN)/python -m tests.mutation.unseen --set $$set --jobs 2; done
+	$(BIN)/python -m tests.mutation.reached build/reached
+	$(BIN)/python -m tests.mutation.rooms build/reached --count 200 --seed $$(date +%j) --jobs 2
 
 release rehearsal: install-dev
 	$(INSTALL) --editable '.[release]'

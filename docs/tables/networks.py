@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
-from docs.tables.results import MINUS, NOT_MEASURED, RESULTS, markdown, result, shown, spread
+from docs.tables.results import MINUS, NOT_MEASURED, RESULTS, markdown, result, shown, spread, wilson
 from docs.tables.steps import span
 
 
@@ -54,13 +54,20 @@ def touched() -> str:
 
 
 def mutants() -> str:
-    """Scores of the mutation tests."""
+    """Shares of mistakes that tests notice, by room, of each sample; what is marked is left out."""
+    runs = result("mutants_cpu")["runs"]
+    counted = [[row for row in run["rows"] if "left_out" not in row] for run in runs]
     rows = []
-    for row in result("mutants_cpu")["rows"]:
-        files = ", ".join(f"`{file.removeprefix('fp4deploy/')}`" for file in row["files"])
-        counts = [str(row[key]) for key in ("mutants", "drawn", "killed")]
-        rows.append([row["room"], files, *counts, f"{row['killed'] / row['drawn']:.0%}"])
-    return markdown(["room", "files", "mutants", "drawn", "killed", "score"], rows, left=2)
+    for room in [*sorted({row["room"] for each in counted for row in each}), "all"]:
+        cells = [room]
+        for each in counted:
+            seen = [row["noticed"] for row in each if room in (row["room"], "all")]
+            low, high = wilson(sum(seen), len(seen)) if room == "all" else (0.0, 0.0)
+            share = f" ({sum(seen) / len(seen):.0%}, {low:.0%} to {high:.0%})" if room == "all" else ""
+            cells.append(f"{sum(seen)} of {len(seen)}{share}" if seen else "")
+        rows.append(cells)
+    heads = [f"seed {run['command'].partition('--seed ')[2].split()[0]}" for run in runs]
+    return markdown(["room", *heads], rows)
 
 
 def qdq_placement() -> str:

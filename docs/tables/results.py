@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import statistics
 from collections.abc import Iterable, Sequence
@@ -50,6 +51,13 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) 
     rule = ["---:" if at >= left and number else "---" for at, number in enumerate(numbers)]
     lines = [head, rule, *body]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def wilson(hits: int, of: int) -> tuple[float, float]:
+    """Wilson's interval of a share at 95 %."""
+    z, share = 1.96, hits / of
+    middle, half = share + z * z / (2 * of), z * math.sqrt(share * (1 - share) / of + z * z / (4 * of * of))
+    return (middle - half) / (1 + z * z / of), (middle + half) / (1 + z * z / of)
 
 
 def spread(value: dict[str, float]) -> str:

@@ -386,11 +386,12 @@ def _pad(x: NDArray[Any], node: ir.Node) -> NDArray[Any] | None:
 
 
 def _shared(numbers: NDArray[Any], axis: int) -> bool:
-    """Whether neighbours along this axis are in one block."""
+    """Whether neighbours along this axis are in one block; what was padded is in none."""
     below = [slice(None)] * numbers.ndim
     above = list(below)
     below[axis], above[axis] = slice(None, -1), slice(1, None)
-    return bool((numbers[tuple(below)] == numbers[tuple(above)]).any())
+    first = numbers[tuple(below)]
+    return bool(((first == numbers[tuple(above)]) & (first >= 0)).any())
 
 
 def _integers(node: ir.Node, at: int) -> list[int] | None:

@@ -24,6 +24,9 @@ from fp4deploy.errors import InputError
 Host = NDArray[Any]
 MAX_HOST = 4096  # elements of a shape value
 FLOATS = (1, 10, 11, 16)  # ONNX element types that are computed in FP32
+TORCH_MODES = {"linear": "bilinear", "cubic": "bicubic"}
+RESIZED = {"antialias": 0, "axes": None, "cubic_coeff_a": -0.75, "exclude_outside": 0,
+           "keep_aspect_ratio_policy": "stretch"}  # as F.interpolate computes it  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -351,32 +354,61 @@ def _average_pool(call: Call) -> Tensor:
 
 
 def _resize(call: Call) -> Tensor:
-    x = call.tensor(0)
-    at_scales, at_sizes = (1, 9) if call.op == "Upsample" or len(call.inputs) == 2 else (2, 3)
-    scales, sizes = call.optional(at_scales), call.optional(at_sizes)
-    mode, place = call.get("mode", "nearest"), call.get("coordinate_transformation_mode", "half_pixel")
-    if call.op == "Upsample":
-        place = "asymmetric"
+    x, old = call.tensor(0), call.op == "Upsample" or len(call.inputs) == 2
+    scales, sizes = (call.optional(1), None) if old else (call.optional(2), call.optional(3))
+    mode, rounding = call.get("mode", "nearest"), "floor" if old else call.get("nearest_mode", "round_prefer_floor")
+    place = "asymmetric" if old else call.get("coordinate_transformation_mode", "half_pixel")
+    unknown = [name for name, usual in RESIZED.items() if call.get(name, usual) != usual]
+    if unknown or x.ndim != 4:
+        raise call.refuse(", ".join(unknown) or "other than two axes to resize")
     if sizes is not None and np.size(sizes):
         wanted = as_list(sizes, call)[2:]
+        factors = [target / size for size, target in zip(x.shape[2:], wanted, strict=True)]
     elif scales is not None:
-        factors = scales.tolist() if isinstance(scales, Tensor) else as_list(scales, call)
-        wanted = [math.floor(size * factor) for size, factor in zip(x.shape[2:], factors[2:], strict=True)]
+        factors = (scales.tolist() if isinstance(scales, Tensor) else as_list(scales, call))[2:]
+        wanted = [math.floor(size * factor) for size, factor in zip(x.shape[2:], factors, strict=True)]
     else:
         raise call.refuse("neither sizes nor scales")
-    if call.get("antialias", 0) or x.ndim != 4:
-        raise call.refuse("antialias, or other than two axes to resize")
+    sides = [*zip(x.shape[2:], wanted, factors, strict=True)]
+    centred, torch_mode = place in ("half_pixel", "pytorch_half_pixel"), TORCH_MODES.get(mode)
+    fixed = all(isinstance(size, int) and isinstance(target, int) for size, target, _ in sides)
     if mode == "nearest":
-        exact = place in ("half_pixel", "pytorch_half_pixel") and any(
-            target % size for target, size in zip(wanted, x.shape[2:], strict=True)
-        )
-        return F.interpolate(x, tuple(wanted), mode="nearest-exact" if exact else "nearest")
-    if place not in ("half_pixel", "pytorch_half_pixel", "align_corners"):
+        exact = centred and any(target % size for size, target, _ in sides)
+        torch_mode = "nearest-exact" if exact else "nearest"
+        if fixed and not all(_is_nearest_of_torch(*side, place, rounding, exact) for side in sides):
+            raise call.refuse(f"coordinates '{place}' rounded by '{rounding}', from {[*x.shape[2:]]} to {wanted}")
+        return F.interpolate(x, tuple(wanted), mode=torch_mode)
+    if torch_mode is None or not (centred or place == "align_corners"):
         raise call.refuse(f"coordinates '{place}' of mode '{mode}'")
-    torch_mode = {"linear": "bilinear", "cubic": "bicubic"}.get(mode)
-    if torch_mode is None:
-        raise call.refuse(f"mode '{mode}'")
+    if (
+        fixed
+        and centred
+        and any(
+            abs(factor * size - target) > 1e-3 or (target == 1 < size and place != "half_pixel")
+            for size, target, factor in sides
+        )
+    ):
+        raise call.refuse(f"coordinates '{place}', from {[*x.shape[2:]]} to {wanted} by {factors}")
     return F.interpolate(x, tuple(wanted), mode=torch_mode, align_corners=place == "align_corners")
+
+
+def _is_nearest_of_torch(size: int, target: int, factor: float, place: str, rounding: str, exact: bool) -> bool:
+    """Whether ONNX's formula gives the pixels that `F.interpolate` reads: floor(i size / target), exact: of i + 0.5."""
+    at = np.arange(target)
+    own = np.floor((at + 0.5 * exact) * size / target)
+    adjusted = target / (factor * size)  # what flooring has left of the side
+    x = {
+        "align_corners": at * (size - 1) / max(target - 1, 1),
+        "asymmetric": at / factor,
+        "half_pixel_symmetric": size / 2 * (1 - adjusted) + (at + 0.5) / factor - 0.5,
+        "pytorch_half_pixel": (at + 0.5) / factor - 0.5 if target > 1 else 0 * at,
+        "half_pixel": (at + 0.5) / factor - 0.5,
+    }.get(place)
+    rules: dict[str, Callable[[Any], Any]] = {
+        "ceil": np.ceil, "floor": np.floor, "round_prefer_ceil": lambda x: np.floor(x + 0.5),
+        "round_prefer_floor": lambda x: np.ceil(x - 0.5),
+    }  # fmt: skip
+    return x is not None and rounding in rules and np.array_equal(rules[rounding](x).clip(0, size - 1), own)
 
 
 def _reduce(function: Callable[..., Tensor]) -> Operator:

@@ -156,6 +156,64 @@ def test_blocks_are_followed_through_layout() -> None:
     assert runs == ["FP16", "FP16", "FP16", "refused", "FP4", "FP16"]
 
 
+Moves = list[tuple[str, tuple[int, ...] | None, dict[str, Any]]]
+LAYOUTS: list[tuple[tuple[int, ...], Moves]] = [
+    ((32, 48), []),
+    ((32, 48), [("Identity", None, {}), ("Cast", None, {"to": 1})]),
+    ((32, 48), [("Transpose", None, {})]),
+    ((32, 48), [("Transpose", None, {"perm": [1, 0]})]),
+    ((2, 16, 48), [("Transpose", None, {"perm": [2, 0, 1]}), ("Reshape", (0, -1), {})]),
+    ((32, 48), [("Reshape", (48, 32), {})]),
+    ((32, 48), [("Reshape", (0, 3, 16), {}), ("Transpose", None, {"perm": [1, 0, 2]}), ("Reshape", (-1, 16), {})]),
+    ((2, 16, 48), [("Flatten", None, {})]),
+    ((2, 16, 48), [("Flatten", None, {"axis": 2})]),
+    ((2, 16, 48), [("Flatten", None, {"axis": -1})]),
+    ((32, 1, 48), [("Squeeze", (1,), {})]),
+    ((32, 1, 48), [("Squeeze", None, {})]),
+    ((32, 48), [("Unsqueeze", (0,), {})]),
+    ((32, 48), [("Unsqueeze", (2,), {}), ("Transpose", None, {"perm": [2, 1, 0]}), ("Squeeze", (0,), {})]),
+    ((32, 48), [("Pad", (0, 0, 0, 8), {})]),
+    ((32, 48), [("Pad", (16, 0, 0, 0), {})]),
+    ((32, 48), [("Pad", (1, 2, 3, 4), {}), ("Transpose", None, {})]),
+]
+
+
+def _moved(nodes: list[onnx.NodeProto], constants: list[onnx.TensorProto], first: str, moves: Moves) -> str:
+    """The name of what the operators make of `first`."""
+    for number, (op, numbers, attributes) in enumerate(moves):
+        inputs = [first]
+        if numbers is not None:
+            constants.append(numpy_helper.from_array(np.array(numbers), f"numbers.{number}"))
+            inputs.append(f"numbers.{number}")
+        first = f"moved.{number}"
+        nodes.append(helper.make_node(op, inputs, [first], **attributes))
+    return first
+
+
+@pytest.mark.parametrize("axis", [0, -1])
+@pytest.mark.parametrize(("shape", "moves"), LAYOUTS)
+def test_blocks_lie_where_onnx_runtime_moves_their_elements(shape: tuple[int, ...], moves: Moves, axis: int) -> None:
+    if shape[axis] % 16:
+        shape = (16, *shape[1:])
+    nodes, constants = _weight(list(shape), axis)
+    named = _moved(nodes, constants, "w", moves)
+    blocks = np.arange(1, 1 + np.prod(shape) // 16, dtype=np.float32)
+    ids = np.moveaxis(blocks.reshape(*np.delete(shape, axis), -1).repeat(16, -1), -1, axis)
+    moving: list[onnx.NodeProto] = []
+    place = _moved(moving, held := [numpy_helper.from_array(ids, "w")], "w", moves)
+    graph = helper.make_graph(moving, "g", [], [helper.make_tensor_value_info(place, 1, None)], held)
+    copied = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    moved = ort.InferenceSession(copied.SerializeToString()).run(None, {})[0]
+    assert moved.size >= np.prod(shape)
+    along = [at for at in range(moved.ndim) if ((np.diff(moved, axis=at) == 0) & (np.delete(moved, 0, at) > 0)).any()]
+    names = [*(f"batch axis {at}" for at in range(moved.ndim - 2)), "input features", "output features"]
+    inner, outer = moved.shape[-2:]
+    product = helper.make_node("MatMul", ["x", named], ["y"])
+    layer = _one(_model([*nodes, product], constants, [4, inner], [*moved.shape[:-2], 4, outer]))
+    assert layer.weight.axes == tuple(names[at] for at in along)
+    assert layer.weight.contracted == (along == [moved.ndim - 2] if along else None)
+
+
 def _is_fp8(kind: int, scale: list[int], axis: int) -> onnx.ModelProto:
     nodes = [
         helper.make_node("QuantizeLinear", ["x", "s", "zero"], ["xq"]),

@@ -292,6 +292,18 @@ def test_a_measured_baseline_has_the_limits_of_the_others(monkeypatch: pytest.Mo
     assert asked == {"iterations": 1, "max_detections": 7, "split": "test", "timeout": 3.0, "limit": 5, "like": None}
 
 
+@pytest.mark.parametrize("lacking", ["miou", "evidence", "data_sha256"])
+def test_a_measured_baseline_without_all_that_a_drop_needs_is_refused(
+    lacking: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = entry(counts(4, 0.8))
+    monkeypatch.setattr("fp4deploy.bench.gate.baseline.bench_artifact", lambda *given, **named: whole)
+    assert find_baseline(Path("a.onnx"), None).value == whole.accuracy
+    whole = whole.model_copy(update={lacking: None})
+    with pytest.raises(InputError, match="a.onnx has no accuracy"):
+        find_baseline(Path("a.onnx"), None)
+
+
 def test_gate_without_a_measurement_fails() -> None:
     unmeasured = ArtifactEntry(path="unet.onnx", status="ok")
     with pytest.raises(GateError, match="no artefact gave an mIoU"):

@@ -22,6 +22,29 @@ def test_rows_against_fp16() -> None:
     assert second[5:7] == ("81.00", "-0.23")
 
 
+def test_each_metric_has_its_columns_shares_in_percent_and_distances_in_millimetres() -> None:
+    volumes = ArtifactEntry(path="v", status="ok", miou=0.5, dice=0.81234, hd95_mm=3.456)
+    unreached = ArtifactEntry(path="u", status="ok", miou=0.0, dice=0.0, hd95_mm=None)
+    whole = ArtifactEntry(path="c", status="ok", top1=0.9)
+    objects = ArtifactEntry(path="o", status="ok", ap=0.4, ap50=0.6789)
+    every = [volumes, unreached, whole, objects]
+    titles = ["mIoU %", "Dice %", "HD95 mm", "top-1 %", "AP %", "AP50 %"]
+    assert list(tables.head(every)[5:-6]) == titles
+    assert {*titles, *tables.TIMES, "size", "change"} <= tables.NUMERIC
+    cells = [
+        ("50.00", "81.23", "3.46", "–", "–", "–"), ("0.00", "0.00", "–", "–", "–", "–"),
+        ("–", "–", "–", "90.00", "–", "–"), ("–", "–", "–", "–", "40.00", "67.89"),
+    ]  # fmt: skip
+    assert [row[5:-6] for row in tables.rows(every)] == cells
+    assert tables.head([objects])[5:-6] == ("AP %", "AP50 %")
+
+
+@pytest.mark.parametrize(("p90", "unsteady"), [(2.9, False), (3.0, False), (3.01, True)])
+def test_times_are_unsteady_beyond_half_as_long_again(p90: float, unsteady: bool) -> None:
+    found = entry("nvfp4", 0.8).model_copy(update={"latency_ms": Quantiles(p50=2.0, p90=p90, p99=9)})
+    assert tables.is_unsteady(found) == unsteady
+
+
 def test_the_control_is_the_fairer_baseline() -> None:
     rows = tables.rows([entry("fp16", 0.8), entry("nvfp4", 0.82), entry("fp16_control", 0.83)])
     assert [row[6] for row in rows] == ["-3.00", "-1.00", "0.00"]

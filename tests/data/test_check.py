@@ -21,6 +21,23 @@ def test_sound_folders_have_no_defect(make_coco, make_masks):
     assert check_dataset(make_masks()) == []
 
 
+def test_nothing_is_drawn_at_a_size_that_the_image_has_not(make_coco):
+    """A declared size costs memory; of an annotation that covers nothing only drawing it tells."""
+
+    def change(content):
+        sound = content["annotations"][0]
+        sizes = {30: ("there.png", 40, 60), 31: ("small.png", 8000, 8000), 32: ("gone.png", 8000, 8000)}
+        for number, (name, height, width) in sizes.items():
+            content["images"].append({"id": number, "file_name": name, "height": height, "width": width})
+            nothing = [[1, 1, 1.1, 1, 1.1, 1.1]]
+            content["annotations"].append({**sound, "id": number, "image_id": number, "segmentation": nothing})
+
+    root = make_coco(change)
+    for name in ("there.png", "small.png"):
+        Image.new("RGB", (60, 40)).save(root / "train2017" / name)
+    assert kinds(root) == {("zero-area", 30), ("size-mismatch", None), ("missing-image", None)}
+
+
 def test_every_defect_of_an_annotation_file_is_listed(make_coco):
     def change(content):
         sound = content["annotations"][0]

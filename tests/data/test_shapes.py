@@ -56,6 +56,24 @@ def test_the_set_has_no_defect_and_exercises_every_form_of_annotation(root):
     assert modes == {"L", "RGB"}
 
 
+def test_everything_that_the_annotations_name_is_there(root):
+    for split in ("train", "val"):
+        content = json.loads((root / "annotations" / f"instances_{split}2017.json").read_text())
+        known = {part: [each["id"] for each in content[part]] for part in ("images", "categories", "licenses")}
+        assert all(len(set(ids)) == len(ids) for ids in known.values())
+        assert {image["license"] for image in content["images"]} == set(known["licenses"])
+        assert {each["image_id"] for each in content["annotations"]} <= set(known["images"])
+        assert {each["category_id"] for each in content["annotations"]} <= set(known["categories"])
+        for image in content["images"]:
+            with Image.open(root / f"{split}2017" / image["file_name"]) as file:
+                assert file.size == (image["width"], image["height"])
+        for each in content["annotations"]:
+            left, top, width, height = each["bbox"]
+            assert 0 <= left <= left + width <= 64
+            assert 0 <= top <= top + height <= 64
+            assert 0 < each["area"] <= width * height
+
+
 def test_masks_are_what_the_annotations_count(root):
     dataset = open_dataset(root, "train")
     content = json.loads((root / "annotations" / "instances_train2017.json").read_text())

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from fp4deploy.errors import InputError
 from fp4deploy.formats import deployed_amax, global_amax, global_scale, quantize_nvfp4
+from fp4deploy.formats.nvfp4 import require_amax
 
 
 @pytest.mark.parametrize("e4m3_max", [448, 256])
@@ -29,6 +31,12 @@ def test_torch_and_numpy_agree_in_every_binade(e4m3_max: int) -> None:
         assert isinstance(back, np.float32)
         assert scale == global_scale(torch.tensor(amax), e4m3_max).item() == np.float32(amax / np.float32(6 * e4m3_max))
         assert back == global_amax(torch.tensor(scale), e4m3_max).item()
+
+
+@pytest.mark.parametrize("amax", [1e39, torch.tensor(1e39, dtype=torch.float64), torch.tensor([1.0, -1.0])])
+def test_an_amax_that_float32_cannot_hold_is_refused(amax: object) -> None:
+    with pytest.raises(InputError, match=r"a finite number from 0 on, and this one is (inf|-1)\."):
+        require_amax(amax)
 
 
 def test_an_amax_of_any_type_is_float32() -> None:

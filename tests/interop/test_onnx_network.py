@@ -165,6 +165,51 @@ def test_operators_with_constants_and_shapes() -> None:
     equal_to_onnx_runtime(net.model(*shapes(net, net.conv("conv", "image", 3, 8))))
 
 
+PLACES = ("half_pixel", "pytorch_half_pixel", "asymmetric", "align_corners", "half_pixel_symmetric")
+ROUNDINGS = ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil")
+
+
+def resized(size: float, **attributes: Any) -> onnx.ModelProto:
+    """By a factor, or to a whole number of pixels."""
+    net = Onnx(size=(1, 3, 16, 16))
+    by = net.constant("factors", [1, 1, size, size]), ""
+    to = "", net.integers("sizes", 1, 8, int(size), int(size))
+    x = net.conv("conv", "image", 3, 8, 1)
+    return net.model(net.node("Resize", x, "", *(to if isinstance(size, int) else by), **attributes))
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("mode", ["nearest", "linear", "cubic"])
+def test_a_resize_is_onnx_runtimes_or_refused(mode: str, place: str) -> None:
+    computed, refused = set(), []
+    for rounding, size in itertools.product(ROUNDINGS if mode == "nearest" else ("",), (2.0, 0.5, 1.3, 7, 1)):
+        named = {"nearest_mode": rounding} if rounding else {}
+        model = resized(size, mode=mode, coordinate_transformation_mode=place, **named)
+        network = network_of(model, "the file")
+        try:
+            network.check_shapes((3, 16, 16))
+        except InputError as error:
+            refused.append(str(error))
+            continue
+        assert compare_with_file(network, model, [IMAGE], "the file") < 1e-5
+        computed.add((rounding, size))
+    assert all(f"coordinates '{place}'" in each for each in refused)
+    written = {"asymmetric": {("floor", 7), ("floor", 2.0)}, "half_pixel": {("round_prefer_ceil", 7)}}  # by torch
+    smooth = {("", 2.0), ("", 7)} if place in ("half_pixel", "align_corners") else set()
+    assert computed >= (written.get(place, set()) if mode == "nearest" else smooth)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("antialias", 1), ("cubic_coeff_a", -0.5), ("exclude_outside", 1), ("keep_aspect_ratio_policy", "not_larger")],
+)
+def test_settings_of_a_resize_that_torch_has_not_are_refused(name: str, value: object) -> None:
+    mode = {"mode": "cubic", "coordinate_transformation_mode": "half_pixel", name: value}
+    network = network_of(resized(24, **mode), "the file")
+    with pytest.raises(InputError, match=rf"\(Resize\): {name}\."):
+        network.check_shapes((3, 16, 16))
+
+
 @pytest.mark.parametrize(("before", "by"), [(-1, 3), (1, -3), (-1, -3)])
 def test_sizes_are_divided_towards_zero(before: int, by: int) -> None:
     net = Onnx(size=("N", 3, "H", "W"))
@@ -186,6 +231,80 @@ def test_every_operator_is_compared_with_onnx_runtime() -> None:
     marks: Any = test_operators_of_one_input.pytestmark  # type: ignore[attr-defined]
     seen |= {op for op, _ in marks[0].args[1]}
     assert set(OPERATORS) - seen == {"Gelu", "Upsample"}  # of opset 20, and gone since opset 10
+
+
+GEOMETRIES: list[dict[str, Any]] = [
+    {}, {"strides": [2, 1]}, {"dilations": [1, 2]}, {"pads": [1, 0, 1, 0]}, {"group": 2}, {"auto_pad": "VALID"},
+    {"kernel_shape": [3, 2]},
+]  # fmt: skip
+OF_CONV: list[dict[str, Any]] = [{"pads": [1, 0, 0, 2]}, {"auto_pad": "SAME_UPPER"}, {"auto_pad": "SAME_LOWER"}]
+
+
+def one_layer(op: str, bias: bool, **attributes: Any) -> onnx.ModelProto:
+    net, groups = Onnx(size=(1, 3, 16, 16)), attributes.get("group", 1)
+    x = net.conv("conv", "image", 3, 8, 1)
+    net.normal("w", *((6, 8 // groups, 3, 2) if op == "Conv" else (8, 6 // groups, 3, 2)))
+    net.normal("b", 6)
+    return net.model(net.node(op, x, *["w", "b"][: 1 + bias], **attributes))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("op", "attributes"),
+    [
+        *(("Conv", each) for each in (*GEOMETRIES, *OF_CONV)),
+        *(("ConvTranspose", each) for each in (*GEOMETRIES, {"output_padding": [1, 0], "strides": [2, 2]})),
+    ],
+)
+def test_layers_with_each_attribute_and_without_any(op: str, attributes: dict[str, Any], bias: bool) -> None:
+    model = one_layer(op, bias, **attributes)
+    assert compare_with_file(network_of(model, "the file"), model, [IMAGE], "the file") < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("op", "attributes"),
+    [
+        ("Conv", {"auto_pad": "SAME_UPPER", "strides": [2, 2]}),
+        *(("ConvTranspose", each) for each in (*OF_CONV, {"output_shape": [9, 9]})),
+    ],
+)
+def test_layers_that_torch_has_not_are_refused(op: str, attributes: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=rf"\({op}\)"):
+        network_of(one_layer(op, True, **attributes), "the file")
+
+
+def as_nodes(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The same network with its constants as nodes: numbers and lists in the attributes that are for them, too."""
+    found = onnx.ModelProto.FromString(model.SerializeToString())
+    nodes = []
+    for tensor in found.graph.initializer:
+        content = onnx.numpy_helper.to_array(tensor)
+        name = {"i": "value_int", "f": "value_float"}[content.dtype.kind] + ("s" if content.ndim else "")
+        given = {"value": tensor} if content.ndim > 1 or content.dtype.itemsize == 1 else {name: content.tolist()}
+        nodes.append(helper.make_node("Constant", [], [tensor.name], name=f"the_{tensor.name}", **given))
+    del found.graph.initializer[:]
+    nodes += found.graph.node
+    del found.graph.node[:]
+    found.graph.node.extend(nodes)
+    return found
+
+
+def test_constants_are_initializers_or_nodes() -> None:
+    net = Onnx()
+    of_shapes = net.model(*shapes(net, net.conv("conv", "image", 3, 8)))
+    for model in (segmenter(), of_shapes):
+        network = equal_to_onnx_runtime(as_nodes(model))
+        assert [*network.state_dict()] == [*network_of(model, "the file").state_dict()]
+
+
+def test_constants_through_operators_that_only_move_them_are_weights() -> None:
+    """Exporters write a transposed, cast or reshaped weight as operators on a constant."""
+    net = Onnx()
+    pooled = net.node("Flatten", net.node("GlobalAveragePool", net.conv("conv", "image", 3, 8)))
+    stored = net.node("Cast", net.constant("w", np.ones((5, 8)), np.float16), to=TensorProto.FLOAT)
+    turned = net.node("Transpose", net.node("Identity", stored), perm=[1, 0])
+    network = equal_to_onnx_runtime(net.model(net.node("MatMul", pooled, turned)))
+    assert any(isinstance(layer, torch.nn.Linear) for layer in network.modules())
 
 
 def test_layers_of_uneven_padding_and_folded_factors() -> None:
@@ -247,7 +366,7 @@ def broken(change: str) -> onnx.ModelProto:
     elif change == "quantised":
         x = net.node("QuantizeLinear", x, net.constant("s", 1.0))
     elif change == "nan":
-        x = net.node("Mul", x, net.constant("nan", np.full((8, 1, 1), np.nan)))
+        x = net.node("Mul", x, net.constant("nan", np.diag([np.nan] + 7 * [1.0])[:, :1, None]))  # one of eight
     elif change == "huge":
         x = net.node("Resize", x, "", "", net.integers("sizes", 1, 8, 100_000, 100_000))
     elif change == "huge pad":

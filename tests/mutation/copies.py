@@ -17,6 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = (
     "fp4deploy",
@@ -39,11 +41,16 @@ OWN = ("benchmarks", "cli", "fp4deploy", "tests")
 
 @dataclass(frozen=True)
 class Trial:
-    """tests: pytest arguments; file: what has `text` as its content meanwhile, nothing without a name."""
+    """tests: pytest arguments; file: what has `text` as its content meanwhile, nothing without a name.
+
+    only: node ids, in the order to run them in; all tests without one. first: end with the first failure.
+    """
 
     tests: tuple[str, ...]
     file: str = ""
     text: str = ""
+    only: tuple[str, ...] = ()
+    first: bool = True
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,8 @@ def run_trials(trials: Sequence[Trial], jobs: int, seconds: float) -> Iterator[t
     """Run trials, `jobs` at a time and each for `seconds` at most; the number and the outcome of each that ended."""
     _import_libraries()
     with tempfile.TemporaryDirectory() as base:
+        if (ROOT.parent / "shared").is_dir():
+            (Path(base) / "shared").symlink_to(ROOT.parent / "shared")
         free = [copy_to(Path(base) / str(job)) for job in range(min(jobs, len(trials)))]
         waiting, running = list(enumerate(trials)), dict[int, _Running]()
         try:
@@ -93,7 +102,7 @@ class _Running:
             self.changed.write_text(trial.text, encoding="utf-8")
         self.pid = os.fork()
         if self.pid == 0:
-            _become_pytest(folder, self.output, trial.tests)
+            _become_pytest(folder, self.output, trial)
 
     def poll(self) -> Outcome | None:
         """The outcome, None while it runs."""
@@ -143,7 +152,20 @@ def _import_libraries() -> None:
             importlib.import_module(name)
 
 
-def _become_pytest(folder: Path, output: Path, tests: tuple[str, ...]) -> None:
+class _Chosen:
+    """A plugin of pytest that runs some tests alone, in their order."""
+
+    def __init__(self, tests: Sequence[str]) -> None:
+        self.places = {test: place for place, test in enumerate(tests)}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        if self.places:
+            chosen = [item for item in items if item.nodeid in self.places]
+            items[:] = sorted(chosen, key=lambda item: self.places[item.nodeid])
+
+
+def _become_pytest(folder: Path, output: Path, trial: Trial) -> None:
     """Run pytest on a copy, which is imported in place of the checkout, and end this process with its status."""
     status = 3
     try:
@@ -159,8 +181,15 @@ def _become_pytest(folder: Path, output: Path, tests: tuple[str, ...]) -> None:
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
         os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(os.path.isabs, sys.path)])
         (folder / "temporary").mkdir(exist_ok=True)
-        arguments = ("-q", "-x", "-p", "no:cacheprovider", "--basetemp", str(folder / "temporary" / "pytest"))
-        status = int(importlib.import_module("pytest").main([*arguments, *tests]))
+        arguments = [
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--basetemp",
+            str(folder / "temporary" / "pytest"),
+            *["-x"][: trial.first],
+        ]
+        status = int(pytest.main([*arguments, *trial.tests], plugins=[_Chosen(trial.only)]))
         sys.stdout.flush()
     finally:
         os._exit(status)

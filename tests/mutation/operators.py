@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,27 +14,31 @@ COMPARISONS: dict[type[ast.cmpop], str] = {
 }  # fmt: skip
 ARITHMETIC: dict[type[ast.operator], str] = {
     ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "/", ast.Mod: "//", ast.BitOr: "&",
-    ast.BitAnd: "|", ast.LShift: ">>", ast.RShift: "<<", ast.Pow: "*",
+    ast.BitAnd: "|", ast.BitXor: "|", ast.MatMult: "*", ast.LShift: ">>", ast.RShift: "<<", ast.Pow: "*",
 }  # fmt: skip
 TWINS = {"min": "max", "amin": "amax", "any": "all", "floor": "ceil", "sum": "mean", "argmax": "argmin", "minimum": "maximum",
          "clamp_min": "clamp_max", "startswith": "endswith", "ceil": "round", "height": "width", "rglob": "glob"}  # fmt: skip
 TWINS |= {other: name for name, other in TWINS.items()}
 COPIES = ("clone", "copy", "detach", "contiguous", "sort", "float", "abs", "resolve")
+LEAVING = (ast.Raise, ast.Return, ast.Continue, ast.Break)
+# What changes no answer: a message, a layout of a file, a check of two lengths that are always equal.
+SILENT_CALLS = ("cast", "debug", "info", "log", "not_compiled", "warn", "warning")
+SILENT_KEYWORDS = ("daemon", "desc", "encoding", "errors", "help", "indent", "label", "name", "stacklevel", "strict", "title")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """kind: of the operator; function: the one that is wrong; start, end: which part of the text `new` replaces."""
+    """kind: of the operator; start, end: which part of the text `new` replaces; lines: what a test executes to meet it."""
 
     kind: str
-    function: str
     start: int
     end: int
     new: str
+    lines: range
 
 
 def mistakes(text: str) -> Iterator[Mistake]:
-    """Every mistake that can be made in the functions of a module, in the order of the text."""
+    """Every mistake that can be made in the functions and the tables of a module."""
     lines = text.splitlines(keepends=True)
     offsets = [0]
     for line in lines:
@@ -48,27 +53,18 @@ def mistakes(text: str) -> Iterator[Mistake]:
         start, end = place(node)
         return encoded[start:end].decode()
 
+    def between(left: ast.AST, operator: str, right: ast.AST) -> str:
+        return f"(({source(left)}) {operator} ({source(right)}))"
+
     def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST, str]]:
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
-            yield (
-                "comparison",
-                node,
-                f"{source(node.left)} {COMPARISONS[type(node.ops[0])]} {source(node.comparators[0])}",
-            )
-        elif (
-            isinstance(node, ast.BinOp)
-            and not isinstance(node.left, ast.Constant | ast.JoinedStr)
-            and type(node.op) in ARITHMETIC
-        ):
-            yield "arithmetic", node, f"{source(node.left)} {ARITHMETIC[type(node.op)]} {source(node.right)}"
+            yield "comparison", node, between(node.left, COMPARISONS[type(node.ops[0])], node.comparators[0])
+        elif isinstance(node, ast.BinOp) and not any(map(_is_text, (node.left, node.right))):
+            yield "arithmetic", node, between(node.left, ARITHMETIC[type(node.op)], node.right)
         elif isinstance(node, ast.BoolOp):
-            word = " or " if isinstance(node.op, ast.And) else " and "
-            yield "and/or", node, f"({word.join(f'({source(each)})' for each in node.values)})"
-            yield (
-                "condition dropped",
-                node,
-                f"({(' and ' if word == ' or ' else ' or ').join(f'({source(each)})' for each in node.values[:-1])})",
-            )
+            word, other = (" and ", " or ") if isinstance(node.op, ast.And) else (" or ", " and ")
+            yield "and/or", node, f"({other.join(f'({source(each)})' for each in node.values)})"
+            yield "condition dropped", node, f"({word.join(f'({source(each)})' for each in node.values[:-1])})"
         elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.Not):
             yield "sign", node, source(node.operand)
         elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
@@ -77,6 +73,12 @@ def mistakes(text: str) -> Iterator[Mistake]:
             yield "constant", node, str(node.value + 1 if isinstance(node.value, int) else node.value * 2 or 1.0)
         elif isinstance(node, ast.If | ast.IfExp):
             yield "branch", node.test, f"(not ({source(node.test)}))"
+            if isinstance(node, ast.If) and not node.orelse and isinstance(node.body[-1], LEAVING):
+                yield "guard dropped", node.test, "False"
+        elif isinstance(node, ast.Dict) and len(node.keys) > 1 and isinstance(node.keys[-1], ast.Constant):
+            yield "entry dropped", _span(node.keys[-1], node.values[-1]), ""
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute | ast.Subscript):
+            yield "statement dropped", node, "pass"
         elif isinstance(node, ast.comprehension) and node.ifs:
             yield "filter", node.ifs[0], "True"
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
@@ -88,33 +90,37 @@ def mistakes(text: str) -> Iterator[Mistake]:
                 if end is not None:
                     yield "slice", end, f"({source(end)}) + 1"
         elif isinstance(node, ast.Call):
-            named = [each for each in node.keywords if each.arg]
+            named = [each for each in node.keywords if each.arg and each.arg not in SILENT_KEYWORDS]
             if named:
                 yield "argument dropped", named[-1], "**{}"
-            if len(node.args) > 1 and not any(isinstance(each, ast.Starred) for each in node.args[:2]):
-                yield (
-                    "arguments exchanged",
-                    _span(node.args[0], node.args[1]),
-                    f"{source(node.args[1])}, {source(node.args[0])}",
-                )
+            if len(node.args) > 1 and _alike(*node.args[:2]):
+                first, second = node.args[:2]
+                yield "arguments exchanged", _span(first, second), f"{source(second)}, {source(first)}"
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if isinstance(node.func, ast.Attribute) and name in COPIES and not node.args:
-                yield "call dropped", node, source(node.func.value)
-            if name in TWINS:
-                new = (
-                    f"{source(node.func.value)}.{TWINS[name]}" if isinstance(node.func, ast.Attribute) else TWINS[name]
-                )
-                yield "twin", node.func, new
+                yield "call dropped", node, f"({source(node.func.value)})"
+            if name in TWINS and (isinstance(node.func, ast.Attribute) or name != "sum"):
+                of = f"({source(node.func.value)})." if isinstance(node.func, ast.Attribute) else ""
+                yield "twin", node.func, of + TWINS[name]
 
-    for function in _functions(ast.parse(text)):
-        body = function.body
-        for statement in body:
-            for node in _walk(statement):
-                for kind, where, new in changes(node):
-                    yield Mistake(kind, function.name, *place(where), new)
-        for default in [*function.args.defaults, *filter(None, function.args.kw_defaults)]:
-            for _, where, new in changes(default):
-                yield Mistake("default", function.name, *place(where), new)
+    def made(node: ast.AST, lines: range | None = None, kind: str = "") -> Iterator[Mistake]:
+        for own, where, new in changes(node):
+            at: Any = where
+            yield Mistake(kind or own, *place(where), new, lines or range(at.lineno, at.end_lineno + 1))
+
+    for node in ast.parse(text).body:
+        for function in [node, *(node.body if isinstance(node, ast.ClassDef) else ())]:
+            if isinstance(function, ast.FunctionDef):
+                for each in itertools.chain.from_iterable(map(_walk, function.body)):
+                    yield from made(each)
+                inside = range(function.body[0].lineno, (function.end_lineno or 0) + 1)
+                for default in [*function.args.defaults, *filter(None, function.args.kw_defaults)]:
+                    if not isinstance(default, ast.Call):
+                        yield from made(default, inside, "default")
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            for each in _walk(node.value):
+                if not (isinstance(each, ast.BinOp) and isinstance(each.op, ast.BitOr)):  # a type, most often
+                    yield from made(each, range(1, len(lines) + 1), "table")
 
 
 def apply(text: str, mistake: Mistake) -> str:
@@ -123,24 +129,30 @@ def apply(text: str, mistake: Mistake) -> str:
     return (encoded[: mistake.start] + mistake.new.encode() + encoded[mistake.end :]).decode()
 
 
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def _alike(first: ast.expr, second: ast.expr) -> bool:
+    """What somebody could take for each other: two names, two attributes, two constants of one type."""
+    if isinstance(first, ast.Constant) and isinstance(second, ast.Constant):
+        return type(first.value) is type(second.value) and first.value != second.value
+    return isinstance(first, ast.Name | ast.Attribute) and isinstance(second, ast.Name | ast.Attribute)
+
+
 def _span(first: ast.expr, last: ast.expr) -> ast.expr:
     joined = ast.Constant(None, lineno=first.lineno, col_offset=first.col_offset)
     joined.end_lineno, joined.end_col_offset = last.end_lineno, last.end_col_offset
     return joined
 
 
-def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef]:
-    """Functions of modules and methods of classes; what is defined inside them belongs to them."""
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef):
-            yield node
-        elif isinstance(node, ast.ClassDef):
-            yield from (each for each in node.body if isinstance(each, ast.FunctionDef))
-
-
 def _walk(node: ast.AST) -> Iterator[ast.AST]:
     """What decides something: no messages of errors, annotations, asserts or strings."""
     if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr | ast.Import | ast.ImportFrom):
+        return
+    if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in SILENT_CALLS:
+        return
+    if isinstance(node, ast.keyword) and node.arg in SILENT_KEYWORDS:
         return
     yield node
     for name, child in ast.iter_fields(node):

@@ -1,146 +1,219 @@
-"""Where and of which kind mistakes survive: python -m tests.mutation.rooms [ROOM ...] [--count N] [--seed S]
+"""What share of mistakes the tests notice: python -m tests.mutation.rooms REACHED [--count N] [--seed S] [--json FILE]
 
-`operators` makes mistakes in all code but kernels that need a GPU; `--count` of them are drawn, each room as often as
-its share of the lines. The tests that are `nearest` run, and of those that run over every room (`FAMILIES`) the ones
-that call the function. Prints shares by room and by kind with 95 % intervals (Wilson).
+`operators` makes mistakes in all code but what needs a GPU. Of every room as many are drawn as its weight says: most where
+a user relies on an answer that nobody sees made; there each kind is as likely as another. Of each mistake the tests run that execute its lines (REACHED is what
+`python -m tests.mutation.reached REACHED` wrote), those of its room and recorded answers first, the fast ones before the slow ones, for
+`--budget` seconds as they took then; then the others of their files, whose caches may hide a line. Where none executes it
+in the process of the tests, the files that are `nearest` run. A test that fails without the mistake as well does not count.
+
+Prints shares by room and by kind with 95 % intervals (Wilson). In the file, a survivor that changes no answer, or code for a
+GPU or a library that the machine lacks, is marked by hand with the reason, as "left_out"; `--read FILE` prints the shares without.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import itertools
+import difflib
 import json
-import math
 import random
+import re
 import sys
-from collections import Counter
-from collections.abc import Generator
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FrameType
 from typing import Any
 
-import pytest
-
-from tests.mutation.copies import ROOT, Trial, run_trials
-from tests.mutation.drawn import Mutant
+from tests.mutation.copies import ROOT, Outcome, Trial, run_trials
 from tests.mutation.nearest import FAMILIES, nearest
 from tests.mutation.operators import Mistake, apply, mistakes
-from tests.mutation.seeded import LASTING
+from tests.mutation.reached import LASTING, Reached
 
-SECONDS = 240
+SECONDS = 300
+WEIGHTS = {
+    "audit": 3, "bench": 3, "bench/gate": 3, "cli": 2, "data": 6, "detection": 1, "experiments": 2, "export": 4,
+    "export/ledger": 2, "export/lowering": 3, "export/onnx": 3, "export/verify": 4, "formats": 5, "fusion": 1, "graph": 3,
+    "instances": 2, "interop": 5, "metrics": 3, "models": 2, "packed": 6, "predict": 4, "ptq": 4, "qat": 5, "report": 2,
+    "serving": 1, "system": 1, "tasks": 1, "train": 8,
+}  # fmt: skip
 LEFT_OUT = ("plugins/", "selftest/", "qat/fused_unet", "qat/fp4_gemms", "qat/fusion/", "native/", "bench/runtimes/tensorrt",
             "bench/runtimes/ort_rtx", "train/cuda_graph", "export/engine", "train/distributed", "sweep/cluster")  # fmt: skip
 
 
-def draw(rooms: list[str], count: int, seed: int) -> list[tuple[str, Mistake]]:
-    """File and mistake; the same for the same code."""
-    found = []
-    for path in sorted([*(ROOT / "fp4deploy").rglob("*.py"), *(ROOT / "cli").rglob("*.py")]):
-        file = path.relative_to(ROOT).as_posix()
-        if not any(each in file for each in LEFT_OUT) and (not rooms or room_of(file) in rooms):
-            found += [(file, each) for each in mistakes(path.read_text(encoding="utf-8"))]
-    random.Random(seed).shuffle(found)
-    return list(itertools.islice(filter(_compiles, found), count))
+@dataclass(frozen=True)
+class Mutant:
+    """kind: of the mistake; text: the file with it; lines: which a test executes to meet it."""
+
+    room: str
+    file: str
+    kind: str
+    text: str
+    lines: range
+
+    def difference(self) -> list[str]:
+        """The lines that differ, as a diff with the number of the first."""
+        before = (ROOT / self.file).read_text(encoding="utf-8").splitlines()
+        lines = list(difflib.unified_diff(before, self.text.splitlines(), n=0, lineterm=""))[2:]
+        place = lines[0].split()[1].lstrip("-").partition(",")[0]
+        return [f"{self.file}:{place}", *[" ".join((line[0], line[1:].strip())) for line in lines if line[0] in "+-"]]
 
 
 def room_of(file: str) -> str:
-    """The package of a file."""
-    parts = Path(file).parts
-    return "cli" if parts[0] == "cli" else parts[1].removesuffix(".py")
+    """The longest of the rooms that a file lies in, nothing where it is in none."""
+    place = file.removeprefix("fp4deploy/").removesuffix(".py") + "/"
+    return max((room for room in WEIGHTS if place.startswith(f"{room}/")), key=len, default="")
 
 
-def _compiles(drawn: tuple[str, Mistake]) -> bool:
-    file, mistake = drawn
+def draw(rooms: Iterable[str], count: int, seed: int) -> tuple[dict[str, int], list[Mutant]]:
+    """How many mistakes each room has, and `count` that were drawn; the same for the same code."""
+    found = defaultdict[str, list[tuple[str, str, Mistake]]](list)
+    for path in sorted([*(ROOT / "fp4deploy").rglob("*.py"), *(ROOT / "cli").rglob("*.py")]):
+        file = path.relative_to(ROOT).as_posix()
+        room = room_of(file)
+        if room and (not rooms or room in rooms) and not any(each in file for each in LEFT_OUT):
+            text = path.read_text(encoding="utf-8")
+            found[room] += [(file, text, each) for each in mistakes(text)]
+    counts = {room: len(every) for room, every in found.items()}
+    chance, drawn = random.Random(seed), list[Mutant]()
+    total, due = sum(WEIGHTS[room] for room in found), 0.0
+    for room, every in found.items():
+        chance.shuffle(every)
+        kinds = sorted({each.kind for _, _, each in every})
+        due += count * WEIGHTS[room] / total
+        while len(drawn) < round(due):
+            kind = chance.choice(kinds)
+            place = next((place for place, (_, _, each) in enumerate(every) if each.kind == kind), None)
+            if place is None:
+                continue
+            file, text, each = every.pop(place)
+            if _compiles(changed := apply(text, each)):
+                drawn.append(Mutant(room, file, each.kind, changed, each.lines))
+    chance.shuffle(drawn)  # so that a run that is stopped has an even sample, too
+    return counts, drawn
+
+
+def _compiles(text: str) -> bool:
     try:
-        ast.parse(apply((ROOT / file).read_text(encoding="utf-8"), mistake))
+        ast.parse(text)
     except SyntaxError:
         return False
     return True
 
 
-class Reached:
-    """A plugin of pytest: which functions of the project each test calls."""
+def tests_of(mutant: Mutant, reached: Reached, budget: float) -> tuple[str, ...]:
+    """Node ids, in the order to run them in; nothing where no test executes a line of the mutant."""
+    home = f"tests/{mutant.room.partition('/')[0]}/", "tests/contract/"  # recorded answers are of every room
 
-    def __init__(self) -> None:
-        self.tests: dict[str, list[str]] = {}
-        self._codes: set[CodeType] = set()
+    def affordable(tests: Iterable[str], seconds: float) -> list[str]:
+        found = list[str]()
+        for test in sorted(tests, key=lambda test: (not test.startswith(home), reached.seconds[test])):
+            seconds -= reached.seconds[test]
+            if seconds < 0 and found:
+                break
+            found.append(test)
+        return found
 
-    def _call(self, frame: FrameType, event: str, argument: Any) -> None:
-        self._codes.add(frame.f_code)
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, None, None]:
-        self._codes = set()
-        sys.settrace(self._call)  # type: ignore[arg-type]
-        try:
-            yield
-        finally:
-            sys.settrace(None)
-            for code in self._codes:
-                path = Path(code.co_filename)
-                if path.is_relative_to(ROOT) and not path.is_relative_to(ROOT / ".venv"):
-                    key = f"{path.relative_to(ROOT).as_posix()} {code.co_name}"
-                    self.tests.setdefault(key, []).append(item.nodeid)
+    direct = affordable(reached.tests(mutant.file, mutant.lines), budget)
+    files = {test.partition("::")[0] for test in direct}
+    beside = [test for test in reached.seconds if test.partition("::")[0] in files and test not in direct]
+    return (*direct, *affordable(beside, budget / 2)) if direct else ()
 
 
-def reached(cache: Path | None) -> dict[str, list[str]]:
-    """File and function -> the tests of every room that call it; `cache`: a file that keeps them."""
-    if cache is not None and cache.is_file():
-        return dict(json.loads(cache.read_text()))
-    plugin = Reached()
-    pytest.main(["-q", "-p", "no:cacheprovider", *FAMILIES[:-1]], plugins=[plugin])
-    if cache is not None:
-        cache.write_text(json.dumps(plugin.tests))
-    return plugin.tests
+def trial_of(mutant: Mutant, reached: Reached, budget: float, without: set[str]) -> Trial:
+    """Its tests with the mutant in place."""
+    tests = tuple(test for test in tests_of(mutant, reached, budget) if test not in without)
+    near = tuple(each for each in nearest(mutant.file) if each not in FAMILIES)
+    files = tuple(dict.fromkeys(test.partition("::")[0] for test in tests)) or near
+    return Trial((*files, "-m", LASTING), mutant.file, mutant.text, tests)
 
 
-def interval(hits: int, of: int) -> tuple[float, float]:
-    """Wilson's interval of a share at 95 %."""
-    z, share = 1.96, hits / of
-    middle, half = share + z * z / (2 * of), z * math.sqrt(share * (1 - share) / of + z * z / (4 * of * of))
-    return (middle - half) / (1 + z * z / of), (middle + half) / (1 + z * z / of)
+def failures(outcome: Outcome) -> list[str]:
+    """Node ids of the tests that failed, as pytest prints them."""
+    return re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", outcome.output, re.MULTILINE)
 
 
-def shares(title: str, rows: list[tuple[str, bool]]) -> None:
-    """Print the share of each group."""
-    every, noticed = Counter(group for group, _ in rows), Counter(group for group, seen in rows if seen)
-    print(f"\n{title:<24} {'drawn':>5} {'noticed':>8} {'share':>6}  95 % interval")
-    for group, count in sorted(every.items(), key=lambda item: -item[1]):
-        low, high = interval(noticed[group], count)
-        print(f"{group:<24} {count:>5} {noticed[group]:>8} {noticed[group] / count:>6.0%}  {low:.0%} to {high:.0%}")
+def run_mutants(mutants: list[Mutant], reached: Reached, budget: float, jobs: int) -> list[dict[str, Any]]:
+    """A row for each mutant; prints them as they come."""
+    rows: dict[int, dict[str, Any]] = {}
+    waiting, without = list(range(len(mutants))), set[str]()
+    while waiting:
+        trials = [trial_of(mutants[number], reached, budget, without) for number in waiting]
+        noticed = dict[int, list[str]]()
+        for index, outcome in run_trials(trials, jobs, SECONDS):
+            number, mutant = waiting[index], mutants[waiting[index]]
+            if outcome.status in (4, 5):
+                raise SystemExit(f"The tests of {mutant.file} did not run:\n{outcome.output[-2000:]}")
+            seen = outcome.failed
+            rows[number] = {
+                "room": mutant.room, "kind": mutant.kind, "noticed": seen, "difference": mutant.difference(),
+                "tests": len(trials[index].only), "seconds": round(outcome.seconds),
+                "by": (failures(outcome) or ["what did not end"])[0] if seen else "",
+            }  # fmt: skip
+            if seen:
+                noticed[number] = failures(outcome)
+            verdict = f"noticed by {rows[number]['by']}" if seen else f"SURVIVED {len(trials[index].only)} tests"
+            print(f"{number:3} {outcome.seconds:4.0f} s {mutant.kind}: {mutant.difference()} {verdict}", flush=True)
+        names = tuple({name for each in noticed.values() for name in each[:1]})
+        files = tuple({name.partition("::")[0] for name in names})
+        wrong = set[str]()  # what fails without a mistake as well
+        for _, outcome in run_trials(
+            [Trial((*files, "-m", LASTING), only=names, first=False)] if names else [], 1, 3600
+        ):
+            wrong = set(failures(outcome))
+        without |= wrong
+        waiting = [number for number, each in noticed.items() if wrong & set(each[:1])]
+        for name in wrong:
+            print(f"fails without a mistake: {name}", flush=True)
+    return [rows[number] for number in sorted(rows)]
+
+
+def print_shares(rows: list[dict[str, Any]]) -> None:
+    """Shares of each room, each kind and all."""
+    from docs.tables.results import wilson  # imports the package, which a process that is forked must not have
+
+    same = [row for row in rows if "left_out" in row]
+    counted = [{**row, "all": "all"} for row in rows if "left_out" not in row]
+    for title in ("room", "kind", "all"):
+        every = Counter(row[title] for row in counted)
+        noticed = Counter(row[title] for row in counted if row["noticed"])
+        print(f"\n{title:<24} {'drawn':>5} {'noticed':>8} {'share':>6}  95 % interval")
+        for group, count in sorted(every.items(), key=lambda item: (-item[1], item[0])):
+            low, high = wilson(noticed[group], count)
+            print(f"{group:<24} {count:>5} {noticed[group]:>8} {noticed[group] / count:>6.0%}  {low:.0%} to {high:.0%}")
+    print(f"\n{len(same)} more are left out, for their reasons")
 
 
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rooms", nargs="*")
-    parser.add_argument("--count", type=int, default=60)
+    parser.add_argument("reached", type=Path, nargs="?", default=Path("build/reached"))
+    parser.add_argument("--rooms", nargs="*", default=())
+    parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--budget", type=float, default=15.0)
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--only-families", action="store_true", help="without the nearest tests")
-    parser.add_argument("--reached", type=Path, help="keep there which test calls what, until tests change")
+    parser.add_argument("--json", type=Path, help="add every row to such a file")
+    parser.add_argument("--read", type=Path, help="print the shares of such a file")
     chosen = parser.parse_args()
-    drawn = draw(chosen.rooms, chosen.count, chosen.seed)
-    families, trials, mutants = reached(chosen.reached), [], []
-    for file, mistake in drawn:
-        text = apply((ROOT / file).read_text(encoding="utf-8"), mistake)
-        near = () if chosen.only_families else tuple(each for each in nearest(file) if each not in FAMILIES)
-        tests = (*families.get(f"{file} {mistake.function}", ()), *near, FAMILIES[-1])  # that in a process of its own
-        mutants.append(Mutant(room_of(file), file, text))
-        trials.append(Trial((*tests, "-m", LASTING), file, text))
-    rows = []
-    for number, outcome in run_trials(trials, chosen.jobs, SECONDS):
-        file, mistake = drawn[number]
-        if outcome.status in (4, 5):
-            raise SystemExit(f"The tests of {file} did not run:\n{outcome.output[-1000:]}")
-        seen = outcome.failed and outcome.status is not None
-        rows.append((room_of(file), mistake.kind, seen))
-        verdict = "noticed" if seen else "SURVIVED"
-        print(f"{outcome.seconds:4.0f} s {verdict:<8} {mistake.kind}: {mutants[number].difference()}", flush=True)
-    for title, place in (("room", 0), ("kind", 1)):
-        shares(title, [(row[place], row[2]) for row in rows])
-    shares("all", [("all", row[2]) for row in rows])
+    if chosen.read:
+        for each in json.loads(chosen.read.read_text(encoding="utf-8"))["runs"]:
+            print(f"\n{each['command']}")
+            print_shares(each["rows"])
+        return 0
+    counts, mutants = draw(chosen.rooms, chosen.count, chosen.seed)
+    rows = run_mutants(mutants, Reached(chosen.reached), chosen.budget, chosen.jobs)
+    print_shares(rows)
+    if chosen.json:
+        from fp4deploy.bench.environment import environment
+
+        named = f" --rooms {' '.join(chosen.rooms)}" if chosen.rooms else ""
+        command = (
+            f"python -m tests.mutation.rooms --count {chosen.count} --seed {chosen.seed} --budget {chosen.budget:g}"
+        )
+        found = {"command": command + named, "machine": environment(), "mistakes": counts, "rows": rows}
+        known = json.loads(chosen.json.read_text(encoding="utf-8"))["runs"] if chosen.json.is_file() else []
+        chosen.json.write_text(json.dumps({"runs": [*known, found]}, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

@@ -2,7 +2,7 @@
 
 Each fault is one that a reader could plausibly write, in code that decides bytes or verdicts. It replaces `old` by
 `new` in a copy of the checkout, and one of the tests that are named must fail there: it passes on the unchanged copy, which
-is tested afterwards. `tests/mutation/sampled.py` finds faults that nobody thought of.
+is tested afterwards. `tests/mutation/rooms.py` draws mistakes that nobody thought of.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from tests.mutation.copies import ROOT, Trial, run_trials
 from tests.mutation.nearest import nearest
+from tests.mutation.reached import LASTING
 
 SECONDS = 300  # for the tests of one fault
-LASTING = "not (emulate or variants or nightly or gpu)"  # as `make test`, without a GPU
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,17 @@ def test_what_is_exported_passes(recipe: str | None, scale: float) -> None:
     assert shapes["logits" if "logits" in shapes else "head"] == (1, len(CLASSES), 32, 32)
 
 
+@pytest.mark.parametrize("recipe", [None, "nvfp4_qat"])
+def test_every_tensor_has_the_type_and_the_shape_of_what_reads_it(recipe: str | None) -> None:
+    plain = packed(recipe, 0.125)[1].graph
+    assert plain.tensors
+    for name, info in plain.tensors.items():
+        for other in ({"shape": [*info.shape, 1]}, {"dtype": "F64"}):
+            graph = plain.model_copy(update={"tensors": {**plain.tensors, name: info.model_copy(update=other)}})
+            with pytest.raises(InputError, match=r"Node \d+ of the graph .*(its weight has|is needed)"):
+                check_graph(graph, len(CLASSES))
+
+
 def _two_plain_inputs(graph: dict[str, Any]) -> None:
     """The first convolution of a decoder in FP16, its two inputs plain."""
     reader, tensors = node(graph, "decoder.0.conv1"), graph["tensors"]
@@ -208,14 +219,19 @@ def test_the_output_has_the_channels_of_the_card(channels: int) -> None:
         ("encoder.1.conv1.weight.scales", float("nan"), "holds NaN"),
         ("encoder.1.conv1.weight.scales", -1.0, "negative number"),
         ("head.bias", float("inf"), "holds NaN or Inf"),
+        ("head.bias", 65520.0, "holds 65520, and the largest of FP16 is 65504"),
+        ("head.bias", -7e4, "holds 70000, and the largest of FP16"),
     ],
 )
-def test_values_that_could_not_be_computed_with(name: str, value: float, cause: str) -> None:
+@pytest.mark.parametrize("at", [0, -1])
+def test_one_value_that_could_not_be_computed_with(name: str, value: float, cause: str, at: int) -> None:
     file = packed()[1]
-    tensors = dict(file.tensors)
-    tensors[name] = torch.full(tensors[name].shape, value).to(tensors[name].dtype)
+    tensor = file.tensors[name].clone()
+    wide = tensor.dtype == torch.float16 and abs(value) > 65504  # of another tool
+    tensor = tensor.float() if wide else tensor
+    tensor.view(-1)[at] = value
     with pytest.raises(InputError, match=cause):
-        check_values(tensors, file.graph)
+        check_values({**file.tensors, name: tensor}, file.graph)
 
 
 def test_a_first_source_that_ends_inside_a_block() -> None:

@@ -76,6 +76,17 @@ def test_common_files_are_decoded_by_it(tmp_path: Path, name: str) -> None:
     assert np.array_equal(host_pixels(found.pixels), upright_image(path))
 
 
+def test_a_file_with_bytes_between_its_segments_is_not_common(tmp_path: Path) -> None:
+    """What stands there has the form of a segment but for its first byte, and Pillow skips it."""
+    whole, path = jpeg(Image.fromarray(photo(37, 53))), tmp_path / "a.jpg"
+    first = 4 + int.from_bytes(whole[4:6], "big")
+    for between, common in ((b"", True), (b"\xff\xfe\x00\x04ab", True), (b"\x00\xfe\x00\x04ab", False)):
+        path.write_bytes(whole[:first] + between + whole[first:])
+        with Image.open(path) as image:
+            assert image.size == (53, 37)
+        assert (common_jpeg(path) is not None) == common
+
+
 @pytest.mark.parametrize("orientation", range(10))
 def test_exif_turns_pixels_as_pillow_does(tmp_path: Path, orientation: int) -> None:
     path, pixels = tmp_path / "a.jpg", photo(37, 53)

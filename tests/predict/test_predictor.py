@@ -23,6 +23,7 @@ from fp4deploy.data import EvalTransform
 from fp4deploy.data.palette import colours, png_palette, tinted
 from fp4deploy.data.sample import Sample
 from fp4deploy.detection import Detections
+from fp4deploy.detection.draw import draw_boxes
 from fp4deploy.errors import InputError
 from fp4deploy.instances.decode import Instances, decode
 from fp4deploy.instances.draw import draw_instances
@@ -124,6 +125,40 @@ def test_the_classes_of_an_image_add_up() -> None:
     for each in classes:
         assert each["pixels"] == (found.mask == each["id"]).sum()
         assert each["name"] == found.class_names[each["id"]]
+
+
+def test_records_have_what_was_looked_for() -> None:
+    """Objects of each kind that looks for them, also where none was found; pixels where they have classes."""
+    mask, names, none = np.zeros((4, 6), np.uint8), ("a", "b"), np.zeros(0, np.int64)
+    detections = Detections(np.zeros((0, 4), np.float32), none, np.zeros(0, np.float32))
+    instances = Instances(np.zeros((4, 6), np.int32), none, np.zeros(0, np.float32), mask)
+    given: list[tuple[dict[str, Any], bool, bool]] = [
+        ({}, False, True),
+        ({"detections": detections}, True, False),
+        ({"instances": instances}, True, True),
+        ({"scores": np.array([0.9, 0.1], np.float32)}, False, False),
+    ]
+    for parts, objects, pixels in given:
+        found = Prediction(mask, names, colours(names, False), **parts)
+        assert (found.counts_objects, found.has_mask) == (objects, pixels)
+        assert found.to_json().get("objects", "not looked for") == ([] if objects else "not looked for")
+
+
+def test_a_classifier_names_its_five_likeliest_classes_the_first_of_equals_first() -> None:
+    scores = np.array([0.05, 0.2, 0.05, 0.3, 0.1, 0.2, 0.1], np.float32)
+    found = Prediction(np.full((4, 6), 3, np.uint8), tuple("abcdefg"), colours("abcdefg", False), scores=scores)
+    assert [(each["id"], each["name"]) for each in found.classes()] == [
+        (3, "d"),
+        (1, "b"),
+        (5, "f"),
+        (4, "e"),
+        (6, "g"),
+    ]
+    assert [each["score"] for each in found.classes()] == pytest.approx([0.3, 0.2, 0.2, 0.1, 0.1])
+    image = np.zeros((64, 96, 3), np.uint8)
+    drawn = dataclasses.replace(found, mask=np.full((64, 96), 3, np.uint8)).overlay(image)
+    whole = Detections(np.array([[0, 0, 96, 64]], np.float32), np.array([3]), np.array([0.3], np.float32))
+    assert (drawn == draw_boxes(image, whole, found.class_names)).all()
 
 
 def test_a_mask_file_keeps_class_ids_and_shows_colours(tmp_path: Path) -> None:

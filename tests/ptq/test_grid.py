@@ -169,6 +169,10 @@ def test_rows_times_matrix_is_the_layer(layer: nn.Module) -> None:
     axes = len(matrix.shape) - 2
     x = torch.randn(2, 20) if isinstance(layer, nn.Linear) else torch.randn(2, matrix.channels, *(3, 8, 9)[3 - axes :])
     rows = input_rows(layer, x, torch.Generator(), most=10_000)
+    for dtype in (torch.float16, torch.bfloat16):  # of an autocast
+        narrow = input_rows(layer, x.to(dtype), torch.Generator(), most=10_000)
+        assert narrow.dtype == torch.float32
+        assert torch.equal(narrow, rows.to(dtype).float())
     found = rows @ matrix.rows(weight).T
     expected = layer(x) - layer.bias.view(-1, *[1] * (x.ndim - 2))  # type: ignore[union-attr,operator]
     if matrix.transposed:

@@ -339,6 +339,20 @@ def test_the_layers_that_lose_most_are_left_out_and_the_file_says_so(untrained: 
     assert error(model, expected, [x]) < 0.8 * error(load_model(plain)[0], expected, [x])
 
 
+def test_layers_chosen_by_their_error_join_those_that_were_named() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), *(nn.Conv2d(16, 16, 3) for _ in range(7)), nn.Conv2d(16, 4, 1))
+    named = {"int8": ["2"], "fp8": ["3"], "exclude": ["4"]}
+    x = torch.randn(2, 3, 20, 20)
+    chosen = quantize(model, x, "amax", correction="none", fp16_macs=0.2, fp8_macs=0.5, **named).sensitive
+    formats = {name: layer.recipe.activation.format for name, layer in quantized_layers(model).items()}
+    assert formats.pop("2") == "int8"
+    assert {name for name, form in formats.items() if form == "fp8"} == {"3", *chosen["fp8"]}
+    assert set("1234567") - {"2"} - formats.keys() == {"4", *chosen["fp16"]}
+    assert chosen["fp16"]
+    assert chosen["fp8"]
+
+
 def test_layers_of_a_network_of_arguments_are_left_out() -> None:
     model = Tokens()
     batch = {"ids": torch.randint(0, 32, (4, 6)), "mask": torch.ones(4, 6)}

@@ -52,11 +52,14 @@ class Odd(nn.Module):
         self.still_up, self.steps_up = nn.ConvTranspose2d(32, 16, 3, padding=1), nn.ConvTranspose2d(16, 16, 2, stride=3)
         self.line = nn.Conv2d(16, 16, (1, 3))
         self.last = nn.Conv2d(16, 16, 1)
+        self.columns, self.rows = nn.Conv2d(16, 1, (3, 1), padding=(1, 0)), nn.Conv2d(16, 1, (1, 3), padding=(0, 1))
+        self.two, self.one_up = nn.Conv2d(16, 2, 1), nn.ConvTranspose2d(16, 1, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.unpadded(self.dilated(self.lopsided(self.same(self.strided_point(x)))))
         x = self.split_up(self.grouped_up(self.dilated_up(self.lopsided_up(x))))
-        return self.last(self.line(self.steps_up(self.still_up(x))))
+        x = self.last(self.line(self.steps_up(self.still_up(x))))
+        return self.columns(x) + self.rows(x) + self.two(x) + self.one_up(x)
 
 
 def graph_of(kind: type[nn.Module], size: int) -> tuple[nn.Module, object]:

@@ -162,6 +162,23 @@ def test_a_concatenation_is_never_written() -> None:
     assert np.linalg.norm(found - expected) < 0.02 * np.linalg.norm(expected)
 
 
+@pytest.mark.parametrize("conv", ["plugin", "auto", "gemm"])
+def test_axes_from_the_end_are_the_same_axes(conv: str) -> None:
+    canonical = joined(32, 20)
+    ranks = {each.name: len(each.dims) for each in canonical.graph.initializer}
+    turned = onnx.ModelProto.FromString(canonical.SerializeToString())
+    for node in turned.graph.node:
+        for attribute in node.attribute:
+            rank = 4 if node.op_type == "Concat" else ranks.get(node.input[0], 0)
+            if attribute.name == "axis":
+                attribute.i -= rank if attribute.i >= 0 else -rank
+    assert turned.SerializeToString() != canonical.SerializeToString()
+    backend = "tensorrt" if conv == "plugin" else "tensorrt-rtx"
+    first, second = (lower(model, conv, backend) for model in (canonical, turned))
+    assert operators(second.model) == operators(first.model)
+    assert second.layers == first.layers
+
+
 def test_a_block_across_both_halves_is_quantised_whole() -> None:
     canonical = joined(20, 32)
     model = lowered(canonical).model

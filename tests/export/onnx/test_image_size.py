@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import cache
 
@@ -19,6 +20,7 @@ from fp4deploy.export.onnx.session import portable_session
 from fp4deploy.export.onnx.size import fix_size, has_open_size
 from fp4deploy.export.verify.exported import verify
 from fp4deploy.models import build_unet
+from fp4deploy.models.card import CARD_KEY
 from tests.export.exported_models import images, prepared
 from tests.export.own_networks import DilatedBranches
 
@@ -115,3 +117,26 @@ def test_what_cannot_be_fixed_is_refused() -> None:
         fix_size(fix_size(canonical, (32, 32)), (64, 64))
     with pytest.raises(InputError, match="--size"):
         lower(canonical)
+
+
+@pytest.mark.parametrize(("size", "volume"), [((24, 40), None), ((8, 24, 40), {"depth": 16, "axis": 2})])
+def test_a_file_of_a_fixed_size_has_a_card_of_that_size(size: tuple[int, ...], volume: dict[str, int] | None) -> None:
+    free = ("D", "H", "W")[-len(size) :]
+    value = onnx.helper.make_tensor_value_info
+    model = onnx.helper.make_model(
+        onnx.helper.make_graph(
+            [onnx.helper.make_node("Relu", ["x"], ["y"])],
+            "g",
+            [value("x", onnx.TensorProto.FLOAT16, ["N", 3, *free])],
+            [value("y", onnx.TensorProto.FLOAT16, ["N", 3, *free])],
+        )
+    )
+    card = {"classes": ["a", "b"], "height": 16, "width": 32, "scale": 1.0, "volume": volume}
+    onnx.helper.set_model_props(model, {CARD_KEY: json.dumps(card), "other": "kept"})
+    fixed = fix_size(model, size)
+    assert [each.dim_value for each in fixed.graph.input[0].type.tensor_type.shape.dim][2:] == list(size)
+    found = {each.key: each.value for each in fixed.metadata_props}
+    volume = volume and {**volume, "depth": size[0]}
+    assert json.loads(found[CARD_KEY]) == {**card, "height": 24, "width": 40, "volume": volume}
+    assert found["other"] == "kept"
+    assert json.loads(model.metadata_props[0].value) == card, "the file that was given is not changed"

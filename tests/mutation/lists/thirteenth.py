@@ -81,7 +81,7 @@ FAULTS: dict[str, Seeded] = {
         "nn.GroupNorm(groups, len(weight))",
     ),
     "placement: a concatenation has the smallest scale": Seeded(
-        "fp4deploy/interop/placement.py", "return max(known, key=lambda part", "return min(known, key=lambda part"
+        "fp4deploy/interop/placement.py", "max(scales, key=lambda part", "min(scales, key=lambda part"
     ),
     "arena: buffers are not aligned": Seeded(
         "fp4deploy/native/arena.py",
