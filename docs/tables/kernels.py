@@ -21,6 +21,8 @@ KERNEL_ROWS = {
     "packed MXFP4": ("MXFP4 packed",),
     "packed, stochastic rounding": ("stochastic packed",),
     "packed, 16 x 16 blocks": ("2-D packed",),
+    "packed, 16 x 16 blocks, stochastic rounding": ("2-D packed, stochastic",),
+    "packed, 16 x 16 blocks, 4/6": ("2-D packed, 4/6",),
     "packed, a global scale a row, found in the call": ("row-scaled packed",),
     "packed, MS-EDEN (Hadamard, amax found, stochastic scales)": ("MS-EDEN packed, amax found",),
 }

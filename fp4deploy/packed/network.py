@@ -26,7 +26,7 @@ that kernels lie in their ranges.
 
 What is computed with numbers that the rest does not hold is FP32 on a GPU, too, up to the next layer (`wide`).
 
-**Rest in BF16 or FP32.** All kernels write BF16 as well. A packed layer that has no kernel is decoded to FP32, where its
+**Rest in BF16 or FP32.** All kernels write BF16 as well. A packed layer without a kernel is decoded to FP32, where its
 operands are exact. With an FP32 rest torch computes everything, layers of decoded operands in FP32 and without TF32.
 
 Plain activations have torch's axes, feature maps in channels_last: the views that kernels take (NHWC) cost nothing.
