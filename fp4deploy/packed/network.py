@@ -82,6 +82,7 @@ from fp4deploy.plugins.gemm.dispatch import TAPS, conv2d, conv_transpose2d, matm
 from fp4deploy.plugins.gemm.reference import matmul_reference
 from fp4deploy.plugins.gemm.training import POINTWISE, Window, gather_gemm
 from fp4deploy.plugins.gemm.triton.variants import VOLUMES
+from fp4deploy.plugins.quantize import input_encoding
 from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4
 from fp4deploy.plugins.quantize.norm_pack import FeatureMap, OutputForm, coefficients, norm_relu_pack
 from fp4deploy.plugins.quantize.pointwise_pack import Pointwise, pointwise_pack
@@ -234,6 +235,11 @@ class PackedNetwork:
             return [x.to(self.device, torch.int64)] * len(each.outputs)
         x = x.to(self.device, self.input_dtype)
         if self.graph.digits:
+            amaxes = [self.amax(form) for form in each.outputs if form.axis == "channels"]
+            known = [amax for amax in amaxes if amax is not None]
+            if pack is packed_form and len(known) == len(each.outputs) and input_encoding.supports(x):
+                with input_encoding.fallback.guard(self.device):
+                    return [input_encoding.encode_and_pack(x, amax) for amax in known]
             x = encode_input(x).to(self.dtype)
         return self.forms(channels_last(x), each.outputs, pack)
 

@@ -36,6 +36,7 @@ from fp4deploy.plugins.quantize import (
     weights,
     window,
 )
+from fp4deploy.plugins.quantize.input_encoding import encode_and_pack
 from fp4deploy.plugins.runtime import pdl
 from fp4deploy.plugins.runtime.launch import substituted
 
@@ -267,6 +268,10 @@ def _copies(dtype: torch.dtype) -> None:
     plain.class_map(y)
 
 
+def _encoded(dtype: torch.dtype) -> Callable[[], object]:
+    return lambda: encode_and_pack(torch.zeros(1, 3, 4, 5, dtype=dtype), torch.tensor(6.0))
+
+
 def _class_map(classes: int, dtype: torch.dtype, layout: torch.memory_format, side: int) -> Callable[[], object]:
     logits = torch.zeros(1, classes, 4, 5, dtype=dtype).to(memory_format=layout)
     mask = torch.uint8 if classes < 256 else torch.uint16
@@ -405,6 +410,8 @@ EXERCISES: list[Callable[[], object]] = [
     _segmentation(12, FLOAT, torch.contiguous_format),
     _segmentation(81, BFLOAT, torch.channels_last),
     _segmentation(300, HALF, torch.contiguous_format),
+    _encoded(FLOAT),
+    _encoded(HALF),
     _class_map(20, HALF, torch.channels_last, 7),
     _class_map(20, HALF, torch.channels_last, 4),
     _class_map(19, BFLOAT, torch.channels_last, 3),

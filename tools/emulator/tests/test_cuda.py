@@ -170,6 +170,25 @@ FAULTS = {
         "the padding is of one colour": planted.replaced(r"shr\.u32(\s+%r\d+, %r\d+), \d+;", r"mov.b32\1;", None),
         "the padding is one column less": planted.replaced(r"setp\.ge\.s32", "setp.gt.s32", 3),
     },
+    "image as FP4 terms": {
+        "a colour is not rounded to FP16": planted.replaced(
+            r"cvt\.rn\.f16\.f32 (%rs\d+), (%f\d+);\}([\s\S]*?)cvt\.f32\.f16 (%f\d+), \1;", r"mov.f32 \4, \2;}\3", 0
+        ),
+        "rounding is down": planted.replaced(r"cvt\.rni\.f32\.f32", "cvt.rmi.f32.f32", 2),
+        "nothing saturates": planted.replaced(r"selp\.f32(\s+%f\d+, )0f40900000, (%f\d+), %p\d+;", r"mov.f32\1\2;", 0),
+        "red is green": planted.replaced(r"(ld\.global\.f32\s+%f\d+, \[%rd\d+)\]", r"\1+4]", 1),
+        "two terms change places": planted.replaced(
+            r"(mul\.rn\.f32\s+%f\d+, %f\d+, )0f3F000000;", r"\g<1>0f3F800000;", 1
+        ),
+        "infinity is no NaN": planted.replaced(
+            r"sub\.rn\.f32(\s+%f\d+, )(%f\d+), \2;(\s+add\.rn\.f32\s+%f\d+, %f\d+, 0f40C00000;)",
+            r"mov.f32\g<1>0f00000000;\3",
+            0,
+        ),
+        "a barrier is missing": planted.without_barrier(0),
+        "codes are shifted": planted.replaced(r"(st\.global\.v2\.u32\s+\[%rd\d+)\]", r"\1+8]", None),
+        "scales are shifted": planted.replaced(r"(st\.global\.u8\s+\[%rd\d+)\]", r"\1+1]", None),
+    },
     "classes of frames": {
         "rows are read before they have come": planted.replaced(r"cp\.async\.wait_all;", "", 0),
         "a barrier is missing": planted.without_barrier(0),

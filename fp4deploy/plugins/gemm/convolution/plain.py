@@ -15,13 +15,13 @@ from __future__ import annotations
 import torch
 
 from fp4deploy.graph.sizes import output_size
+from fp4deploy.plugins.quantize.input_encoding import CHANNELS
 from fp4deploy.plugins.runtime.launch import kernel
 from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES
 
 Pair = tuple[int, int]
 PIXELS, OUTPUTS = 128, 16  # of a thread block of `plain_conv`
 THREADS = 256
-ENCODED = 13
 
 
 def conv2d(
@@ -84,7 +84,7 @@ def conv2d_reference(
 def read_image(x: torch.Tensor, encoded: bool = False, dtype: torch.dtype = torch.float16) -> torch.Tensor:
     """An image [N, C, H, W], float32 or float16, as `dtype` [N, H, W, C]; encoded: its terms, [N, H, W, 13]."""
     n, c, h, w = x.shape
-    y = torch.empty((n, h, w, ENCODED if encoded else c), dtype=dtype, device=x.device)
+    y = torch.empty((n, h, w, CHANNELS if encoded else c), dtype=dtype, device=x.device)
     macros = _macros(dtype, x.dtype)
     sizes = (h * w, n * h * w)
     if encoded:

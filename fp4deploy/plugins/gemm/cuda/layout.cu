@@ -4,6 +4,7 @@
 //
 // Macros: VALUE, the caller's type: float or __half; HALF, the network's: __half or __nv_bfloat16.
 // Launch: block 256, grid ceil(pixels of all items / 256), one pixel a thread. P: pixels of an item; count: of all.
+#include "input_encoding.cuh"
 #include "sixteen_bits.cuh"
 
 struct Pixel {
@@ -27,20 +28,15 @@ extern "C" __global__ void __launch_bounds__(256) read_image(const VALUE* x, HAL
 extern "C" __global__ void __launch_bounds__(256) encode_image(const VALUE* x, HALF* y, long long P, long long count) {
     const Pixel at(P, count);
     if (!at.active) return;
-    HALF* const out = y + at.number * 13;
+    using namespace input_encoding;
+    HALF* const out = y + at.number * CHANNELS;
     float total = 0.f;
-    for (int c = 0; c < 3; ++c) {
-        const float wide = __half2float(__float2half_rn(widen(x[(at.item * 3 + c) * P + at.place])));
-        const float scaled = wide * 1.6875f, v = scaled < -4.5f ? -4.5f : scaled > 4.5f ? 4.5f : scaled;
-        const float d1 = rintf(v), second = (v - d1) * 6.f, twice2 = rintf(second);
-        const float third = (second - twice2) * 2.f, twice3 = rintf(third), twice4 = rintf((third - twice3) * 2.f);
-        narrow(d1, out[c]);
-        narrow(twice2 * 0.5f, out[3 + c]);
-        narrow(twice3 * 0.5f, out[6 + c]);
-        narrow(twice4 * 0.5f, out[9 + c]);
-        total += wide;
+    for (int c = 0; c < COLOURS; ++c) {
+        float term[TERMS];
+        total += terms_of(widen(x[(at.item * COLOURS + c) * P + at.place]), term);
+        for (int i = 0; i < TERMS; ++i) narrow(term[i], out[COLOURS * i + c]);
     }
-    narrow((total - total) + 6.f, out[12]);
+    narrow(constant_of(total), out[CHANNELS - 1]);
 }
 
 // x: HALF [pixels, C] -> channels [first, first + C) of y: HALF [pixels, stride]

@@ -1,4 +1,5 @@
-"""Cases of frames: `prepare.cu` before a network, `class_map.cu` after it, every byte that of the reference.
+"""Cases of frames: `prepare.cu` and `encode_input.cu` before a network, `class_map.cu` after it, every byte that of the
+reference.
 
 A map has a NaN, an infinity, and equal logits of two classes; its mask has every byte set before.
 """
@@ -10,8 +11,11 @@ from unittest import mock
 
 import torch
 
+from fp4deploy import formats
 from fp4deploy.data.augmentation.transforms import scale_and_offset
+from fp4deploy.models.input_encoding import encode_input
 from fp4deploy.plugins.frames import class_map, prepare
+from fp4deploy.plugins.quantize import input_encoding
 from fp4deploy_emulator.cases.case import Case, Outcome, Setting, normal
 from fp4deploy_emulator.cases.cuda import BFLOAT, FLOAT, HALF, emulated
 
@@ -73,7 +77,29 @@ class Prepared:
         outcome.compare(found, prepare.prepare_reference(*given))
 
 
+@dataclass(frozen=True)
+class Encoded:
+    """shape: N, H, W of an image of a dtype; amax: that its terms are packed with, 6 where it was calibrated."""
+
+    shape: tuple[int, int, int]
+    dtype: torch.dtype = FLOAT
+    amax: float = 6.0
+
+    def __call__(self, setting: Setting, outcome: Outcome) -> None:
+        """Launch, execute, compare."""
+        x = normal(setting, self.shape[0], 3, *self.shape[1:]).mul(1.3)
+        x[0, :, 0, 0] = torch.tensor([5.0, -5.0, 0.0])
+        x[-1, 0, -1, -1], x[-1, 1, 0, -1], x[-1, 2, -1, 0] = float("nan"), float("inf"), 1e6  # infinite in FP16
+        x, amax = x.to(self.dtype), torch.tensor(self.amax)
+        with emulated(setting, outcome):
+            found = input_encoding.encode_and_pack(x, amax)
+        outcome.compare_packed(found, formats.quantize_nvfp4(encode_input(x).permute(0, 2, 3, 1), amax=amax))
+
+
 CASES = (
+    Case("image as FP4 terms", BEFORE, Encoded((2, 9, 17))),
+    Case("image as FP4 terms, FP16, another amax", BEFORE, Encoded((1, 7, 300), HALF, 5.3)),
+    Case("image as FP4 terms, one pixel", BEFORE, Encoded((1, 1, 1), FLOAT, 40.0)),
     Case("preparation of frames", BEFORE, Prepared((2, 23, 31), (11, 37))),
     Case("preparation of frames, the height first", BEFORE, Prepared((1, 40, 9), (9, 7))),
     Case("preparation of frames, letterboxed", BEFORE, Prepared((2, 30, 20), (12, 35), (12, 8))),
