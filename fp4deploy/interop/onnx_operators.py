@@ -27,6 +27,7 @@ FLOATS = (1, 10, 11, 16)  # ONNX element types that are computed in FP32
 TORCH_MODES = {"linear": "bilinear", "cubic": "bicubic"}
 RESIZED = {"antialias": 0, "axes": None, "cubic_coeff_a": -0.75, "exclude_outside": 0,
            "keep_aspect_ratio_policy": "stretch"}  # as F.interpolate computes it  # fmt: skip
+ONLY_CUBIC = ("cubic_coeff_a", "exclude_outside")  # say nothing in other modes
 
 
 @dataclass(frozen=True)
@@ -358,7 +359,11 @@ def _resize(call: Call) -> Tensor:
     scales, sizes = (call.optional(1), None) if old else (call.optional(2), call.optional(3))
     mode, rounding = call.get("mode", "nearest"), "floor" if old else call.get("nearest_mode", "round_prefer_floor")
     place = "asymmetric" if old else call.get("coordinate_transformation_mode", "half_pixel")
-    unknown = [name for name, usual in RESIZED.items() if call.get(name, usual) != usual]
+    unknown = [
+        name
+        for name, usual in RESIZED.items()
+        if call.get(name, usual) != usual and (mode == "cubic" or name not in ONLY_CUBIC)
+    ]
     if unknown or x.ndim != 4:
         raise call.refuse(", ".join(unknown) or "other than two axes to resize")
     if sizes is not None and np.size(sizes):
@@ -393,16 +398,21 @@ def _resize(call: Call) -> Tensor:
 
 
 def _is_nearest_of_torch(size: int, target: int, factor: float, place: str, rounding: str, exact: bool) -> bool:
-    """Whether ONNX's formula gives the pixels that `F.interpolate` reads: floor(i size / target), exact: of i + 0.5."""
-    at = np.arange(target)
-    own = np.floor((at + 0.5 * exact) * size / target)
-    adjusted = target / (factor * size)  # what flooring has left of the side
+    """Whether ONNX's formula gives the pixels that `F.interpolate` reads: floor(i size / target), exact: of i + 0.5.
+
+    Both in float32, as torch and ONNX Runtime compute them: whole numbers may come out just below.
+    """
+    at, half, scale = np.arange(target, dtype=np.float32), np.float32(0.5), np.float32(factor)
+    own = np.floor((at + half * exact) * (np.float32(size) / np.float32(target))).clip(0, size - 1)
+    adjusted = np.float32(target) / (scale * np.float32(size))  # what flooring has left of the side
+    centred = (at + half) / scale - half
     x = {
-        "align_corners": at * (size - 1) / max(target - 1, 1),
-        "asymmetric": at / factor,
-        "half_pixel_symmetric": size / 2 * (1 - adjusted) + (at + 0.5) / factor - 0.5,
-        "pytorch_half_pixel": (at + 0.5) / factor - 0.5 if target > 1 else 0 * at,
-        "half_pixel": (at + 0.5) / factor - 0.5,
+        "align_corners": at * np.float32(size - 1) / np.float32(max(target - 1, 1)),
+        "asymmetric": at / scale,
+        "half_pixel_symmetric": np.float32(size) / 2 * (1 - adjusted) + centred,
+        "pytorch_half_pixel": centred if target > 1 else 0 * at,
+        "half_pixel": centred,
+        "tf_half_pixel_for_nn": (at + half) / scale,
     }.get(place)
     rules: dict[str, Callable[[Any], Any]] = {
         "ceil": np.ceil, "floor": np.floor, "round_prefer_ceil": lambda x: np.floor(x + 0.5),

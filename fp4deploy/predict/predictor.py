@@ -146,8 +146,8 @@ class Predictor:
 
             def filled(batch: Sequence[Frame]) -> Sequence[Frame]:
                 counts.append(len(batch))
-                more = next((size for size in self.sizes if size >= len(batch)), len(batch)) - len(batch)
-                return [*batch, *[batch[-1]] * more] if more else batch
+                size = min((size for size in self.sizes if size >= len(batch)), default=len(batch))
+                return [*batch, *[batch[-1]] * (size - len(batch))] if batch else batch
 
             for answer in self.pipeline(map(filled, batches)):
                 yield self.predictions(answer, counts.popleft())

@@ -428,6 +428,30 @@ def test_a_query_that_sees_no_key_gives_0_as_in_torch(numbers: bool, empty: bool
         torch.testing.assert_close(torch.from_numpy(fd.open_runtime(tmp_path / "net.fp4")(x)), model(x))
 
 
+class MaskedTwice(Masked):
+    """The mask is read outside of attention as well, before it or after."""
+
+    def __init__(self, mask: torch.Tensor, before: bool) -> None:
+        super().__init__(mask)
+        self.before = before
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = torch.where(self.mask, x @ x.mT, 0.0) @ x if self.before else x
+        y = super().forward(chosen)
+        return y if self.before else torch.where(self.mask, y @ y.mT, 0.0) @ y
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_mask_of_attention_stays_what_it_is_for_other_readers(before: bool, empty: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    seen = torch.tensor([[True, False, True], [not empty, False, False], [True, True, True]])
+    model, x = MaskedTwice(seen, before).eval(), 0.3 * torch.randn(2, 3, 16)
+    fd.pack(model, tmp_path / "net.fp4", example_inputs=x, rest="fp32", verify=False)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.from_numpy(fd.open_runtime(tmp_path / "net.fp4")(x)), model(x))
+
+
 def test_attention_in_windows_of_an_image_is_exported(tmp_path: Path) -> None:
     torch.manual_seed(0)
     image = torch.randn(2, 3, 16, 16)

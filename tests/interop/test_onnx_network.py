@@ -200,6 +200,26 @@ def test_a_resize_is_onnx_runtimes_or_refused(mode: str, place: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("size", "target", "attributes"),
+    [
+        (20, 44, {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}),
+        (14, 18, {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}),
+        (14, 36, {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}),
+        (16, 32, {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor", "cubic_coeff_a": -0.5}),
+        (16, 32, {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor", "exclude_outside": 1}),
+    ],
+)
+def test_a_resize_that_agrees_is_not_refused(size: int, target: int, attributes: dict[str, Any]) -> None:
+    net = Onnx(size=(1, 3, size, size))
+    to = net.integers("sizes", 1, 8, target, target)
+    x = net.conv("conv", "image", 3, 8, 1)
+    model = net.model(net.node("Resize", x, "", "", to, mode="nearest", **attributes))
+    network = network_of(model, "the file")
+    network.check_shapes((3, size, size))
+    assert compare_with_file(network, model, [torch.randn(1, 3, size, size)], "the file") < 1e-5
+
+
+@pytest.mark.parametrize(
     ("name", "value"),
     [("antialias", 1), ("cubic_coeff_a", -0.5), ("exclude_outside", 1), ("keep_aspect_ratio_policy", "not_larger")],
 )

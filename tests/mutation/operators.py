@@ -137,7 +137,8 @@ def _alike(first: ast.expr, second: ast.expr) -> bool:
     """What somebody could take for each other: two names, two attributes, two constants of one type."""
     if isinstance(first, ast.Constant) and isinstance(second, ast.Constant):
         return type(first.value) is type(second.value) and first.value != second.value
-    return isinstance(first, ast.Name | ast.Attribute) and isinstance(second, ast.Name | ast.Attribute)
+    named = isinstance(first, ast.Name | ast.Attribute) and isinstance(second, ast.Name | ast.Attribute)
+    return named and ast.dump(first) != ast.dump(second)
 
 
 def _span(first: ast.expr, last: ast.expr) -> ast.expr:

@@ -18,9 +18,10 @@ import difflib
 import json
 import random
 import re
+import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,7 @@ def draw(rooms: Iterable[str], count: int, seed: int) -> tuple[dict[str, int], l
             if place is None:
                 continue
             file, text, each = every.pop(place)
-            if _compiles(changed := apply(text, each)):
+            if _compiles(changed := apply(text, each)) and changed.splitlines() != text.splitlines():
                 drawn.append(Mutant(room, file, each.kind, changed, each.lines))
     chance.shuffle(drawn)  # so that a run that is stopped has an even sample, too
     return counts, drawn
@@ -130,11 +131,13 @@ def trial_of(mutant: Mutant, reached: Reached, budget: float, without: set[str])
 
 def failures(outcome: Outcome) -> list[str]:
     """Node ids of the tests that failed, as pytest prints them."""
-    return re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", outcome.output, re.MULTILINE)
+    return re.findall(r"^(?:FAILED|ERROR) ([^\s\[]+(?:\[.*?\](?= - |$))?)", outcome.output, re.MULTILINE)
 
 
-def run_mutants(mutants: list[Mutant], reached: Reached, budget: float, jobs: int) -> list[dict[str, Any]]:
-    """A row for each mutant; prints them as they come."""
+def run_mutants(
+    mutants: list[Mutant], reached: Reached, budget: float, jobs: int, keep: Callable[[list[dict[str, Any]]], None]
+) -> list[dict[str, Any]]:
+    """A row for each mutant; prints them as they come, and `keep` is given all so far."""
     rows: dict[int, dict[str, Any]] = {}
     waiting, without = list(range(len(mutants))), set[str]()
     while waiting:
@@ -154,6 +157,7 @@ def run_mutants(mutants: list[Mutant], reached: Reached, budget: float, jobs: in
                 noticed[number] = failures(outcome)
             verdict = f"noticed by {rows[number]['by']}" if seen else f"SURVIVED {len(trials[index].only)} tests"
             print(f"{number:3} {outcome.seconds:4.0f} s {mutant.kind}: {mutant.difference()} {verdict}", flush=True)
+            keep([rows[number] for number in sorted(rows)])
         names = tuple({name for each in noticed.values() for name in each[:1]})
         files = tuple({name.partition("::")[0] for name in names})
         wrong = set[str]()  # what fails without a mistake as well
@@ -184,6 +188,14 @@ def print_shares(rows: list[dict[str, Any]]) -> None:
     print(f"\n{len(same)} more are left out, for their reasons")
 
 
+def _about(chosen: argparse.Namespace) -> dict[str, Any]:
+    """The command, and the commit of what was changed and of the tests."""
+    named = f" --rooms {' '.join(chosen.rooms)}" if chosen.rooms else ""
+    command = f"python -m tests.mutation.rooms --count {chosen.count} --seed {chosen.seed} --budget {chosen.budget:g}"
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return {"command": command + named, "commit": head.stdout.strip()}
+
+
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -202,18 +214,20 @@ def main() -> int:
             print_shares(each["rows"])
         return 0
     counts, mutants = draw(chosen.rooms, chosen.count, chosen.seed)
-    rows = run_mutants(mutants, Reached(chosen.reached), chosen.budget, chosen.jobs)
-    print_shares(rows)
-    if chosen.json:
-        from fp4deploy.bench.environment import environment
+    known = json.loads(chosen.json.read_text(encoding="utf-8"))["runs"] if chosen.json and chosen.json.is_file() else []
+    about = _about(chosen) | {"mistakes": counts, "drawn": len(mutants)}
 
-        named = f" --rooms {' '.join(chosen.rooms)}" if chosen.rooms else ""
-        command = (
-            f"python -m tests.mutation.rooms --count {chosen.count} --seed {chosen.seed} --budget {chosen.budget:g}"
-        )
-        found = {"command": command + named, "machine": environment(), "mistakes": counts, "rows": rows}
-        known = json.loads(chosen.json.read_text(encoding="utf-8"))["runs"] if chosen.json.is_file() else []
-        chosen.json.write_text(json.dumps({"runs": [*known, found]}, indent=1) + "\n", encoding="utf-8")
+    def keep(rows: list[dict[str, Any]]) -> None:
+        if chosen.json:
+            content = json.dumps({"runs": [*known, about | {"rows": rows}]}, indent=1)
+            chosen.json.write_text(content + "\n", encoding="utf-8")
+
+    rows = run_mutants(mutants, Reached(chosen.reached), chosen.budget, chosen.jobs, keep)
+    print_shares(rows)
+    from fp4deploy.bench.environment import environment  # what is forked before has not imported the package
+
+    about["machine"] = environment()
+    keep(rows)
     return 0
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -217,7 +218,9 @@ def write_attention(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.
         seen = value if value.dtype == torch.bool else value == 0
         if seen is value or bool((seen | value.isneginf()).all()):
             chosen = not bool(seen.any(-1).all())
-            writer.state[constant] = seen if chosen else torch.where(seen, 0.0, -writer.rest.largest)
+            own = f"{constant}.mask"  # what else reads the constant reads its own numbers
+            writer.state[own] = seen if chosen else torch.where(seen, 0.0, -writer.rest.largest)
+            node = replace(node, parameters={**node.parameters, "attn_mask": own})
     scale, causal = node.attributes["scale"], bool(node.attributes["is_causal"])
     inputs = writer.reads(node, ("query", "key", "value", "attn_mask"))
     if node.attributes.get("enable_gqa"):

@@ -90,7 +90,7 @@ def quantized_gemms(
         weight, bias: the layer's own; bias may be None.
         amax: static global amax of `x`, float32 [], where the recipe's activation is static.
         outliers: input channels in MXFP8, of a layer with one group.
-        own: the finite amax of `x`, float32 [], where what wrote it has found that.
+        own: the amax of `x`, float32 [], where what wrote it found it; of channels that are not finite, nothing counts.
     """
     return apply_to_batch(
         x, gemms, lambda batch: _QuantizedGemms.apply(batch, weight, bias, gemms, recipe, amax, outliers, own)

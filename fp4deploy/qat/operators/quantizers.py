@@ -41,7 +41,7 @@ def quantize_operand(
         amax: static global amax, float32 [].
         groups: groups of each of `axes`.
         rotation: `shared_rotation` of the GEMM, where it has one.
-        own: the finite amax of `x`, float32 [], where what wrote it has found that.
+        own: the amax of `x`, float32 [], where what wrote it found it; of channels that are not finite, nothing counts.
 
     Returns:
         x' in the dtype of `x` (after a Hadamard transform the contraction axis is padded to a multiple of 16, after a

@@ -84,6 +84,10 @@ def test_columns_of_a_filter(
     """The kernel finds them in the map; in both layouts."""
     for module in (wgrad_operands, quantizers):
         monkeypatch.setattr(module, "draw_seed", lambda device: SEED.to(device))
+    by_kernel, calls = wgrad_operands.fake_quantize_columns, list[None]()
+    monkeypatch.setattr(
+        wgrad_operands, "fake_quantize_columns", lambda *given: calls.append(None) or by_kernel(*given)
+    )  # what is quantised operand by operand has the same bytes
     recipe, rotation = RECIPES["quartet_2"], ROTATION.cuda()
     layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(len(shape), torch.contiguous_format)
     steps = zip(shape[2:], *gemms.steps, strict=True)
@@ -102,3 +106,4 @@ def test_columns_of_a_filter(
             rows = gemms.wgrad_input(x, small)
         expected = formats.quantize_ms_eden(rows.cpu(), ROTATION, SEED, -1).dequantize(dtype)
         assert torch.equal(found.cpu().contiguous().view(BITS[dtype]), expected.contiguous().view(BITS[dtype]))
+    assert len(calls) == 2

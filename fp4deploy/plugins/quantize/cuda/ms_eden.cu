@@ -13,7 +13,7 @@
 // Arguments: amax float32 [1], of what is rotated; rotation, random: uint64 {seed, offset}; middle: rows are numbered
 //   with the last `middle` of `outer` innermost; then those of COLUMNS.
 // Launch: block 256, which has 256 / BLOCKS slots; any grid up to ceil(outer * groups / slots), with INNER
-//   outer * groups * ceil(inner / slots).
+//   outer * groups * ceil(inner / slots), with COLUMNS outer * groups * columns * ceil(channels / slots) of each group.
 #include "channels.cuh"
 
 #ifndef COLUMNS
@@ -226,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(256) ms_eden(
             q[i] = fp4::round_magnitude(fabsf(v[i] * encode));
             squares += v[i] * v[i];
             projection += (fabsf(v[i]) * q[i]) * step;
-            v[i] = fmaf(v[i], encode, 0.f);  // + 0 makes -0 to 0
+            v[i] = v[i] * encode + 0.f;  // + 0 makes -0 to 0, that of a product that underflows, too
         }
         __shared__ float2 sums[256 + SLOTS];  // of squares, of projections
         const auto sums_of = [&](int i) -> float2& { return sums[INNER ? i * SLOTS + slot : slot * (BLOCKS + 1) + i]; };

@@ -3,7 +3,7 @@
 // Macros: DTYPE __half or __nv_bfloat16; E; STOCHASTIC; SWIZZLED: scales in the 128x4 layout of cuBLASLt and tcgen05.
 // x: DTYPE [groups, 16], 16-byte aligned; amax float32 [1]; codes uint8 [groups, 8]; scales uint8 [groups], or of whole
 //   tiles; random uint64 {seed, offset}; width: groups of a row. STOCHASTIC and SWIZZLED have fewer than 2^31 groups.
-// Launch: block 256, persistent: at most four blocks a multiprocessor.
+// Launch: block 256, persistent: at most four blocks a multiprocessor. HELD: `pack_row_scaled` as well, see below.
 #include "rows.cuh"
 #include "tensor_core.cuh"
 

@@ -382,7 +382,7 @@ extern "C" __global__ void __launch_bounds__(128, MX || C_HADAMARD || sizeof(DTY
             for (int j = 0; j < 2; ++j) {
                 BlockScale block = scale_of(W_HADAMARD ? 0.25f * largest[j] : largest[j], shared[1], w_ordinary);
                 if (W_HADAMARD) block.encode *= w_factor;
-                if (!W_STOCHASTIC && !(largest[j] * block.encode < 7.f)) {  // rare: what exceeds 6.5 becomes 6 as well
+                if (!W_STOCHASTIC && !(largest[j] * block.encode < 7.f)) {  // what exceeds 6.5 becomes 6 as well
                     const float limit = 6.5f / block.encode;
 #pragma unroll
                     for (int i = 0; i < BLOCK; ++i) v[j][i] = fminf(fmaxf(v[j][i], -limit), limit);
