@@ -7,6 +7,8 @@
 #ifndef DTYPE
 #define DTYPE __half
 #endif
+#include <type_traits>
+
 #include "dependent_launch.cuh"
 #include "fp4.cuh"
 #include "scalars.cuh"
@@ -56,15 +58,29 @@ template <typename T> __device__ __forceinline__ uint4 narrowed(const float (&va
     return raw;
 }
 
-// Rounded to T, as if they had been written: two at a time, because bfloat16 alone is converted at a quarter of the rate.
+// Rounded to T, as if they had been written: bfloat16 two at a time, because alone it is converted at a quarter of the rate.
+// FP16 is not, and a pair takes registers that some kernels do not have.
 template <typename T, int Count> __device__ __forceinline__ void rounded(float (&values)[Count]) {
+    if constexpr (std::is_same_v<T, __half>) {
 #pragma unroll
-    for (int i = 0; i < Count / 2; ++i) {
-        typename Pair<T>::type pair;
-        narrow(make_float2(values[2 * i], values[2 * i + 1]), pair);
-        const float2 both = widen(pair);
-        values[2 * i] = both.x, values[2 * i + 1] = both.y;
+        for (int i = 0; i < Count; ++i) values[i] = float(T(values[i]));
+    } else {
+#pragma unroll
+        for (int i = 0; i < Count / 2; ++i) {
+            typename Pair<T>::type pair;
+            narrow(make_float2(values[2 * i], values[2 * i + 1]), pair);
+            const float2 both = widen(pair);
+            values[2 * i] = both.x, values[2 * i + 1] = both.y;
+        }
     }
+}
+
+// The same of what value(i) computes.
+template <typename T, int Count, typename Value>
+__device__ __forceinline__ void rounded(float (&values)[Count], const Value& value) {
+#pragma unroll
+    for (int i = 0; i < Count; ++i) values[i] = std::is_same_v<T, __half> ? float(T(value(i))) : value(i);
+    if constexpr (!std::is_same_v<T, __half>) rounded<T>(values);
 }
 
 template <typename T> __device__ __forceinline__ void store(T* target, const float (&values)[VECTOR]) {
@@ -193,7 +209,7 @@ struct Normalized {
     template <typename T> __device__ __forceinline__ void apply(float (&x)[VECTOR]) const {
 #pragma unroll
         for (int i = 0; i < VECTOR; ++i) x[i] = fp4::nan_max(__fmaf_rn(scale[i], x[i], shift[i]), 0.f);
-        rounded<T>(x);
+        widened<T>(narrowed<T>(x), x);
     }
 };
 

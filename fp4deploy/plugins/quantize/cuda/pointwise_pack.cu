@@ -25,9 +25,7 @@ struct Affine {
         channels::load(ab + blockIdx.y * ab_item + C + walk.channel, b);
     }
     __device__ __forceinline__ void operator()(float (&v)[VECTOR]) const {
-#pragma unroll
-        for (int i = 0; i < VECTOR; ++i) v[i] = a[i] * v[i] + b[i];
-        channels::rounded<DTYPE>(v);
+        channels::rounded<DTYPE>(v, [&](int i) { return a[i] * v[i] + b[i]; });
     }
 };
 
@@ -103,13 +101,9 @@ struct Pointwise {
 #if SECOND == 2
         second(r);
 #endif
-#pragma unroll
-        for (int i = 0; i < VECTOR; ++i) v[i] = v[i] + r[i];
-        channels::rounded<DTYPE>(v);
+        channels::rounded<DTYPE>(v, [&](int i) { return v[i] + r[i]; });
 #endif
-#pragma unroll
-        for (int i = 0; i < VECTOR; ++i) v[i] = activation(v[i], slope);
-        channels::rounded<DTYPE>(v);
+        channels::rounded<DTYPE>(v, [&](int i) { return activation(v[i], slope); });
     }
 };
 
