@@ -10,7 +10,7 @@ same seeds. A linear layer's [tokens, features] is a map of one row, [1, feature
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import lru_cache
 
 import torch
@@ -44,6 +44,11 @@ class Columns:
     dilation: int
     width: int
     groups: int = 1
+
+    @property
+    def numbers(self) -> list[int]:
+        """As operators take them."""
+        return list(astuple(self))
 
 
 @lru_cache
@@ -87,7 +92,7 @@ def fake_quantize_map(
     how = [int(mx is not None), int(mx == "ceil")]
     for blocks in (channels, width):
         how += [0, 0, 0] if blocks is None else [1, int(blocks.hadamard), int(blocks.rounding == "stochastic")]
-    at = [columns.count, columns.stride, columns.padding, columns.dilation, columns.width, columns.groups]
+    at = columns.numbers
     amaxes = (None, None) if mx else _amaxes(x, channels, width, columns, how, at)
     found: tuple[torch.Tensor, torch.Tensor] = torch.ops.fp4deploy.quantize_map(x, *amaxes, *random, how, at, dtype)
     return (found[0] if channels else None), (found[1] if width else None)

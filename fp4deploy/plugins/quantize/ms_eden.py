@@ -55,8 +55,7 @@ def fake_quantize_columns(
         [N, count * C, H, W' padded to whole groups], channels_last, in the dtype of `x`.
     """
     x = x.contiguous(memory_format=torch.channels_last)
-    at = [columns.count, columns.stride, columns.padding, columns.dilation, columns.width, columns.groups]
-    values, _, _ = _quantized(x, rotation, seed, 3, packed=False, at=at)
+    values, _, _ = _quantized(x, rotation, seed, 3, packed=False, at=columns.numbers)
     return values
 
 

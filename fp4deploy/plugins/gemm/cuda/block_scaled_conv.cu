@@ -369,9 +369,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) block_scaled_con
             for (int i = 0; i < 8; ++i)
                 v[i] = fp4::nan_max(sums[half / 2][4 * part + i / 2][half % 2 * 2 + i % 2] * factor + added[i], least);
             if (PACKED) {
-#pragma unroll
-                for (int i = 0; i < 8; ++i) v[i] = output + i < O ? v[i] : 0.f;
-                channels::rounded<DTYPE>(v);
+                channels::rounded<DTYPE>(v, [&](int i) { return output + i < O ? v[i] : 0.f; });
                 target.put(v, global, at, has);
             } else if (EIGHTS && has) {
                 channels::store(target.values + at, v);

@@ -60,27 +60,25 @@ template <typename T> __device__ __forceinline__ uint4 narrowed(const float (&va
 
 // Rounded to T, as if they had been written: bfloat16 two at a time, because alone it is converted at a quarter of the rate.
 // FP16 is not, and a pair takes registers that some kernels do not have.
-template <typename T, int Count> __device__ __forceinline__ void rounded(float (&values)[Count]) {
+// values[i] becomes value(i).
+template <typename T, int Count, typename Value>
+__device__ __forceinline__ void rounded(float (&values)[Count], const Value& value) {
     if constexpr (std::is_same_v<T, __half>) {
 #pragma unroll
-        for (int i = 0; i < Count; ++i) values[i] = float(T(values[i]));
+        for (int i = 0; i < Count; ++i) values[i] = float(T(value(i)));
     } else {
 #pragma unroll
-        for (int i = 0; i < Count / 2; ++i) {
+        for (int i = 0; i < Count; i += 2) {
             typename Pair<T>::type pair;
-            narrow(make_float2(values[2 * i], values[2 * i + 1]), pair);
+            narrow(make_float2(value(i), value(i + 1)), pair);
             const float2 both = widen(pair);
-            values[2 * i] = both.x, values[2 * i + 1] = both.y;
+            values[i] = both.x, values[i + 1] = both.y;
         }
     }
 }
 
-// The same of what value(i) computes.
-template <typename T, int Count, typename Value>
-__device__ __forceinline__ void rounded(float (&values)[Count], const Value& value) {
-#pragma unroll
-    for (int i = 0; i < Count; ++i) values[i] = std::is_same_v<T, __half> ? float(T(value(i))) : value(i);
-    if constexpr (!std::is_same_v<T, __half>) rounded<T>(values);
+template <typename T, int Count> __device__ __forceinline__ void rounded(float (&values)[Count]) {
+    rounded<T>(values, [&](int i) { return values[i]; });
 }
 
 template <typename T> __device__ __forceinline__ void store(T* target, const float (&values)[VECTOR]) {

@@ -27,9 +27,7 @@ struct Affine {
     __device__ __forceinline__ Raw fetch(long long at) const { return *reinterpret_cast<const uint4*>(x + at); }
     __device__ __forceinline__ void operator()(const Raw& raw, float (&v)[VECTOR]) const {
         channels::widened<DTYPE>(raw, v);
-#pragma unroll
-        for (int i = 0; i < VECTOR; ++i) v[i] = fp4::nan_max(__fmaf_rn(a[i], v[i], b[i]), 0.f);
-        channels::rounded<DTYPE>(v);
+        channels::rounded<DTYPE>(v, [&](int i) { return fp4::nan_max(__fmaf_rn(a[i], v[i], b[i]), 0.f); });
     }
 };
 

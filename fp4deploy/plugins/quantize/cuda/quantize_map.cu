@@ -212,7 +212,10 @@ __device__ __forceinline__ void bytes_of(
     }
 }
 
-extern "C" __global__ void __launch_bounds__(128, MX || C_HADAMARD || sizeof(DTYPE) > 2 || (C_STOCHASTIC && W_STOCHASTIC && W_HADAMARD) ? 1 : 4) quantize_map(
+// Blocks of a multiprocessor that registers are kept for: four where they suffice without spills.
+constexpr bool WIDE = MX || C_HADAMARD || sizeof(DTYPE) > 2 || (C_STOCHASTIC && W_STOCHASTIC && W_HADAMARD);
+
+extern "C" __global__ void __launch_bounds__(128, WIDE ? 1 : 4) quantize_map(
     const DTYPE* x, const float* c_amax, const float* w_amax, const uint64_t* c_random, const uint64_t* w_random,
     OUT* by_channels, OUT* by_width, int* cells, long long rows, int height, int width, int channels, int columns,
     int stride, int padding, int dilation, int out_width, int group_channels) {
