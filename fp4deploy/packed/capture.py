@@ -2,7 +2,8 @@
 
 A UNet is a hundred small kernels, and at batch 1 launching them one by one is bound by the host. The first call with a
 shape runs the network a few times (kernels are compiled and tuned, which must not happen during capture), then captures
-it with static input and output buffers. Later calls copy their images in and replay.
+it with static input and output buffers. Later calls copy their images in, or the packed operands that stand for them,
+and replay. An operand is copied rather than written in place: frames are prepared while the graph still reads the last.
 
 For a network whose steps are not all kernels of this package, the first call with a shape compiles it as well
 (`program`), and keeps the faster one.
@@ -17,15 +18,18 @@ import os
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
 
 from fp4deploy.errors import Fp4DeployError, InputError, UnavailableError
+from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.packed.network import PackedNetwork, Result
 from fp4deploy.packed.program import CHOICES, Program, choice_key, compile_program, left_to_torch
+from fp4deploy.plugins.quantize.input_encoding import parts
+from fp4deploy.plugins.quantize.norm_pack import FeatureMap
 from fp4deploy.plugins.runtime.choices import fastest, remembered
 from fp4deploy.system.progress import progress
 
@@ -73,57 +77,67 @@ class CapturedNetwork:
         self.network = network
         on_gpu = network.device.type == "cuda"
         self.enabled, self.compiled = enabled and on_gpu, compiled if on_gpu else "off"
-        self._runs: dict[Shapes, tuple[tuple[torch.Tensor, ...], Callable[[], Result], Program | None]] = {}
+        self._runs: dict[Shapes, tuple[tuple[FeatureMap, ...], Callable[[], Result], Program | None]] = {}
 
     @property
     def programs(self) -> list[Program]:
         """Those of the shapes that a compiled program computes."""
         return [program for *_, program in self._runs.values() if program is not None]
 
-    def __call__(self, *inputs: torch.Tensor) -> Result:
+    @property
+    def image_amax(self) -> torch.Tensor | None:
+        """As of the network, where nothing may compile it: a compiled program reads images."""
+        return self.network.image_amax if self._by_steps else None
+
+    def __call__(self, *inputs: FeatureMap) -> Result:
         """Outputs for `inputs`, in memory of their own."""
         return tree_map(torch.Tensor.clone, self.prepared(*inputs)())
 
-    def prepared(self, *inputs: torch.Tensor) -> Callable[[], Result]:
+    def prepared(self, *inputs: FeatureMap) -> Callable[[], Result]:
         """What computes the outputs for `inputs`, with nothing left to prepare; the next run overwrites its result.
 
         It owns all that it reads: it can be called after this object has dropped the shape, or is gone itself.
         """
         device, dtype = self.network.device, self.network.input_dtype
         if not self.enabled and self.compiled == "off":
-            on_device = [x.to(device) for x in inputs]
+            on_device = [x if isinstance(x, Nvfp4Tensor) else x.to(device) for x in inputs]
             return lambda: self.network(*on_device)
-        shapes = tuple(tuple(x.shape) for x in inputs)
+        shapes = tuple(tuple(part.shape) for x in inputs for part in parts(x))
         if shapes not in self._runs:
             self.network.sizes(inputs)  # refused before another shape is dropped for it
             if len(self._runs) >= SHAPES:
                 del self._runs[next(iter(self._runs))]
             wanted = [torch.int64 if each.dtype == "int64" else dtype for each in self.network.graph.inputs]
             with torch.inference_mode(False):  # else no call outside of that mode could write to them
-                static = tuple(x.to(device, each).clone() for x, each in zip(inputs, wanted, strict=True))
+                static = tuple(_held(x, device, each) for x, each in zip(inputs, wanted, strict=True))
             self._runs[shapes] = static, *self._run(static)
         static, run, _ = self._runs[shapes]
         for held, x in zip(static, inputs, strict=True):
-            held.copy_(x)
+            for into, part in zip(parts(held), parts(x), strict=True):
+                into.copy_(part)
         return run
 
-    def _may_join(self) -> bool:
-        """Whether torch computes something that a compiler may join, in a network without wishes of its own."""
+    @property
+    def _by_steps(self) -> bool:
+        """Whether nothing is compiled: torch computes nothing that may be joined, or the network has its own wishes."""
         network = self.network
-        return network.by_default and (network.decodes_layers or left_to_torch(network.steps))
+        if self.compiled != "auto":
+            return self.compiled == "off"
+        return not (network.by_default and (network.decodes_layers or left_to_torch(network.steps)))
 
-    def _run(self, inputs: tuple[torch.Tensor, ...]) -> tuple[Callable[[], Result], Program | None]:
+    def _run(self, inputs: tuple[FeatureMap, ...]) -> tuple[Callable[[], Result], Program | None]:
         """By the program or by the network's own steps, as was chosen."""
         network, mode = self.network, self.compiled
-        if mode == "off" or (mode == "auto" and not self._may_join()):
+        tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+        if self._by_steps or len(tensors) < len(inputs):
             return self._record(network, inputs), None
-        name = choice_key(network.file, inputs, self.enabled)
+        name = choice_key(network.file, tensors, self.enabled)
         choice = "program" if mode == "on" else remembered(name, CHOICES)
         if choice == "kernels":
             return self._record(network, inputs), None
         try:
             with progress("compiling the packed network for these sizes, once"):
-                program = compile_program(network.file, inputs, network.dtype)
+                program = compile_program(network.file, tensors, network.dtype)
                 run = self._record(lambda *inputs: network.named(program(*inputs)), inputs)
         except (UnavailableError, RuntimeError) as error:  # of memory, too: the steps need less
             warnings.warn(f"{error} Its nodes are run by kernels of this package and by torch.", stacklevel=2)
@@ -144,7 +158,7 @@ class CapturedNetwork:
         """Whether a call replays one graph: capture is switched on, and failed for none of the shapes."""
         return self.enabled and all(isinstance(run, Replay) for _, run, _ in self._runs.values())
 
-    def _record(self, compute: Callable[..., Result], inputs: tuple[torch.Tensor, ...]) -> Callable[[], Result]:
+    def _record(self, compute: Callable[..., Result], inputs: tuple[FeatureMap, ...]) -> Callable[[], Result]:
         if not self.enabled:
             return lambda: compute(*inputs)
         stream = torch.cuda.Stream(self.network.device)
@@ -168,6 +182,13 @@ class CapturedNetwork:
             _end_recording(self.network.device)
             return lambda: compute(*inputs)
         return Replay(graph, (compute, inputs), outputs)
+
+
+def _held(x: FeatureMap, device: torch.device, dtype: torch.dtype) -> FeatureMap:
+    """A copy that a graph may read."""
+    if isinstance(x, Nvfp4Tensor):
+        return replace(x, codes=x.codes.clone(), scales=x.scales.clone())
+    return x.to(device, dtype).clone()
 
 
 def _end_recording(device: torch.device) -> None:

@@ -82,8 +82,8 @@ from fp4deploy.plugins.gemm.dispatch import TAPS, conv2d, conv_transpose2d, matm
 from fp4deploy.plugins.gemm.reference import matmul_reference
 from fp4deploy.plugins.gemm.training import POINTWISE, Window, gather_gemm
 from fp4deploy.plugins.gemm.triton.variants import VOLUMES
-from fp4deploy.plugins.quantize import input_encoding
 from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4
+from fp4deploy.plugins.quantize.input_encoding import image_shape, packed_image
 from fp4deploy.plugins.quantize.norm_pack import FeatureMap, OutputForm, coefficients, norm_relu_pack
 from fp4deploy.plugins.quantize.pointwise_pack import Pointwise, pointwise_pack
 from fp4deploy.plugins.quantize.statistics import Moments, pop_moments
@@ -174,10 +174,13 @@ class PackedNetwork:
         self._vectors = read_tensors(self.graph, file.tensors, names, self.device, self.dtype)
         self._positions = positions_of(self.graph, self.device)
 
-    def __call__(self, *inputs: torch.Tensor) -> Result:
+    def __call__(self, *inputs: FeatureMap) -> Result:
         """The outputs for inputs in the order of the graph: of one RGB input [N, 3, H, W] usually [N, classes, H, W].
 
         A network of several outputs gives a tuple or a dict, as its module did.
+
+        Args:
+            inputs: images as tensors; with an `image_amax` also as what `packed_image` makes of them with it.
 
         Raises:
             InputError: inputs that are not the graph's, or of a size that the network cannot take.
@@ -196,6 +199,16 @@ class PackedNetwork:
                     live.pop(name, None)
                 live.update(zip([form.name for form in step.outputs], results, strict=True))
         return self.named([cast(torch.Tensor, live[each.activation]) for each in self.graph.outputs])
+
+    @property
+    def image_amax(self) -> torch.Tensor | None:
+        """What the only image is packed with, where one operand of multi-term FP4 is all that is read of it.
+
+        That operand may be given in the image's place. None: nothing else than an image may.
+        """
+        forms = [form for each in self.inputs for form in each.outputs]
+        alone = len(forms) == 1 and forms[0].axis == "channels" and self.pack is packed_form
+        return self.amax(forms[0]) if self.graph.digits and alone else None
 
     def _tf32(self, allowed: bool) -> AbstractContextManager[None]:
         """`allowing_tf32`; a CPU has none."""
@@ -224,11 +237,13 @@ class PackedNetwork:
             [name for name in dict.fromkeys(step.inputs) if last[name] == number] for number, step in enumerate(steps)
         ]
 
-    def read_input(self, each: Input, x: torch.Tensor, pack: Pack = packed_form) -> list[FeatureMap]:
+    def read_input(self, each: Input, x: FeatureMap, pack: Pack = packed_form) -> list[FeatureMap]:
         """An input in the forms that nodes read; `pack` makes the packed ones.
 
         An image that only kernels of any strides read stays as it is, NCHW and FP32 or 16 bits.
         """
+        if isinstance(x, Nvfp4Tensor):
+            return [x]
         if each.outputs[0].name in self._as_given and x.dtype in (torch.float32, torch.float16, self.dtype):
             return [x.to(self.device)] * len(each.outputs)
         if each.dtype == "int64":
@@ -237,9 +252,8 @@ class PackedNetwork:
         if self.graph.digits:
             amaxes = [self.amax(form) for form in each.outputs if form.axis == "channels"]
             known = [amax for amax in amaxes if amax is not None]
-            if pack is packed_form and len(known) == len(each.outputs) and input_encoding.supports(x):
-                with input_encoding.fallback.guard(self.device):
-                    return [input_encoding.encode_and_pack(x, amax) for amax in known]
+            if pack is packed_form and len(known) == len(each.outputs):
+                return [packed_image(x, amax) for amax in known]
             x = encode_input(x).to(self.dtype)
         return self.forms(channels_last(x), each.outputs, pack)
 
@@ -578,16 +592,21 @@ class PackedNetwork:
             return
         self._packed[node.layer] = weight
 
-    def sizes(self, inputs: Sequence[torch.Tensor]) -> dict[str, int]:
+    def sizes(self, inputs: Sequence[FeatureMap]) -> dict[str, int]:
         """Sizes of the inputs' axes ("<input>.<axis>"), after they were found to fit.
 
         Raises:
-            InputError: inputs that are not the graph's, or of a size that the network cannot take.
+            InputError: inputs that are not the graph's, or of a size that the network cannot take; one that is packed,
+                and not with `image_amax`.
         """
         wanted = self.graph.inputs
         if len(inputs) != len(wanted):
             raise InputError(f"The network takes {len(wanted)} inputs, not {len(inputs)}.")
-        shapes = tuple(tuple(x.shape) for x in inputs)
+        if any(isinstance(x, Nvfp4Tensor) and x.amax is not self.image_amax for x in inputs):
+            raise InputError(
+                "The network takes no image that is packed, or only one that is packed with its image_amax."
+            )
+        shapes = tuple(tuple(image_shape(x)) for x in inputs)
         for each, shape in zip(wanted, shapes, strict=True):
             if len(shape) != len(each.shape):
                 raise InputError(f"The network takes {expected(self.graph, each)}, not {list(shape)}.")

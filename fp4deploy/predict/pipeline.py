@@ -3,9 +3,10 @@
     frames uint8 [H, W, 3] -> copied -> resized, normalised -> network -> enlarged, argmax -> copied: masks [H, W]
 
 Both are computed on the device of a checkpoint or a packed network: on a GPU by one kernel each, no logits are copied,
-and frames of the next batch are copied and prepared, and masks of the last one copied, on streams of their own. On the
-CPU, which is also what prepares for ONNX Runtime and engines, since they take arrays, Pillow resizes, and nothing is
-overlapped. Either way a network reads the same bytes, and masks are the same bit for bit (`plugins.frames`).
+and frames of the next batch are copied and prepared, and masks of the last one copied, on streams of their own. Where a
+packed network reads its image as FP4 terms, the first kernel writes that operand. On the CPU, which is also what
+prepares for ONNX Runtime and engines, since they take arrays, Pillow resizes, and nothing is overlapped. Either way a
+network reads the same bytes, and masks are the same bit for bit (`plugins.frames`).
 
 Outputs that are no map of classes, such as of a detector, come as they are.
 """
@@ -32,7 +33,9 @@ from fp4deploy.data.augmentation.transforms import EvalTransform, expand, scale_
 from fp4deploy.data.sample import Pixels, Sample, class_type
 from fp4deploy.errors import InputError
 from fp4deploy.plugins.frames.class_map import class_map
-from fp4deploy.plugins.frames.prepare import prepare
+from fp4deploy.plugins.frames.prepare import prepare, prepare_and_pack
+from fp4deploy.plugins.quantize.input_encoding import joined, parts
+from fp4deploy.plugins.quantize.norm_pack import FeatureMap
 from fp4deploy.plugins.runtime.availability import device_index
 from fp4deploy.system.processors import cores
 from fp4deploy.tasks import task_of
@@ -48,14 +51,17 @@ Found = TypeVar("Found")
 
 
 class OnDevice(Protocol):
-    """A runtime that also takes tensors: `PackedRuntime`, `TorchRuntime`."""
+    """A runtime that also takes tensors: `PackedRuntime`, `TorchRuntime`.
+
+    One that takes what `packed_image` makes of images has an `image_amax`, which they are packed with, or None.
+    """
 
     @property
     def where(self) -> torch.device:
         """What it computes on."""
         ...
 
-    def on_device(self, images: Tensor) -> Tensor:
+    def on_device(self, images: Any) -> Tensor:
         """Logits of images that lie there; the next call may overwrite them."""
         ...
 
@@ -112,7 +118,7 @@ class Pipeline:
         if card.volume is not None:
             raise InputError("A pipeline is of images, and this model reads volumes.")
         on: OnDevice = runtime if hasattr(runtime, "on_device") else _ByHost(runtime)  # type: ignore[assignment]
-        self._card, self._on_device = card, on.on_device
+        self._card, self._on_device, self._amax = card, on.on_device, getattr(on, "image_amax", None)
         index = device_index(on.where)
         self.device = on.where if index is None else torch.device("cuda", index)
         self.beside = cpu_name() if isinstance(on, _ByHost) else runtime.device
@@ -172,7 +178,8 @@ class Pipeline:
             runs = _runs(frames, pinned=True)
             ready = self._prepare([run.to(self.device, non_blocking=True) for run in runs])
         main.wait_stream(self._in)
-        ready.record_stream(main)
+        for each in parts(ready):
+            each.record_stream(main)
         main.wait_event(self._read)
         try:
             logits = self._network(ready)
@@ -186,7 +193,7 @@ class Pipeline:
             end.record(self._out)
         return _Begun(outputs, finite, [*map(_size, runs)], logits.shape[1], end)
 
-    def _network(self, images: Tensor) -> Tensor:
+    def _network(self, images: FeatureMap) -> Tensor:
         logits = self._on_device(images)
         if self._card.head is None and logits.ndim != 4:
             raise InputError(
@@ -195,8 +202,8 @@ class Pipeline:
             )
         return logits if logits.is_floating_point() else logits.float()
 
-    def _prepare(self, runs: list[Tensor]) -> Tensor:
-        """Frames on the device as the network reads them, float32 [N, 3, *size]."""
+    def _prepare(self, runs: list[Tensor]) -> FeatureMap:
+        """Frames on the device as the network reads them: images float32 [N, 3, *size], or their operand."""
         card, transform = self._card, self._transform
         if self.device.type != "cuda":
             samples = (Sample(each, np.zeros(each.shape[:2], np.uint8), "") for run in runs for each in run.numpy())
@@ -204,8 +211,11 @@ class Pipeline:
             return expand(compact, torch.zeros(0), card.mean, card.std)[0].contiguous()
         normalisation = scale_and_offset(self.device, card.mean, card.std)
         size = (card.height, card.width)
-        parts = [prepare(run, size, transform.part(_size(run)), transform.padding, *normalisation) for run in runs]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        given = [(run, size, transform.part(_size(run)), transform.padding, *normalisation) for run in runs]
+        if self._amax is None:
+            images = [prepare(*each) for each in given]
+            return images[0] if len(images) == 1 else torch.cat(images)
+        return joined([prepare_and_pack(*each, self._amax) for each in given])
 
     def _outputs(self, logits: Tensor, runs: list[Tensor], classes: bool = True) -> list[Tensor]:
         """What is copied to the host of each run."""

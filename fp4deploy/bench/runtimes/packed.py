@@ -22,6 +22,7 @@ from fp4deploy.bench.runtimes.ports import (
     Outputs,
     Port,
     fed,
+    fixed_batch,
     in_batches,
     named,
     require_fitting,
@@ -30,6 +31,7 @@ from fp4deploy.bench.runtimes.ports import (
 )
 from fp4deploy.bench.runtimes.precision import of_layers, of_rest
 from fp4deploy.bench.runtimes.protocol import EXPORT_AGAIN, Array, Given, described, finite
+from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.graph.capture import file_names
 from fp4deploy.models.card import ModelCard
 from fp4deploy.packed import PackedFile, PackedNetwork, activation_bytes, full_precision, plain_bytes, read_packed
@@ -38,6 +40,8 @@ from fp4deploy.packed.graph import Input, Layer, is_quantized, quantizes_itself
 from fp4deploy.packed.network import Result, has_mixed_kernel
 from fp4deploy.packed.program import compile_mode
 from fp4deploy.plugins import why_unavailable
+from fp4deploy.plugins.quantize.input_encoding import image_shape
+from fp4deploy.plugins.quantize.norm_pack import FeatureMap
 from fp4deploy.plugins.runtime.fallback import in_torch
 from fp4deploy.precisions import LABELS
 from fp4deploy.rest import rest_of
@@ -87,15 +91,25 @@ class PackedRuntime:
         """What it computes on."""
         return self._device
 
-    def on_device(self, images: torch.Tensor) -> torch.Tensor:
-        """Logits of images that lie there; on a GPU the next call overwrites them."""
+    @property
+    def image_amax(self) -> torch.Tensor | None:
+        """What images are packed with that `on_device` takes packed; None where it takes none."""
+        return None if fixed_batch(self.inputs) else self._network.image_amax
+
+    def on_device(self, images: FeatureMap) -> torch.Tensor:
+        """Logits of images that lie there; on a GPU the next call overwrites them.
+
+        Args:
+            images: float [N, 3, H, W], or what `packed_image` makes of them with `image_amax`.
+        """
         require_one_input(self.inputs, self._path)
 
-        def first(part: torch.Tensor) -> torch.Tensor:
-            require_fitting(self.inputs[0], np.dtype(np.float32), part.shape, self._path)
+        def first(part: FeatureMap) -> torch.Tensor:
+            require_fitting(self.inputs[0], np.dtype(np.float32), image_shape(part), self._path)
             return first_output(self._network.prepared(part)() if part is images else self._network(part))
 
-        found: torch.Tensor = in_batches(self.inputs, images, first, self._path, EXPORT_AGAIN)
+        whole, run = (images.codes, lambda _: first(images)) if isinstance(images, Nvfp4Tensor) else (images, first)
+        found: torch.Tensor = in_batches(self.inputs, whole, run, self._path, EXPORT_AGAIN)
         return found
 
     def infer(self, images: Array) -> Array:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 
 from fp4deploy.formats import Nvfp4Tensor
+from fp4deploy.models.input_encoding import encode_input
+from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4
 from fp4deploy.plugins.runtime.fallback import Fallback
 from fp4deploy.plugins.runtime.launch import kernel
 from fp4deploy.plugins.runtime.pdl import launch_secondary
@@ -27,6 +29,50 @@ def supports(x: torch.Tensor) -> bool:
     return x.dtype in (torch.float32, torch.float16) and counted and fallback.runs(x.device)
 
 
+def packed_image(x: torch.Tensor, amax: torch.Tensor) -> Nvfp4Tensor:
+    """The operand of an image float [N, 3, H, W] by `encode_and_pack`, or in torch where that does not run.
+
+    >>> packed_image(torch.ones(1, 3, 1, 1), torch.tensor(6.0)).dequantize()[0, 0, 0, ::3]
+    tensor([ 2., -1.,  0.,  0.,  6.])
+    """
+    if supports(x):
+        with fallback.guard(x.device):
+            return encode_and_pack(x, amax)
+    return quantize_nvfp4(encode_input(x).movedim(1, -1), amax=amax)
+
+
+def image_shape(x: torch.Tensor | Nvfp4Tensor) -> torch.Size:
+    """[N, 3, H, W] of an image or of its operand.
+
+    >>> image_shape(packed_image(torch.ones(1, 3, 2, 5), torch.tensor(6.0)))
+    torch.Size([1, 3, 2, 5])
+    """
+    return torch.Size((x.shape[0], 3, *x.shape[1:3])) if isinstance(x, Nvfp4Tensor) else x.shape
+
+
+def parts(x: torch.Tensor | Nvfp4Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors that an image or its operand lies in.
+
+    >>> [tuple(part.shape) for part in parts(packed_image(torch.ones(1, 3, 2, 5), torch.tensor(6.0)))]
+    [(1, 2, 5, 8), (1, 2, 5, 1)]
+    """
+    return (x.codes, x.scales) if isinstance(x, Nvfp4Tensor) else (x,)
+
+
+def joined(operands: list[Nvfp4Tensor]) -> Nvfp4Tensor:
+    """The operand of the images of several operands of one size and one amax.
+
+    >>> one = packed_image(torch.ones(1, 3, 2, 5), torch.tensor(6.0))
+    >>> joined([one, one]).shape
+    torch.Size([2, 2, 5, 13])
+    """
+    if len(operands) == 1:
+        return operands[0]
+    codes, scales = torch.cat([x.codes for x in operands]), torch.cat([x.scales.view(torch.uint8) for x in operands])
+    shape = torch.Size((len(codes), *operands[0].shape[1:]))
+    return Nvfp4Tensor(codes, scales.view(torch.float8_e4m3fn), operands[0].amax, shape)
+
+
 def encode_and_pack(x: torch.Tensor, amax: torch.Tensor) -> Nvfp4Tensor:
     """`quantize_nvfp4(encode_input(x) [N, H, W, 13], amax=amax)`, its channels padded to a block.
 
@@ -39,8 +85,18 @@ def encode_and_pack(x: torch.Tensor, amax: torch.Tensor) -> Nvfp4Tensor:
     """
     x = x.contiguous()
     n, _, h, w = x.shape
-    codes = torch.empty((n, h, w, 8), dtype=torch.uint8, device=x.device)
-    scales = torch.empty((n, h, w, 1), dtype=torch.float8_e4m3fn, device=x.device)
+    operand, count = empty_operand((n, h, w), x.device, amax), n * h * w
     run = kernel(SOURCE, "encode_input", "PPPPqq", {"VALUE": CUDA_TYPES[x.dtype]}, x.device)
-    launch_secondary(run, -(-scales.numel() // THREADS), THREADS, x, amax, codes, scales, h * w, scales.numel())
-    return Nvfp4Tensor(codes, scales, amax, torch.Size((n, h, w, CHANNELS)))
+    launch_secondary(run, -(-count // THREADS), THREADS, x, amax, operand.codes, operand.scales, h * w, count)
+    return operand
+
+
+def empty_operand(pixels: tuple[int, int, int], device: torch.device, amax: torch.Tensor) -> Nvfp4Tensor:
+    """Memory for the operand of images of [N, H, W] pixels, which a kernel writes.
+
+    >>> empty_operand((1, 2, 3), torch.device("cpu"), torch.tensor(6.0))
+    Nvfp4Tensor((1, 2, 3, 13), 54 bytes, cpu)
+    """
+    codes = torch.empty((*pixels, 8), dtype=torch.uint8, device=device)
+    scales = torch.empty((*pixels, 1), dtype=torch.float8_e4m3fn, device=device)
+    return Nvfp4Tensor(codes, scales, amax, torch.Size((*pixels, CHANNELS)))

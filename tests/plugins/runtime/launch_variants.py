@@ -18,7 +18,7 @@ import torch
 
 from fp4deploy.formats import quantize_nvfp4
 from fp4deploy.plugins.frames.class_map import class_map_kernel
-from fp4deploy.plugins.frames.prepare import prepare_kernel
+from fp4deploy.plugins.frames.prepare import prepare_and_pack_kernel, prepare_kernel
 from fp4deploy.plugins.gemm import gemv
 from fp4deploy.plugins.gemm.convolution import block_scaled, depthwise, direct, narrow_wgrad, plain, small_k, warpgroup
 from fp4deploy.plugins.gemm.convolution.decoded_weight import decode_weight
@@ -278,9 +278,11 @@ def _class_map(classes: int, dtype: torch.dtype, layout: torch.memory_format, si
     return lambda: class_map_kernel(logits, (4, 5) if side == 4 else (side, side), mask)
 
 
-def _prepared() -> object:
+def _prepared() -> None:
     frames, three = torch.zeros(2, 4, 5, 3, dtype=torch.uint8), torch.zeros(3)
-    return prepare_kernel(frames, (3, 7), (3, 2), (1, 2, 3), three, three)
+    given = (frames, (3, 7), (3, 2), (1, 2, 3), three, three)
+    prepare_kernel(*given)
+    prepare_and_pack_kernel(*given, _amax())
 
 
 def _direct(channels: tuple[int, ...], outputs: int, packed: bool = False) -> Callable[[], object]:

@@ -5,9 +5,20 @@
 // inner one, rounds it to 8 bits as Pillow's image between the axes is, and adds it. Neighbours read the same pixels, which
 // are in the cache.
 //
+// Macros: PACKED, written are not images but the operand of a network that reads them as FP4 terms: codes, 8 bytes a pixel,
+// and scales, [N, h, w], packed with amax, float [1].
 // Launch: block (columns, rows), grid (w / columns, h / rows, N). frames: uint8 [N, H, W, 3]; images: float [N, 3, h, w], of
 // which the frame takes [rows, columns]; down, across: int [1 + taps, rows or columns], the first source pixel of each target
 // pixel and its weights; scale, offset: float [3]; padding: red + 256 green + 65536 blue; height_first: which axis is inner.
+#ifndef PACKED
+#define PACKED 0
+#endif
+#if PACKED
+#include "pack_terms.cuh"
+#define WRITTEN const float* __restrict__ amax, uint2* __restrict__ codes, uint8_t* __restrict__ scales
+#else
+#define WRITTEN float* __restrict__ images
+#endif
 
 namespace {
 
@@ -24,10 +35,13 @@ struct Axis {
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(256) prepare_frames(
-    const unsigned char* __restrict__ frames, float* __restrict__ images, const int* __restrict__ down,
-    const int* __restrict__ across, const float* __restrict__ scale, const float* __restrict__ offset, int H, int W, int h,
-    int w, int rows, int columns, int down_taps, int across_taps, int padding, int height_first) {
+    const unsigned char* __restrict__ frames, WRITTEN, const int* __restrict__ down, const int* __restrict__ across,
+    const float* __restrict__ scale, const float* __restrict__ offset, int H, int W, int h, int w, int rows, int columns,
+    int down_taps, int across_taps, int padding, int height_first) {
     const int x = blockIdx.x * blockDim.x + threadIdx.x, y = blockIdx.y * blockDim.y + threadIdx.y;
+#if PACKED
+    const fp4::GlobalScale& global = input_encoding::shared_scale(amax);
+#endif
     if (x >= w || y >= h) return;
     int colour[3] = {padding & 255, padding >> 8 & 255, padding >> 16 & 255};
     if (y < rows && x < columns) {
@@ -51,7 +65,14 @@ extern "C" __global__ void __launch_bounds__(256) prepare_frames(
 #pragma unroll
         for (int c = 0; c < 3; ++c) colour[c] = total[c] >> BITS;
     }
+    float value[3];
 #pragma unroll
-    for (int c = 0; c < 3; ++c)
-        images[(((long long)blockIdx.z * 3 + c) * h + y) * w + x] = __fadd_rn(__fmul_rn((float)colour[c], scale[c]), offset[c]);
+    for (int c = 0; c < 3; ++c) value[c] = __fadd_rn(__fmul_rn((float)colour[c], scale[c]), offset[c]);
+#if PACKED
+    const long long number = ((long long)blockIdx.z * h + y) * w + x;
+    input_encoding::pack(value, global, codes + number, scales + number);
+#else
+#pragma unroll
+    for (int c = 0; c < 3; ++c) images[(((long long)blockIdx.z * 3 + c) * h + y) * w + x] = value[c];
+#endif
 }

@@ -57,24 +57,34 @@ class Frames:
 class Prepared:
     """shape: N, H, W of the frames; size: of the input; part: of that the frames take, all by default.
 
-    planes: red, green and blue of a frame are apart in memory.
+    planes: red, green and blue of a frame are apart in memory; two: each is 0 or 255. amax: that the frames' terms are
+    packed with, where an operand is written.
     """
 
     shape: tuple[int, int, int]
     size: Size
     part: Size | None = None
     planes: bool = False
+    two: bool = False
+    amax: float | None = None
 
     def __call__(self, setting: Setting, outcome: Outcome) -> None:
         """Launch, execute, compare."""
-        frames = normal(setting, *self.shape, 3).mul(70).add(128).clamp(0, 255).byte()
+        frames = normal(setting, *self.shape, 3).mul(1e6 if self.two else 70).add(128).clamp(0, 255).byte()
         if self.planes:
             frames = frames.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)
         normalisation = scale_and_offset(torch.device("cpu"), (0.48, 0.45, 0.4), (0.23, 0.22, 0.21))
         given = (frames, self.size, self.part or self.size, (124, 116, 104), *normalisation)
+        expected = prepare.prepare_reference(*given)
+        if self.amax is None:
+            with emulated(setting, outcome):
+                found = prepare.prepare_kernel(*given)
+            outcome.compare(found, expected)
+            return
+        amax = torch.tensor(self.amax)
         with emulated(setting, outcome):
-            found = prepare.prepare_kernel(*given)
-        outcome.compare(found, prepare.prepare_reference(*given))
+            operand = prepare.prepare_and_pack_kernel(*given, amax)
+        outcome.compare_packed(operand, formats.quantize_nvfp4(encode_input(expected).permute(0, 2, 3, 1), amax=amax))
 
 
 @dataclass(frozen=True)
@@ -106,6 +116,11 @@ CASES = (
     Case("preparation of frames, by planes", BEFORE, Prepared((2, 9, 14), (7, 20), planes=True)),
     Case("preparation of frames, one pixel", BEFORE, Prepared((1, 1, 1), (3, 5))),
     Case("preparation of frames, the same size", BEFORE, Prepared((1, 9, 33), (9, 33))),
+    Case("frames as FP4 terms", BEFORE, Prepared((2, 23, 31), (11, 37), amax=6.0)),
+    Case("frames as FP4 terms, the height first", BEFORE, Prepared((1, 40, 9), (9, 7), amax=6.0)),
+    Case("frames as FP4 terms, letterboxed, another amax", BEFORE, Prepared((2, 30, 20), (12, 35), (12, 8), amax=5.3)),
+    Case("frames as FP4 terms, black or white", BEFORE, Prepared((1, 9, 33), (9, 33), two=True, amax=6.0)),
+    Case("frames as FP4 terms, one pixel", BEFORE, Prepared((1, 1, 1), (3, 5), amax=40.0)),
     Case("classes of frames", FAMILY, Frames((2, 20, 9, 13), (13, 35))),
     Case("classes of frames, 19, rows of any address", FAMILY, Frames((1, 19, 7, 11), (10, 37))),
     Case("classes of frames, NCHW", FAMILY, Frames((2, 20, 5, 11), (7, 17), BFLOAT, FIRST)),
