@@ -189,6 +189,29 @@ FAULTS = {
         "codes are shifted": planted.replaced(r"(st\.global\.v2\.u32\s+\[%rd\d+)\]", r"\1+8]", None),
         "scales are shifted": planted.replaced(r"(st\.global\.u8\s+\[%rd\d+)\]", r"\1+1]", None),
     },
+    "frames as FP4 terms": {
+        "a barrier is missing": planted.without_barrier(0),
+        "sums are cut off": planted.replaced(r"2097152;", "0;", None),
+        "pixels behind the last are read": planted.replaced(r"min\.s32(\s+%r\d+, %r\d+), %r\d+;", r"mov.b32\1;", None),
+        "red is green": planted.replaced(r"(ld\.global\.nc\.u8\s+%rs\d+, \[%rd\d+)\]", r"\1+1]", None),
+        "rounding is down": planted.replaced(r"cvt\.rni\.f32\.f32", "cvt.rmi.f32.f32", 2),
+        "a term is twice as large": planted.replaced(
+            r"(mul\.rn\.f32\s+%f\d+, %f\d+, )0f3F000000;", r"\g<1>0f3F800000;", 1
+        ),
+        "codes are shifted": planted.replaced(r"(st\.global\.v2\.u32\s+\[%rd\d+)\]", r"\1+8]", None),
+        "scales are shifted": planted.replaced(r"(st\.global\.u8\s+\[%rd\d+)\]", r"\1+1]", None),
+    },
+    "frames as FP4 terms, the height first": {
+        "the width is first": planted.replaced(
+            r"ld\.param\.u32(\s+%r\d+), \[prepare_frames_param_17\];", r"mov.b32\1, 0;", 0
+        ),
+    },
+    "frames as FP4 terms, letterboxed, another amax": {
+        "the padding is of one colour": planted.replaced(r"shr\.u32(\s+%r\d+, %r\d+), (8|16);", r"mov.b32\1;", None),
+        "the amax is another": planted.replaced(
+            r"(ld\.global\.nc\.f32\s+(%f\d+), \[%rd\d+\];)", r"\1 mov.f32 \2, 0f40C00000;", 0
+        ),
+    },
     "classes of frames": {
         "rows are read before they have come": planted.replaced(r"cp\.async\.wait_all;", "", 0),
         "a barrier is missing": planted.without_barrier(0),

@@ -118,7 +118,7 @@ CASES = (
     Case("preparation of frames, the same size", BEFORE, Prepared((1, 9, 33), (9, 33))),
     Case("frames as FP4 terms", BEFORE, Prepared((2, 23, 31), (11, 37), amax=6.0)),
     Case("frames as FP4 terms, the height first", BEFORE, Prepared((1, 40, 9), (9, 7), amax=6.0)),
-    Case("frames as FP4 terms, letterboxed, another amax", BEFORE, Prepared((2, 30, 20), (12, 35), (12, 8), amax=5.3)),
+    Case("frames as FP4 terms, letterboxed, another amax", BEFORE, Prepared((2, 30, 20), (12, 35), (12, 8), amax=20.0)),
     Case("frames as FP4 terms, black or white", BEFORE, Prepared((1, 9, 33), (9, 33), two=True, amax=6.0)),
     Case("frames as FP4 terms, one pixel", BEFORE, Prepared((1, 1, 1), (3, 5), amax=40.0)),
     Case("classes of frames", FAMILY, Frames((2, 20, 9, 13), (13, 35))),
