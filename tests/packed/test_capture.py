@@ -16,6 +16,7 @@ import torch
 
 from fp4deploy.bench import layers
 from fp4deploy.errors import InputError, UnavailableError
+from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.packed import capture
 from fp4deploy.packed.capture import SHAPES, CapturedNetwork
 from fp4deploy.plugins.runtime import choices as kept_choices
@@ -115,6 +116,57 @@ def test_a_refused_shape_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     gc.collect()
     assert static(network)() is None
     assert len(many._runs) == SHAPES - 1
+
+
+class Packing(Network):
+    """Gives the bytes of an image that is packed."""
+
+    by_default, decodes_layers, steps, file = True, False, (), None
+    image_amax = torch.tensor(6.0)
+
+    def sizes(self, inputs: Any) -> None:
+        return
+
+    def __call__(self, x: Any) -> torch.Tensor:
+        return torch.cat(x.as_bytes[:2], -1) if isinstance(x, Nvfp4Tensor) else x + 1
+
+
+def operand(byte: int) -> Nvfp4Tensor:
+    codes, scales = (torch.full((1, 3, 13, width), byte, dtype=torch.uint8) for width in (8, 1))
+    return Nvfp4Tensor(codes, scales.view(torch.float8_e4m3fn), Packing.image_amax, torch.Size((1, 3, 13, 13)))
+
+
+def test_a_graph_reads_operands_where_they_lie() -> None:
+    """Copied there before each run; an operand has another graph than an image of the same shape."""
+    read: list[Any] = []
+
+    class Seen(Packing):
+        def __call__(self, x: Any) -> torch.Tensor:
+            read.append(x)
+            return super().__call__(x)
+
+    many = captured(Seen())
+    for byte in (3, 7, 130):
+        many.prepared(operand(byte))
+        held = read[-1]
+        assert torch.equal(held.codes, operand(byte).codes)
+        assert torch.equal(held.scales.view(torch.uint8), operand(byte).scales.view(torch.uint8))
+    assert len({id(each) for each in read}) == 1
+    assert torch.equal(many(torch.zeros(1, 3, 13, 13)), torch.ones(1, 3, 13, 13))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("mode", "joined", "packed"),
+    [("off", True, True), ("auto", False, True), ("auto", True, False), ("on", False, False)],
+)
+def test_what_may_be_compiled_reads_images(mode: str, joined: bool, packed: bool, choices: dict[str, str]) -> None:
+    """An operand that it is given all the same is read by its steps."""
+    network: Any = Packing()
+    network.decodes_layers = joined
+    own = CapturedNetwork(network, compiled=mode)
+    assert (own.image_amax is network.image_amax) == packed
+    assert torch.equal(own(operand(5)), torch.full((1, 3, 13, 9), 5, dtype=torch.uint8))  # type: ignore[arg-type]
+    assert not own.programs
 
 
 def test_where_capture_fails_kernels_run_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

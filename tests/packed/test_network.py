@@ -25,6 +25,7 @@ from fp4deploy.packed.graph import Concat, Conv2d, Form, Layer, Take
 from fp4deploy.packed.network import allowing_tf32, decoded_form, packed_form
 from fp4deploy.packed.operators import Context, compute
 from fp4deploy.plugins.gemm.reference import conv2d_reference, conv_transpose2d_reference
+from fp4deploy.plugins.quantize.input_encoding import packed_image
 from fp4deploy.qat import calibrate, prepare, round_to_deployed
 from tests.export.packable_networks import NETWORKS, deployed
 from tests.packed.small_networks import CLASSES, SIZE, images, packed
@@ -62,6 +63,43 @@ def test_the_digits_that_a_packed_network_reads_are_those_of_torch() -> None:
     read = PackedNetwork(file).read(images(2))
     assert isinstance(read, Nvfp4Tensor)
     assert torch.equal(read.dequantize(torch.float16), written(images(2)).half().permute(0, 2, 3, 1))
+
+
+def test_a_packed_image_is_read_in_the_place_of_an_image() -> None:
+    """Of a network whose activations are codes, as on a GPU, and packed with its own amax."""
+    file, x = packed("nvfp4_qat", 0.25, True, True)[1], images(2)
+    network, decoding = PackedNetwork(file), PackedNetwork(file)
+    network.pack = packed_form
+    amax = network.image_amax
+    assert amax is not None
+    operand = packed_image(x, amax)
+    assert torch.equal(network(operand), network(x))  # type: ignore[arg-type]
+    assert not torch.equal(network(packed_image(-x, amax)), network(x))  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="multiples of 4, such as"):
+        network(packed_image(images(2, size=30), amax))
+    for refused, given in ((network, packed_image(x, amax.clone())), (decoding, operand)):
+        with pytest.raises(InputError, match="packed with its image_amax"):
+            refused(given)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "digits", "everything"), [("nvfp4_qat", False, True), ("nvfp4_qat", True, False), (None, True, False)]
+)
+def test_networks_whose_image_is_read_otherwise_take_none_packed(
+    recipe: str | None, digits: bool, everything: bool
+) -> None:
+    network = PackedNetwork(packed(recipe, 0.25, digits, everything)[1])
+    network.pack = packed_form
+    assert network.image_amax is None
+
+
+def test_two_readers_of_an_image_read_no_operand() -> None:
+    network = PackedNetwork(packed("nvfp4_qat", 0.25, True, True)[1])
+    network.pack, (image,) = packed_form, network.inputs
+    assert network.image_amax is not None
+    for more in ([Form(name="plain")], [image.outputs[0].model_copy(update={"name": "again"})]):
+        network.inputs = [image.model_copy(update={"outputs": [*image.outputs, *more]})]
+        assert network.image_amax is None
 
 
 def test_an_fp16_model_with_digits_is_exact() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,16 +16,24 @@ from PIL import Image
 from cli.commands.stages.pipeline import _images
 from fp4deploy.bench.environment import cpu_name
 from fp4deploy.bench.runtimes.open import open_runtime
+from fp4deploy.bench.runtimes.packed import PackedRuntime
 from fp4deploy.bench.runtimes.pytorch import TorchRuntime
 from fp4deploy.data import EvalTransform
+from fp4deploy.data.augmentation.transforms import scale_and_offset
 from fp4deploy.data.sample import Sample, class_type
 from fp4deploy.errors import InputError
+from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.models.heads import ClassHead, InstanceHead
+from fp4deploy.packed import write_packed
+from fp4deploy.packed.network import packed_form
 from fp4deploy.plugins.frames.class_map import class_map_reference
+from fp4deploy.plugins.quantize.input_encoding import packed_image
+from fp4deploy.predict import pipeline as module
 from fp4deploy.predict.pipeline import PARTS, PartTimes, Pipeline, classes_of, frames_of
 from fp4deploy.predict.predictor import Predictor
 from fp4deploy.runs import Run
 from tests.contract.invoke import fp4deploy
+from tests.packed.small_networks import packed
 
 
 def frames(count: int, height: int, width: int) -> torch.Tensor:
@@ -141,6 +150,45 @@ def test_a_captured_checkpoint_runs_inside_and_outside_of_inference_mode(
         assert torch.equal(runtime.on_device(x.clone()), torch.from_numpy(runtime.infer(x.numpy())))
     for each in (x, -x):
         assert torch.equal(runtime.on_device(each), torch.from_numpy(runtime.infer(each.numpy())))
+
+
+def digits(path: Path) -> PackedRuntime:
+    """A network that reads its image as FP4 terms, whose activations are codes, as on a GPU."""
+    write_packed(replace(packed("nvfp4_qat", 0.25, True, True)[1], path=path))
+    runtime = PackedRuntime(path)
+    runtime._network.network.pack = packed_form
+    return runtime
+
+
+def test_a_runtime_takes_images_that_are_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, x = digits(tmp_path / "digits.fp4"), torch.randn(2, 3, 32, 32)
+    amax = runtime.image_amax
+    assert amax is not None
+    assert torch.equal(runtime.on_device(packed_image(x, amax)), runtime.on_device(x))
+    with pytest.raises(InputError, match="multiples of 4"):
+        runtime.on_device(packed_image(x[..., 1:], amax))
+    port = replace(runtime.inputs[0], extents=(4, *runtime.inputs[0].extents[1:]))  # type: ignore[index]
+    monkeypatch.setattr(runtime, "inputs", (port,))
+    assert runtime.image_amax is None
+    with pytest.raises(InputError, match="takes float32 .4, 3"):
+        runtime.on_device(packed_image(x, amax))
+
+
+def test_frames_are_packed_for_a_network_that_reads_them_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: of several sizes one operand, that of their images."""
+    runtime = digits(tmp_path / "digits.fp4")
+    pipeline, host = Pipeline(runtime), torch.device("cpu")
+    monkeypatch.setattr(pipeline, "device", SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(module, "scale_and_offset", lambda _, *given: scale_and_offset(host, *given))
+    for runs in ([frames(2, 50, 70)], [frames(2, 50, 70), frames(1, 33, 20)]):
+        operand = pipeline._prepare(runs)
+        assert isinstance(operand, Nvfp4Tensor)
+        pipeline._amax = None
+        images = pipeline._prepare(runs)
+        assert isinstance(images, torch.Tensor)
+        pipeline._amax = runtime.image_amax
+        assert torch.equal(operand.codes, packed_image(images, operand.amax).codes)
+        assert torch.equal(runtime.on_device(operand), runtime.on_device(images))
 
 
 def test_fewer_images_than_a_batch() -> None:

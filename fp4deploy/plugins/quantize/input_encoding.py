@@ -8,6 +8,8 @@ layouts. The bytes are those: every term is exact in whatever lies between.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from fp4deploy.formats import Nvfp4Tensor
@@ -38,7 +40,7 @@ def packed_image(x: torch.Tensor, amax: torch.Tensor) -> Nvfp4Tensor:
     if supports(x):
         with fallback.guard(x.device):
             return encode_and_pack(x, amax)
-    return quantize_nvfp4(encode_input(x).movedim(1, -1), amax=amax)
+    return replace(quantize_nvfp4(encode_input(x).movedim(1, -1), amax=amax), amax=amax)
 
 
 def image_shape(x: torch.Tensor | Nvfp4Tensor) -> torch.Size:

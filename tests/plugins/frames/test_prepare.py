@@ -12,8 +12,13 @@ from PIL import Image
 from fp4deploy.data import EvalTransform, LetterboxTransform
 from fp4deploy.data.augmentation.transforms import scale_and_offset
 from fp4deploy.data.sample import IMAGE_MEAN, IMAGE_STD, Sample
+from fp4deploy.errors import UnavailableError
+from fp4deploy.formats import quantize_nvfp4
+from fp4deploy.models.input_encoding import encode_input
 from fp4deploy.plugins.frames import prepare as module
-from fp4deploy.plugins.frames.prepare import prepare, prepare_kernel, resized, supports
+from fp4deploy.plugins.frames.prepare import prepare, prepare_and_pack, prepare_kernel, resized, supports
+from fp4deploy.plugins.quantize.input_encoding import packed_image
+from fp4deploy.plugins.runtime.fallback import Fallback
 
 SIZES = [
     *[((97, 131), (32, 48)), ((480, 640), (352, 480)), ((30, 41), (64, 96)), ((64, 50), (64, 32)), ((7, 9), (3, 1))],
@@ -76,6 +81,32 @@ def test_the_kernel_reads_whole_frames_and_writes_float32_whatever_the_default_i
     assert read.is_contiguous()
     assert torch.equal(read, given)
     assert down.dtype == across.dtype == torch.int32
+
+
+@pytest.mark.parametrize(("size", "target"), SIZES)
+def test_an_operand_is_that_of_the_prepared_image(size: tuple[int, int], target: tuple[int, int]) -> None:
+    """As a runtime makes it, whose graph reads the image in FP16."""
+    given, amax = frames(2, *size), torch.tensor(6.0)
+    part = (max(1, target[0] // 2), target[1])
+    common = (given, target, part, (124, 116, 104), *scale_and_offset(given.device, IMAGE_MEAN, IMAGE_STD))
+    found, encoded = prepare_and_pack(*common, amax), encode_input(prepare(*common).half())
+    expected = quantize_nvfp4(encoded.permute(0, 2, 3, 1), amax=amax)
+    assert found.shape == expected.shape
+    assert torch.equal(found.codes, expected.codes)
+    assert torch.equal(found.scales.view(torch.uint8), expected.scales.view(torch.uint8))
+
+
+def test_an_operand_is_written_by_two_kernels_where_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> None:
+        raise UnavailableError("no compiler")
+
+    monkeypatch.setattr(module, "packed_fallback", fallback := Fallback("Frames", "two kernels"))
+    monkeypatch.setattr(fallback, "runs", lambda device: not fallback.refused(device))
+    monkeypatch.setattr(module, "kernel", refused)
+    given = (frames(1, 6, 5), (4, 7), (4, 7), (0, 0, 0), torch.ones(3), torch.ones(3))
+    with pytest.warns(UserWarning, match="Frames fall back to two kernels on cpu: no compiler"):
+        found = prepare_and_pack(*given, torch.tensor(6.0))
+    assert torch.equal(found.codes, packed_image(prepare(*given), torch.tensor(6.0)).codes)
 
 
 def test_a_colour_beyond_eight_bits_is_the_nearest() -> None:
