@@ -16,15 +16,19 @@ from PIL import Image
 from fp4deploy.bench.runtimes.open import open_runtime
 from fp4deploy.data import EvalTransform, LetterboxTransform
 from fp4deploy.data.sample import Sample
+from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.heads import InstanceHead
+from fp4deploy.packed import write_packed
 from fp4deploy.plugins import available
 from fp4deploy.plugins.frames import class_map, prepare
+from fp4deploy.plugins.quantize import input_encoding
 from fp4deploy.predict.pipeline import AHEAD, Pipeline
 from fp4deploy.predict.predictor import Predictor
 from fp4deploy.predict.sources import find_sources
 from fp4deploy.predict.write import predict_files
 from fp4deploy.runs import Run
+from tests.packed.small_networks import packed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,10 +56,15 @@ def by_host(runtime: Any, images: list[np.ndarray], kind: type[EvalTransform] = 
 
 
 def opened(run: Run, suffix: str) -> Any:
+    if suffix == "digits":  # the image is read as FP4 terms
+        path = run.exported("nvfp4").parents[2] / "digits.fp4"
+        if not path.exists():
+            write_packed(replace(packed("nvfp4_qat", 0.25, True, True)[1], path=path))
+        return open_runtime(path)
     return open_runtime({"fp4": run.exported("nvfp4").with_suffix(".fp4")}.get(suffix, run.checkpoint(suffix)))
 
 
-@pytest.mark.parametrize("suffix", ["fp16", "nvfp4", "fp4"])
+@pytest.mark.parametrize("suffix", ["fp16", "nvfp4", "fp4", "digits"])
 def test_masks_are_those_of_the_host(untrained: Run, suffix: str) -> None:
     runtime = opened(untrained, suffix)
     batches = [pixels(3, size, number) for number, size in enumerate(SIZES)]
@@ -64,9 +73,41 @@ def test_masks_are_those_of_the_host(untrained: Run, suffix: str) -> None:
     for batch, predictions in zip(batches, found, strict=True):
         for mask, prediction in zip(by_host(runtime, batch), predictions, strict=True):
             assert np.array_equal(mask, prediction.mask)  # type: ignore[union-attr]
-    for module in (class_map, prepare):
-        assert not module.fallback.missed(torch.device("cuda"))
-        assert not module.fallback.refused(torch.device("cuda"))
+    for fallback in (class_map.fallback, prepare.fallback, prepare.packed_fallback, input_encoding.fallback):
+        assert not fallback.missed(torch.device("cuda"))
+        assert not fallback.refused(torch.device("cuda"))
+
+
+@pytest.mark.parametrize("graphs", ["on", "off"])
+def test_frames_are_packed_for_a_network_that_reads_them_so(
+    untrained: Run, graphs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No image is written; logits are those of images, bit for bit."""
+    monkeypatch.setenv("FP4DEPLOY_GRAPHS", graphs)
+    runtime, seen = opened(untrained, "digits"), []
+    whole, batches = runtime.on_device, [pixels(3, (50, 70)), [pixels(1, size)[0] for size in SIZES]]
+
+    def logits(operand: Nvfp4Tensor) -> torch.Tensor:
+        seen.append(whole(operand).clone())
+        return seen[-1]
+
+    monkeypatch.setattr(runtime, "on_device", logits)
+    pipeline = Pipeline(runtime)
+    monkeypatch.setattr("fp4deploy.predict.pipeline.prepare", None)
+    found = [each.outputs for each in pipeline(batches)]
+    monkeypatch.undo()
+    transform = EvalTransform(*runtime.card.size, runtime.card.mean, runtime.card.std)
+    for batch, given, masks in zip(batches, seen, found, strict=True):
+        inputs = [transform(Sample(each, np.zeros(each.shape[:2], np.uint8), ""))[0] for each in batch]
+        assert torch.equal(given, runtime.on_device(torch.stack(inputs).cuda()))
+        assert all(mask is not None for mask in masks)
+
+
+def test_frames_of_a_network_that_may_be_compiled_are_images(untrained: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert opened(untrained, "digits").image_amax is not None
+    monkeypatch.setenv("FP4DEPLOY_COMPILE", "on")
+    assert opened(untrained, "digits").image_amax is None
+    assert opened(untrained, "fp4").image_amax is None
 
 
 def test_a_letterboxed_frame_is_what_the_host_prepares(untrained: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +124,7 @@ def test_a_letterboxed_frame_is_what_the_host_prepares(untrained: Run, monkeypat
     assert all(output is not None and output.dtype == np.float32 for output in answer.outputs)
 
 
-@pytest.mark.parametrize("suffix", ["fp16", "fp4"])
+@pytest.mark.parametrize("suffix", ["fp16", "fp4", "digits"])
 def test_batches_are_read_while_the_gpu_is_busy(untrained: Run, suffix: str) -> None:
     """Nothing waits for the GPU before `AHEAD` batches are behind it: neither masks nor whether they are finite."""
     pipeline = Pipeline(opened(untrained, suffix))
@@ -147,7 +188,7 @@ def test_an_image_without_an_answer_is_named(
 
 
 @pytest.mark.parametrize("own_streams", [False, True])
-@pytest.mark.parametrize("suffix", ["fp16", "fp4"])
+@pytest.mark.parametrize("suffix", ["fp16", "fp4", "digits"])
 def test_threads_share_a_predictor(untrained: Run, suffix: str, own_streams: bool) -> None:
     predictor = Predictor(opened(untrained, suffix))
     batches = [pixels(2, size, seed) for size in SIZES[:3] for seed in range(6)]
@@ -168,7 +209,7 @@ def test_threads_share_a_predictor(untrained: Run, suffix: str, own_streams: boo
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("suffix", ["nvfp4", "fp4"])
+@pytest.mark.parametrize("suffix", ["nvfp4", "fp4", "digits"])
 def test_graphs_are_captured_while_other_threads_predict(untrained: Run, suffix: str) -> None:
     """A batch of another size is another graph, and the last one of a folder is smaller."""
     batches = [pixels(count, (50, 70), count) for count in (1, 2, 3, 4)]
