@@ -67,12 +67,14 @@ extern "C" __global__ void __launch_bounds__(256) prepare_frames(
     }
     float value[3];
 #pragma unroll
-    for (int c = 0; c < 3; ++c) value[c] = __fadd_rn(__fmul_rn((float)colour[c], scale[c]), offset[c]);
+    for (int c = 0; c < 3; ++c) {
+        value[c] = __fadd_rn(__fmul_rn((float)colour[c], scale[c]), offset[c]);
+#if !PACKED
+        images[(((long long)blockIdx.z * 3 + c) * h + y) * w + x] = value[c];
+#endif
+    }
 #if PACKED
     const long long number = ((long long)blockIdx.z * h + y) * w + x;
     input_encoding::pack(value, global, codes + number, scales + number);
-#else
-#pragma unroll
-    for (int c = 0; c < 3; ++c) images[(((long long)blockIdx.z * 3 + c) * h + y) * w + x] = value[c];
 #endif
 }
