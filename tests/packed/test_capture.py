@@ -145,13 +145,14 @@ def test_a_graph_reads_operands_where_they_lie() -> None:
             read.append(x)
             return super().__call__(x)
 
-    many = captured(Seen())
-    for byte in (3, 7, 130):
-        many.prepared(operand(byte))
+    many, given = captured(Seen()), [operand(byte) for byte in (3, 7, 130)]
+    for byte, each in zip((3, 7, 130), given, strict=True):
+        many.prepared(each)
         held = read[-1]
         assert torch.equal(held.codes, operand(byte).codes)
         assert torch.equal(held.scales.view(torch.uint8), operand(byte).scales.view(torch.uint8))
     assert len({id(each) for each in read}) == 1
+    assert [int(each.codes[0, 0, 0, 0]) for each in given] == [3, 7, 130]
     assert torch.equal(many(torch.zeros(1, 3, 13, 13)), torch.ones(1, 3, 13, 13))  # type: ignore[arg-type]
 
 
