@@ -51,7 +51,8 @@ def by_reference(
 ) -> list[Any]:
     reading = PackedNetwork(network.file, "cuda", "packed")
     with monkeypatch.context() as patch:
-        patch.setattr(network_module, "conv2d", reference.conv2d_reference)
+        exact = reference.conv2d_reference
+        patch.setattr(network_module, "conv2d", lambda *args, measured: exact(*args))  # of one way there is no fastest
         patch.setattr(network_module, "conv_transpose2d", reference.conv_transpose2d_reference)
         patch.setattr(network_module, "matmul", reference.matmul_reference)
         patch.setattr(norm_pack.fallback, "runs", lambda _: False)

@@ -37,7 +37,7 @@ def assert_equal(found: Nvfp4Tensor, wanted: Nvfp4Tensor) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 3, 1, 1), (2, 3, 7, 5), (1, 3, 256, 1), (3, 3, 35, 47), (2, 3, 352, 480)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("amax", [6.0, 5.3, 40.0, 0.0, float("nan")])
+@pytest.mark.parametrize("amax", [6.0, 5.3, 40.0, 0.0])
 def test_every_byte(shape: tuple[int, ...], dtype: torch.dtype, amax: float) -> None:
     x, largest = image(*shape, dtype=dtype), torch.tensor(amax)
     torch.full((1 << 22,), 255, dtype=torch.uint8, device="cuda")  # memory that comes next has every bit set
