@@ -353,6 +353,7 @@ def _warpgroup(
     transposed: bool = False,
     volume: bool = False,
     pairs: bool = False,
+    dtype: torch.dtype = HALF,
 ) -> Callable[[], object]:
     def exercise() -> None:
         outputs, channels = (32, (32,)) if pairs else (128 if joint else 64, (64 * chunks,))
@@ -364,9 +365,8 @@ def _warpgroup(
         place, amax = (0 if transposed else size // 2,) * axes, _amax() if packed else None
         shape = warpgroup.shape_of(sources, weight, place, 1, transposed, packed)
         chosen = warpgroup.fitted(shape, joint, height, splits, 132)
-        warpgroup.conv2d(
-            sources, weight, None, place, out_amax=amax, moments=not packed, transposed=transposed, chosen=chosen
-        )
+        found = {"out_amax": amax, "moments": not packed, "transposed": transposed, "chosen": chosen}
+        warpgroup.conv2d(sources, weight, None, place, dtype=dtype, **found)
 
     return exercise
 
@@ -455,6 +455,7 @@ EXERCISES: list[Callable[[], object]] = [
     _narrow_wgrad((1, 9, 9, 3), 64, (7, 7), 2),
     _narrow_wgrad((1, 4, 4, 64), 12, (1, 1), dtype=BFLOAT),
     _warpgroup(True, 24),
+    _warpgroup(True, 24, dtype=BFLOAT),
     _warpgroup(False, 24),
     _warpgroup(True, 20, 2, size=1, packed=True),
     _warpgroup(False, 16, splits=2, chunks=4),

@@ -413,6 +413,13 @@ __device__ __forceinline__ void round_sums(
     }
 }
 
+// A pair that the compiler does not know to have been widened before: kept for the second sum, what was widened for the
+// first one takes twice the registers of the pairs, which spills.
+__device__ __forceinline__ Pair recomputed(Pair pair) {
+    asm volatile("" : "+r"(reinterpret_cast<uint32_t&>(pair)));
+    return pair;
+}
+
 // Mean and squared deviations of this thread's two outputs over the pixels of the tile, in all four threads that have
 // them. rows, columns: of the tile that lie in the image; WHOLE: all of them.
 template <bool WHOLE>
@@ -426,7 +433,7 @@ __device__ __forceinline__ void measure(
         for (int i = 0; i < HEIGHT; ++i) {
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
-                const float2 pair = widen(values[i][row]);
+                const float2 pair = widen(recomputed(values[i][row]));
                 if (WHOLE || (i < rows && x < columns)) parts[row][0] = term(parts[row][0], pair.x, row);
                 if (WHOLE || (i < rows && x + 1 < columns)) parts[row][1] = term(parts[row][1], pair.y, row);
             }
