@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(256) prepare_frames(
     int down_taps, int across_taps, int padding, int height_first) {
     const int x = blockIdx.x * blockDim.x + threadIdx.x, y = blockIdx.y * blockDim.y + threadIdx.y;
 #if PACKED
-    const fp4::GlobalScale& global = input_encoding::shared_scale(amax);
+    const input_encoding::Scale& block = input_encoding::shared_scale(amax);
 #endif
     if (x >= w || y >= h) return;
     int colour[3] = {padding & 255, padding >> 8 & 255, padding >> 16 & 255};
@@ -75,6 +75,6 @@ extern "C" __global__ void __launch_bounds__(256) prepare_frames(
     }
 #if PACKED
     const long long number = ((long long)blockIdx.z * h + y) * w + x;
-    input_encoding::pack(value, global, codes + number, scales + number);
+    input_encoding::pack(value, block, codes + number, scales + number);
 #endif
 }

@@ -18,11 +18,11 @@ extern "C" __global__ void __launch_bounds__(256) encode_input(
     const VALUE* x, const float* amax, uint2* codes, uint8_t* scales, long long P, long long count) {
     const long long number = (long long)blockIdx.x * 256 + threadIdx.x, item = number / P;
     begin_after_primary();
-    const fp4::GlobalScale& global = shared_scale(amax);
+    const Scale& block = shared_scale(amax);
     if (number >= count) return;
     const VALUE* const planes = x + item * COLOURS * P + (number - item * P);
     float colours[COLOURS];
 #pragma unroll
     for (int c = 0; c < COLOURS; ++c) colours[c] = widen(planes[c * P]);
-    pack(colours, global, codes + number, scales + number);
+    pack(colours, block, codes + number, scales + number);
 }
