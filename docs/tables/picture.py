@@ -127,22 +127,16 @@ def one_rule() -> str:
 
 
 def late_rule() -> str:
-    """`nvfp4_best` quantised from the first step, a half and three quarters of the training on: gaps by seed."""
+    """`nvfp4_best` quantised from the first step, a half and three quarters of the training on: gaps, and their seeds."""
     rows = []
     for label, name in PARITY:
-        late = name.replace("parity", "parity_rule_late")
-        if not (RESULTS / f"{late}.json").is_file():
-            continue
-        found = result(late)["variants"]
-        split = "test" if found["rule_half"]["gap_test"] else "best"
-        seeds = found["rule_half"][f"gap_{split}"]["by_seed"]
-        at_once = result(name.replace("parity", "parity_rule"))["variants"]["rule"][f"gap_{split}"]["by_seed"]
-        ways = [at_once, *(found[each][f"gap_{split}"]["by_seed"] for each in ("rule_half", "rule_late"))]
-        cells = [shown(difference([way[seed] for seed in seeds])) for way in ways]
-        rows.append([f"{label}; {'test' if split == 'test' else 'validation'}", ", ".join(seeds), *cells])
-    return markdown(
-        ["data; network; split", "seeds", "from the first step", "from a half", "from three quarters"], rows
-    )
+        found = result(name.replace("parity", "parity_rule"))["variants"]
+        for key, split in (("gap_test", "test"), ("gap_best", "validation")):
+            ways = [found.get(each, {}).get(key) for each in ("rule_first", "rule", "rule_late")]
+            if any(ways):
+                cells = [f"{shown(way)} ({len(way['by_seed'])})" if way else NOT_MEASURED for way in ways]
+                rows.append([f"{label}; {split}", *cells])
+    return markdown(["data; network; split (seeds)", "from the first step", "from a half", "from three quarters"], rows)
 
 
 def rule_gaps() -> str:

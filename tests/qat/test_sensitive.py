@@ -104,7 +104,7 @@ def test_layers_in_fp8_are_no_work_in_fp4() -> None:
 
 def test_the_rule_leaves_nine_tenths_of_the_work_in_fp4(tiny: Config, tmp_path: Path) -> None:
     config = with_settings(tiny, ["recipe=nvfp4_best", "train.epochs=1", "train.calibration=1"])
-    assert (config.recipe, config.quant.fp4_macs) == ("nvfp4_4o6_weight_qat", 0.9)
+    assert (config.recipe, config.quant.fp4_macs, config.quant.start) == ("nvfp4_4o6_weight_qat", 0.9, 0.5)
     assert with_settings(tiny, ["recipe=nvfp4_best", "quant.fp4_macs=0.5"]).quant.fp4_macs == 0.5
     run = create_run(tmp_path / "run")
     train_models(config, run, ("fp16", "nvfp4_ptq"))
