@@ -168,6 +168,8 @@ def trace(
 
     A key is that of `Writer.tensors`, or None for a tensor that was computed here. mode: "fake" computes no activation.
     """
+    from torch._guards import TracingContext, tracing
+    from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
     tensors = writer.tensors()
@@ -178,7 +180,9 @@ def trace(
         return writer.outputs(read, arguments[len(names) :])
 
     make_no_folder()
-    with torch.no_grad():
+    # Each node remembers its sizes as a fake tensor: of one mode, or torch makes a mode, with a stack trace, for every node.
+    one_mode = TracingContext(FakeTensorMode()) if mode == "real" else None
+    with torch.no_grad(), tracing(one_mode):
         module = make_fx(run, pre_dispatch=True, tracing_mode=mode)(*tensors.values(), *inputs)
         return module, *_folded(module, tensors)
 
