@@ -180,7 +180,7 @@ def trace(
         return writer.outputs(read, arguments[len(names) :])
 
     make_no_folder()
-    # Each node remembers its sizes as a fake tensor: of one mode, or torch makes a mode, with a stack trace, for every node.
+    # Each node remembers its sizes as a fake tensor; without a mode at hand torch makes one, with a stack trace.
     one_mode = TracingContext(FakeTensorMode()) if mode == "real" else None
     with torch.no_grad(), tracing(one_mode):
         module = make_fx(run, pre_dispatch=True, tracing_mode=mode)(*tensors.values(), *inputs)

@@ -193,14 +193,14 @@ def test_the_gradients_of_the_recipe_are_right_on_average() -> None:
     x, outliers = torch.randn(32, 64), layer.outliers
     assert outliers is not None
     steps = []
-    for _ in range(400):
+    for _ in range(150):
         layer.zero_grad()
         steps.append(step(layer, x))
     g, w = steps[0][3], layer.quantized_weight()
     dx, dw = (torch.stack([each[at] for each in steps]) for at in (1, 2))
     for found, exact in ((dx, g @ w), (dw[:, :, outliers.others], g.T @ four(x[:, outliers.others], 1))):
         one = (found - exact).square().mean().sqrt()
-        assert (found.mean(0) - exact).square().mean().sqrt() < 0.15 * one  # a 20th of it is what chance leaves
+        assert (found.mean(0) - exact).square().mean().sqrt() < 0.15 * one  # a 12th of it is what chance leaves
 
 
 def test_before_the_selection_it_is_tetrajet_v2() -> None:
