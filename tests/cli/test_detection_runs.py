@@ -63,8 +63,21 @@ def test_one_command_goes_all_the_way(home: Path) -> None:
         assert "Kinds of errors" in text
         assert "Commonest confusions" in text
         assert "mIoU" not in without_pictures(text)
+
+
+@pytest.mark.variants
+def test_two_models_are_compared(app: Any, tmp_path: Path, shapes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_engines(monkeypatch)
+    run_in(tmp_path, app, ("run", "--task", "detection", "--data", str(shapes), "--out", "runs/two", *TINY))
+    page = (tmp_path / "runs" / "two" / "report.html").read_text()
     assert " % of boxes" in page
-    assert page.partition("<h2>Samples</h2>")[2].partition("<h2>")[0].count("data:image/png;base64") == 20
+    samples = page.partition("<h2>Samples</h2>")[2].partition("<h2>")[0]
+    assert samples.count("data:image/png;base64") == 20
+    artefacts = json.loads((tmp_path / "runs" / "two" / "report.json").read_text())["artifacts"]
+    for model in ("fp16", "nvfp4"):
+        aps = [entry["ap"] for entry in artefacts if entry["model"] == model]
+        assert len(aps) > 2
+        assert aps == pytest.approx([aps[0]] * len(aps), abs=0.02)
 
 
 def test_the_card_says_what_the_output_is(home: Path) -> None:

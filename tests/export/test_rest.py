@@ -87,7 +87,7 @@ def ends_of(graph: onnx.ModelProto) -> set[str]:
     return {onnx.TensorProto.DataType.Name(each.type.tensor_type.elem_type) for each in values}
 
 
-@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("quantised", [pytest.param(False, marks=pytest.mark.variants), True])
 def test_what_fp16_refuses_names_the_product_and_the_way_out(quantised: bool, tmp_path: Path) -> None:
     model = attention(quantised)
     for write in (

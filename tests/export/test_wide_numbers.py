@@ -239,7 +239,7 @@ class Sized(nn.Module):
         return torch.cat([y, x * (h * w) ** -0.5, h / (x.abs() + 1), w - x, x * (1 / (h * w))], 1)
 
 
-@pytest.mark.parametrize("rest", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("rest", ["fp16", "bf16", pytest.param("fp32", marks=pytest.mark.variants)])
 def test_sizes_of_open_axes_are_numbers(rest: str) -> None:
     model = Sized().eval()
     graph = fd.export_graph(model, (1, 8, 8), dynamic_size=True, rest=rest)

@@ -47,7 +47,7 @@ def steps(name: str) -> list[Any]:
     return list(plan(packed_network(name)[0].graph)[1])
 
 
-@pytest.mark.parametrize("name", sample(NETWORKS, every=2))
+@pytest.mark.parametrize("name", sample(NETWORKS, every=3))
 def test_the_results_of_the_nodes(name: str) -> None:
     """On the CPU, by the reference of the kernel; the norms of one network are summed in another order."""
     file, x = packed_network(name)
@@ -173,7 +173,7 @@ def pooled(height: int = 64, width: int = 96) -> tuple[PackedFile, torch.Tensor]
     return packed_file(Path("own.fp4"), None, *pack_model(deployed(Pooled(), x), x)), x
 
 
-@pytest.mark.parametrize("size", [(64, 96), (50, 70)])
+@pytest.mark.parametrize("size", [pytest.param((64, 96), marks=pytest.mark.variants), (50, 70)])
 def test_pooling_is_a_form_of_what_a_step_writes(size: tuple[int, int]) -> None:
     """Also where sizes are odd: then it leaves out a last row or column."""
     file, x = pooled(*size)
