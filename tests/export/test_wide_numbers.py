@@ -156,7 +156,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[type[Network]]
     return pack
 
 
-@pytest.mark.parametrize("kind", sample(NETWORKS, every=3))
+@pytest.mark.parametrize("kind", sample(NETWORKS, every=6))
 def test_files_give_what_torch_gives(kind: type[Network], packed: Callable[[type[Network]], PackedFile]) -> None:
     model, images = network(kind)
     session, network_of_file = verifying_session(to_portable(exported(kind))), PackedNetwork(packed(kind))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +19,15 @@ from fp4deploy.export.verify.nodes import compare_nodes
 from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.models import build_unet
 from fp4deploy.models.input_encoding import encode_input as written
-from fp4deploy.packed import PackedFile, PackedNetwork, packed_file
+from fp4deploy.packed import PackedNetwork, packed_file
 from fp4deploy.packed import network as network_module
 from fp4deploy.packed.graph import Concat, Conv2d, Form, Layer, Take
 from fp4deploy.packed.network import allowing_tf32, decoded_form, packed_form
 from fp4deploy.packed.operators import Context, compute
 from fp4deploy.plugins.gemm.reference import conv2d_reference, conv_transpose2d_reference
 from fp4deploy.qat import calibrate, prepare, round_to_deployed
-from tests.export.packable_networks import NETWORKS, deployed
+from tests.export.packable_networks import packed_network
 from tests.packed.small_networks import CLASSES, SIZE, images, packed
-
-
-@cache
-def network(name: str) -> tuple[PackedFile, torch.Tensor]:
-    """One of `NETWORKS`, of free sizes, and an input."""
-    torch.manual_seed(0)
-    factory, size = NETWORKS[name]
-    x = torch.randn(2, 3, *size)
-    return packed_file(Path("own.fp4"), None, *pack_model(deployed(factory(), x), x)), x
 
 
 # At 0.125 a concatenation is written, at 0.25 none is.
@@ -258,7 +248,7 @@ def test_a_network_of_volumes_is_multiplied_in_packed_form(monkeypatch: pytest.M
 
     Two sources are read in place, and what one layer alone reads is packed by the layer.
     """
-    file, x = network("InstanceNorm UNet, volumes")
+    file, x = packed_network("InstanceNorm UNet, volumes")
     here, there = PackedNetwork(file), PackedNetwork(file)
     there.device = torch.device("cuda")  # as far as the choice of what runs a layer goes
     there.pack = here.pack = packed_form
@@ -286,7 +276,7 @@ def test_before_blackwell_layers_are_multiplied_with_decoded_weights(
     name: str, measured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the strides and paddings of each axis; of volumes a compiled network with cuDNN is timed as well."""
-    file, x = network(name)
+    file, x = packed_network(name)
     here = PackedNetwork(file)
     assert not here.decodes_layers
     weights: dict[int, Nvfp4Tensor] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +29,9 @@ from fp4deploy.packed.graph import (
 )
 from fp4deploy.packed.network import packed_form
 from fp4deploy.packed.producers import Move, Produce, normalized, plan
-from tests.export.packable_networks import NETWORKS, deployed
+from tests.export.packable_networks import NETWORKS, deployed, packed_network
 from tests.packed.small_networks import packed
 from tests.samples import sample
-
-
-@cache
-def packed_network(name: str) -> tuple[PackedFile, torch.Tensor]:
-    torch.manual_seed(0)
-    factory, size = NETWORKS[name]
-    x = torch.randn(2, 3, *size)
-    return packed_file(Path("own.fp4"), None, *pack_model(deployed(factory(), x), x, dynamic_size=False)), x
 
 
 def steps(name: str) -> list[Any]:

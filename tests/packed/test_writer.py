@@ -23,7 +23,7 @@ from fp4deploy.packed.program import trace
 from fp4deploy.packed.shapes import shapes_of
 from fp4deploy.packed.writer import Writer, _patches, is_channels_last, only_moves
 from fp4deploy.qat import round_to_deployed
-from tests.export.packable_networks import NETWORKS, OWN_QUANTIZERS, deployed, with_own_quantizers
+from tests.export.packable_networks import NETWORKS, OWN_QUANTIZERS, deployed, packed_network, with_own_quantizers
 from tests.samples import sample
 
 CPU = torch.device("cpu")
@@ -41,9 +41,7 @@ def network(name: str) -> tuple[PackedFile, torch.Tensor]:
     if name in OWN_QUANTIZERS:
         graph, tensors = pack_model(with_own_quantizers(name), torch.randn(2, 3, 16, 16))
         return packed_file(Path("own.fp4"), None, graph, tensors), torch.randn(2, 3, 16, 16)
-    factory, size = NETWORKS[name]
-    x = torch.randn(2, 3, *size)
-    return packed(factory(), x), x
+    return packed_network(name)
 
 
 def written(file: PackedFile, x: torch.Tensor, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:

@@ -25,7 +25,6 @@ from fp4deploy.qat.recipes import OutlierControl, Recipe, WeightReset
 from fp4deploy.runs import create_run
 from fp4deploy.train import load_config, train_models
 from fp4deploy.train.loop import Trainer
-from tests.samples import sample
 
 NAME = "tetrajet_v2_outcontrol"
 PLAIN = QuantSpec()
@@ -311,7 +310,8 @@ def test_packed_products_take_the_recipe() -> None:
     set_products(prepare(nn.Sequential(nn.Linear(64, 8)), NAME, include=["0"]), "fp4")
 
 
-@pytest.mark.parametrize("stop", sample([2, 5], every=2))
+@pytest.mark.variants
+@pytest.mark.parametrize("stop", [2, 5])
 def test_a_training_chooses_resumes_exactly_and_loads(
     stop: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,7 +69,7 @@ def digits_of(graph: onnx.ModelProto) -> onnx.ModelProto:
     return cut
 
 
-@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("quantized", [pytest.param(False, marks=pytest.mark.variants), True])
 def test_the_canonical_graph_makes_fp16_digits_in_fp32(quantized: bool) -> None:
     _, graph = exported(quantized)
     nodes = stem(graph)
