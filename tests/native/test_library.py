@@ -93,6 +93,7 @@ def python_accepts(path: Path) -> bool:
     return True
 
 
+@pytest.mark.variants
 def test_mutated_files(sanitized: Path, tmp_path: Path) -> None:
     seeds, draw = loaders._packed(tmp_path), random.Random(0)
     paths = []
@@ -182,6 +183,7 @@ def test_cards_of_volumes(sanitized: Path, narrow: PackedFile, tmp_path: Path, c
     assert statuses(sanitized, ["check"], [path]) == [(0, "")]
 
 
+@pytest.mark.variants
 def test_mutated_bundles(
     sanitized: Path, driver: Path, unet: PackedFile, narrow: PackedFile, bundle: Path, tmp_path: Path
 ) -> None:

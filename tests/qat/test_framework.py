@@ -28,7 +28,11 @@ STOCHASTIC = {
     name for name, recipe in RECIPES.items() if any(s and s.rounding != "nearest" for s in recipe.operands().values())
 }
 ROTATED_TWICE = {"tetrajet_v2", "tetrajet_v2_outcontrol", "quartet_2"}  # they rotate what the forward has quantised
-COMPILED = ["nvfp4_qat", "nvfp4_qat_delayed", pytest.param("nvfp4_train", marks=pytest.mark.nightly)]
+COMPILED = [
+    "nvfp4_qat",
+    pytest.param("nvfp4_qat_delayed", marks=pytest.mark.nightly),
+    pytest.param("nvfp4_train", marks=pytest.mark.nightly),
+]
 
 
 class Net(nn.Module):
