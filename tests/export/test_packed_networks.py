@@ -207,6 +207,7 @@ def test_pack_writes_what_was_compared(tmp_path: Path) -> None:
     assert runtime.infer(x.numpy()).shape == (2, 5, 32, 32)
 
 
+@pytest.mark.variants
 def test_a_plain_module_is_packed_in_fp16(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = FPN(), torch.randn(1, 3, 32, 40)
