@@ -182,8 +182,9 @@ def trace(
     make_no_folder()
     # Each node remembers its sizes as a fake tensor; without a mode at hand torch makes one, with a stack trace.
     one_mode = TracingContext(FakeTensorMode()) if mode == "real" else None
-    with torch.no_grad(), tracing(one_mode):
-        module = make_fx(run, pre_dispatch=True, tracing_mode=mode)(*tensors.values(), *inputs)
+    with torch.no_grad():
+        with tracing(one_mode):
+            module = make_fx(run, pre_dispatch=True, tracing_mode=mode)(*tensors.values(), *inputs)
         return module, *_folded(module, tensors)
 
 
