@@ -1,7 +1,7 @@
 # make demo   train, export, build and measure an FP16 and an NVFP4 UNet on generated data, and print the table;
 #             a smaller one: make demo DEMO="--epochs 2 --size 64"
-# make test   formatting, lint, types, layers, sizes (make check) and, beside them, tests: of long lists of kernels a sample
-# make emulate   the whole lists: kernels in the PTX emulator, with planted faults, and compiled for every architecture
+# make test   formatting, lint, types, layers, sizes (make check) and, beside them, tests: of long lists a sample
+# make emulate   the whole lists, and long runs; kernels in the PTX emulator, with planted faults, and for every architecture
 # make headers   headers of ONNX Runtime and TensorRT from packages that have them, in build/headers: tests compile the C++ examples
 # make libraries   tests that skip without headers (make headers) or without libraries of networks, ModelOpt, Ray or trackers, which fail here
 # make gpu-log   on a machine with an NVIDIA GPU: the GPU tests, and their log in benchmarks/logs, which a release keeps

@@ -74,7 +74,6 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 def _freeze_what_is_imported() -> None:
     """Keep what was imported out of the collections that come by themselves."""
     global _frozen_modules
-    gc.collect()
     gc.freeze()
     _frozen_modules = len(sys.modules)
 

@@ -51,7 +51,9 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     return run
 
 
-@pytest.mark.parametrize("loop", [[], ["--lightning"]], ids=["plain", "lightning"])
+@pytest.mark.parametrize(
+    "loop", [[], pytest.param(["--lightning"], marks=pytest.mark.variants)], ids=["plain", "lightning"]
+)
 def test_an_own_network_and_loop(command: Command, loop: list[str], tmp_path: Path) -> None:
     """From an own loss and loader to ONNX and a packed network, in a plain loop and in Lightning's."""
     if loop:
@@ -100,7 +102,10 @@ def result(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("script", "jobs", "recipes"),
-    [("vit_digits", "1", ["mx_baseline", "nvfp4_train"]), ("conv_digits", "3", ["tetrajet", "nvfp4_qat"])],
+    [
+        pytest.param("vit_digits", "1", ["mx_baseline", "nvfp4_train"], marks=pytest.mark.variants),
+        ("conv_digits", "3", ["tetrajet", "nvfp4_qat"]),
+    ],
 )
 def test_digits_trains_every_recipe_asked_for(
     command: Command, tmp_path: Path, script: str, jobs: str, recipes: list[str], monkeypatch: pytest.MonkeyPatch
@@ -172,6 +177,7 @@ def test_training_depends_on_the_seed_alone(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.equal(first[0][1], second[0][1])
 
 
+@pytest.mark.variants
 def test_gradient_range_counts_what_vanishes(command: Command, tmp_path: Path) -> None:
     needs_digits()
     file = tmp_path / "range.json"

@@ -168,6 +168,8 @@ def trace(
 
     A key is that of `Writer.tensors`, or None for a tensor that was computed here. mode: "fake" computes no activation.
     """
+    from torch._guards import TracingContext, tracing
+    from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
     tensors = writer.tensors()
@@ -178,8 +180,11 @@ def trace(
         return writer.outputs(read, arguments[len(names) :])
 
     make_no_folder()
+    # Each node remembers its sizes as a fake tensor; without a mode at hand torch makes one, with a stack trace.
+    one_mode = TracingContext(FakeTensorMode()) if mode == "real" else None
     with torch.no_grad():
-        module = make_fx(run, pre_dispatch=True, tracing_mode=mode)(*tensors.values(), *inputs)
+        with tracing(one_mode):
+            module = make_fx(run, pre_dispatch=True, tracing_mode=mode)(*tensors.values(), *inputs)
         return module, *_folded(module, tensors)
 
 

@@ -118,9 +118,11 @@ def quantize(
         report = progress or stack.enter_context(shown("quantising")).phase
         began = time.monotonic()
         stack.enter_context(evaluating(model))
-        reference = copied(model)
-        for parameter in reference.parameters():
-            parameter.requires_grad_(False)
+        reference = model
+        if correction != "none" or chosen.weights in LEARNED:  # otherwise nothing is compared with it
+            reference = copied(model)
+            for parameter in reference.parameters():
+                parameter.requires_grad_(False)
         example = arguments_of(model, batches[0])
         prepare(model, chosen.recipe, include, exclude, example_inputs=example, **formats)
         result = Result(method, chosen.recipe, correction, count)

@@ -21,6 +21,7 @@ are written by programs, and a value of another type is damage.
 from __future__ import annotations
 
 import codecs
+import copy
 import json
 import math
 import os
@@ -124,12 +125,18 @@ def parse_yaml(text: str, source: object, advice: str = "", numbered: bool = Fal
         InputError: it is not YAML, or the module's table says what else.
     """
     try:
-        value = yaml.load(text, Loader=_Yaml)
-        _check_tree(value, numbered)
+        return copy.deepcopy(_parsed(text, numbered))
     except RecursionError:
         raise InputError(_sentence(f"{source} is nested deeper than {MAX_DEPTH} levels", advice)) from None
     except (yaml.YAMLError, ValueError) as error:
         raise InputError(_sentence(f"{source} is not valid YAML: {' '.join(str(error).split())}", advice)) from None
+
+
+@lru_cache(maxsize=32)
+def _parsed(text: str, numbered: bool) -> object:
+    """A sweep reads one configuration for each variant and seed, and to parse it takes as long as a hundred copies."""
+    value = yaml.load(text, Loader=_Yaml)
+    _check_tree(value, numbered)
     return value
 
 

@@ -34,6 +34,7 @@ class Branching(Net):
 """
 
 
+@pytest.mark.variants
 def test_a_row_says_what_became_of_a_network(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(NET)
     row = measure(f"{tmp_path / 'net.py'}:Net", {}, engine=False, size=(16, 24), scenes=4)

@@ -137,6 +137,7 @@ def test_pieces_become_one_file_and_a_curve_has_an_interval(tmp_path: Path) -> N
     assert second == {"epoch": 2, "mean": 0.5, "low": 0.5, "high": 0.5}
 
 
+@pytest.mark.variants
 def test_the_protocol_runs_on_a_cpu(shapes: Path, tmp_path: Path) -> None:
     """Its smallest CNN, tiny images: every score and interval, and the picture."""
     path = tmp_path / "found.json"

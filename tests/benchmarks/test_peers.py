@@ -54,6 +54,7 @@ def test_the_networks_of_the_tables_are_built(monkeypatch: pytest.MonkeyPatch) -
     assert made(torch.zeros(1, 3, 16, 16)).shape[1] == len(packed_latency.CLASSES)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("autocast", ["fp16", "bf16"])
 def test_a_training_step_of_the_tables_moves_the_weights_in_either_precision(
     monkeypatch: pytest.MonkeyPatch, autocast: str

@@ -62,6 +62,7 @@ class TestBuilt:
         assert (shown["batch"], shown["sizes"]) == ([2, 3, 4], [[8, 16], [16, 16], [32, 24]])
         assert shown["interface"] == ledger.interface
 
+    @pytest.mark.variants
     def test_the_smallest_form_is_found_and_a_plan_larger_than_that_of_fp16_is_named(
         self, invoke: Invoke, tmp_path: Path
     ) -> None:
@@ -141,7 +142,9 @@ class TestBuilt:
         ("option", "code", "said"),
         [
             ("--strip-weights", 3, "cannot build with --strip-weights on this machine"),
-            ("--refittable", 3, "cannot build with --refittable on this machine"),
+            pytest.param(
+                "--refittable", 3, "cannot build with --refittable on this machine", marks=pytest.mark.variants
+            ),
             ("--version-compatible", 2, "does not offer --version-compatible"),
         ],
     )

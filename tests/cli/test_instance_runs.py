@@ -123,6 +123,7 @@ def test_several_artefacts_keep_their_results_apart(at_home: Invoke, home: Path)
     assert {path.name for path in (home / "both").iterdir()} == {"fp16-checkpoint", "unet.nvfp4.onnx"}
 
 
+@pytest.mark.variants
 def test_the_gate_is_judged_by_ap(at_home: Invoke, tmp_path: Path) -> None:
     baseline = tmp_path / "base.json"
     measured = json.loads(at_home("bench", "--engine", "unet.nvfp4.onnx", "--iterations", 1, "--json", "-").stdout)

@@ -138,7 +138,7 @@ def test_a_fallback_and_a_refusal_exit_1(invoke: Invoke, calls: list[Any]) -> No
     assert json.loads(result.stdout)["kernels"][0]["complaints"] == ["no luck"]
 
 
-@pytest.mark.parametrize("arguments", [("--arch", "all"), ()])
+@pytest.mark.parametrize("arguments", [pytest.param(("--arch", "all"), marks=pytest.mark.variants), ()])
 def test_all_architectures(
     invoke: Invoke, calls: list[Any], monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
 ) -> None:

@@ -20,7 +20,7 @@ from fp4deploy.qat import load_model
 from tests.cli.command_line import Invoke
 
 
-def test_quantize_search_and_quantize_again(invoke: Invoke, checkpoint: Path, shapes: Path) -> None:
+def test_quantize_and_what_it_says_comes_next(invoke: Invoke, checkpoint: Path, shapes: Path) -> None:
     data, few = ("--data", shapes), ("--images", 2, "--batch", 2)
     result = invoke("quantize", checkpoint, *data, *few, "--method", "4/6", "--out", "q.safetensors")
     assert result.exit_code == 0, result.stderr
@@ -37,6 +37,11 @@ def test_quantize_search_and_quantize_again(invoke: Invoke, checkpoint: Path, sh
     assert result.exit_code == 0, result.stderr
     assert "Within 100 points" in result.stderr
 
+
+@pytest.mark.variants
+def test_what_a_search_found_is_what_quantize_reads(invoke: Invoke, checkpoint: Path, shapes: Path) -> None:
+    """Its file as settings, in `make test`: tests/experiments/test_search.py."""
+    data, few = ("--data", shapes), ("--images", 2, "--batch", 2)
     result = invoke("search", checkpoint, *data, *few, "--budget", "drop=100", "--out", "found")
     assert result.exit_code == 0, result.stderr
     assert "in INT8: mIoU" in result.stdout

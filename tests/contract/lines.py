@@ -57,7 +57,7 @@ LINES = (  # of files that `prepared` makes
     " --results seen --json",
     f"bench --engine runs/r/export/q.fp4 --baseline {FP16} --max-drop 50 --data data --iterations 1 --json -",
     "bench --engine runs/i/nvfp4/best.safetensors --data data --iterations 1 --max-dets 5 --json",
-    f"search {FP16} --budget bytes=280000 --data data --images 2 --method amax --arch sm120 --out found",
+    f"search {FP16} --budget bytes=20000 --data data --images 2 --method amax --arch sm120 --out found",
     "report runs/t --json page.json --out page.html",
     "report runs/t runs/r --out both.html",
     "push runs/t --out hub",
@@ -72,9 +72,10 @@ def outcomes() -> dict[str, Any]:
     from tests.contract.invoke import fp4deploy
     from tests.contract.results.of_commands import CHANGING as OF_TIME
     from tests.contract.results.of_commands import kept, prepared
+    from tests.shallow import levels
 
     printed = {}
-    with tempfile.TemporaryDirectory() as name, short_measurements():
+    with tempfile.TemporaryDirectory() as name, short_measurements(), levels(3):
         folder = Path(name).resolve()
         prepared(folder)
         for line in LINES:

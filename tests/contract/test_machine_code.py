@@ -19,7 +19,7 @@ def unknown(before: list[str], now: list[str]) -> list[str]:
 
 
 @pytest.mark.skipif(NVCC is None, reason="no nvcc here")
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
+@pytest.mark.parametrize("arch", [pytest.param("sm_90a", marks=pytest.mark.variants), "sm_120a"])
 def test_a_kernel_of_nvcc(arch: str, tmp_path: Path) -> None:
     assert NVCC is not None
     version = internals.nvcc_version(NVCC)

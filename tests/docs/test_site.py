@@ -33,12 +33,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.nightly
 def test_the_site_has_its_pages(site: Path) -> None:
     assert (site / "index.html").is_file()
     marks = [path for path in site.rglob("*.html") if "&lt;!--" in path.read_text(encoding="utf-8")]
     assert marks == [], "comments that a reader sees"
 
 
+@pytest.mark.nightly
 def test_the_api_reference_is_complete_and_can_be_read(site: Path) -> None:
     text = (site / "api" / "index.html").read_text(encoding="utf-8")
     shown = {path.rpartition(".")[2] for path in re.findall(r'<h3 id="(fp4deploy[\w.]+)"', text)}

@@ -105,6 +105,7 @@ def killed_when_it_trains(file: Path, out: Path) -> None:
     run_sweep(load_sweep(file), out, ("control",), jobs=2)
 
 
+@pytest.mark.variants
 @pytest.mark.slow
 def test_workers_end_after_a_sweep_that_was_killed(tmp_path: Path) -> None:
     sweep = sweep_of(tmp_path, seeds=(0,))
@@ -143,6 +144,7 @@ def slowly(run: Run) -> None:
     Trainer.step = slow  # type: ignore[method-assign]
 
 
+@pytest.mark.variants
 @pytest.mark.slow
 def test_minutes_stop_processes_of_a_background_job(tmp_path: Path) -> None:
     sweep, out = sweep_of(tmp_path, epochs=100_000, seeds=(0,)), tmp_path / "out"
@@ -155,6 +157,7 @@ def test_minutes_stop_processes_of_a_background_job(tmp_path: Path) -> None:
     assert {run["status"] for run in results["variants"]["fp16"]["runs"].values()} <= {"unfinished", "missing"}
 
 
+@pytest.mark.variants
 @pytest.mark.slow
 def test_an_interruption_is_passed_on_and_saved(tmp_path: Path) -> None:
     sweep, out = sweep_of(tmp_path, epochs=100_000), tmp_path / "out"

@@ -146,6 +146,7 @@ def test_what_is_trained_on_is_scored_anew(data: Path, tmp_path: Path) -> None:
     assert results["variants"]["fp16"]["test"]["mean"] < 1
 
 
+@pytest.mark.variants
 @pytest.mark.usefixtures("whole_unets")  # which learn to find some
 def test_objects_are_scored_by_ap(tiny_data: Path, tmp_path: Path) -> None:
     data = tmp_path / "data"

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fp4deploy.export.to_packed import pack_model
+from fp4deploy.packed import PackedFile, packed_file
 from fp4deploy.qat import calibrate, prepare, round_to_deployed
 
 
@@ -360,3 +364,12 @@ def deployed(model: nn.Module, example: torch.Tensor, recipe: str | None = "nvfp
         calibrate(model, [example])
     round_to_deployed(model)
     return model
+
+
+@cache
+def packed_network(name: str) -> tuple[PackedFile, torch.Tensor]:
+    """One of `NETWORKS` of a fixed size, packed once for all tests of a process, and an input."""
+    torch.manual_seed(0)
+    factory, size = NETWORKS[name]
+    x = torch.randn(2, 3, *size)
+    return packed_file(Path("own.fp4"), None, *pack_model(deployed(factory(), x), x, dynamic_size=False)), x

@@ -68,7 +68,10 @@ def packed_unet() -> PackedFile:
     return packed_file(Path("unet.fp4"), card(), *pack_model(unet()[0], images(1), False))
 
 
-@pytest.mark.parametrize(("recipe", "layers"), [("nvfp4_qat", 11), ("nvfp4_qat_2d", 7), ("nvfp4_4o6_weight_qat", 7)])
+@pytest.mark.parametrize(
+    ("recipe", "layers"),
+    [pytest.param("nvfp4_qat", 11, marks=pytest.mark.variants), ("nvfp4_qat_2d", 7), ("nvfp4_4o6_weight_qat", 7)],
+)
 def test_the_bytes_are_those_of_the_onnx_file(recipe: str, layers: int) -> None:
     if layers == 11:
         (model, graph), tensors = unet(), packed_unet().tensors

@@ -173,7 +173,7 @@ def test_branches_of_one_scale_share_one_packed_form() -> None:
     assert reads["stages.1.conv1"] == reads["stages.1.project.0"]
 
 
-@pytest.mark.parametrize("name", ["ResNet encoder", "InstanceNorm UNet"])
+@pytest.mark.parametrize("name", [pytest.param("ResNet encoder", marks=pytest.mark.variants), "InstanceNorm UNet"])
 def test_layers_of_any_scales_compute_what_torch_computes(name: str) -> None:
     """As a percentile or a learned scale leaves them: layers that read one activation may differ in theirs."""
     model, x = copied(made(name)[0]), made(name)[2]
@@ -197,16 +197,17 @@ def test_two_sources_instead_of_a_concatenation() -> None:
 
 
 def test_pack_writes_what_was_compared(tmp_path: Path) -> None:
-    model, _, x = made("FPN")
+    model, _, x = made("MobileNet")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     result = fd.pack(model, tmp_path / "own.fp4", example_inputs=x)
     assert result.verification is not None
     assert result.verification.images == len(x)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     runtime = fd.open_runtime(tmp_path / "own.fp4")
-    assert runtime.infer(x.numpy()).shape == (2, 5, 32, 40)
+    assert runtime.infer(x.numpy()).shape == (2, 5, 32, 32)
 
 
+@pytest.mark.variants
 def test_a_plain_module_is_packed_in_fp16(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = FPN(), torch.randn(1, 3, 32, 40)

@@ -19,6 +19,7 @@ from fp4deploy.packed.file import KEY, read_packed
 from fp4deploy.packed.graph import Aten, Layer
 from fp4deploy.packed.program import trace
 from fp4deploy.packed.writer import Writer
+from tests.samples import sample
 
 Function = Callable[["Around", torch.Tensor], torch.Tensor]
 
@@ -117,7 +118,7 @@ FUNCTIONS: dict[str, Function] = {
 }
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", sample(FUNCTIONS, every=3))
 def test_operators_agree_with_torch(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = Around(FUNCTIONS[name]).eval(), torch.randn(2, 3, 8, 8)
@@ -192,7 +193,7 @@ def curves(_: Around, x: torch.Tensor) -> torch.Tensor:
     return torch.atan2(x, x + 1) + torch.trunc(3 * x) + torch.fmod(x, 0.3) + torch.log2(x + 1) + x.prod(1, keepdim=True)
 
 
-@pytest.mark.parametrize("function", [warped, largest, spectrum, curves])
+@pytest.mark.parametrize("function", sample([warped, largest, spectrum, curves], every=2))
 def test_operators_of_the_list(function: Function, tmp_path: Path) -> None:
     """In every way of running: packed, compared with torch when it is written, as one graph for a compiler."""
     torch.manual_seed(3)

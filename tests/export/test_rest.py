@@ -25,7 +25,6 @@ from fp4deploy.packed.memory import activation_bytes
 from fp4deploy.packed.writer import Writer
 from fp4deploy.qat import deployed
 from fp4deploy.rest import BF16, FP16, FP32, RESTS, Rest
-from tests.samples import sample
 
 TYPES = {"fp16": "FLOAT16", "bf16": "BFLOAT16", "fp32": "FLOAT"}
 ENDS = {"fp16": "FLOAT16", "bf16": "FLOAT", "fp32": "FLOAT"}
@@ -87,7 +86,7 @@ def ends_of(graph: onnx.ModelProto) -> set[str]:
     return {onnx.TensorProto.DataType.Name(each.type.tensor_type.elem_type) for each in values}
 
 
-@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("quantised", [pytest.param(False, marks=pytest.mark.variants), True])
 def test_what_fp16_refuses_names_the_product_and_the_way_out(quantised: bool, tmp_path: Path) -> None:
     model = attention(quantised)
     for write in (
@@ -99,7 +98,7 @@ def test_what_fp16_refuses_names_the_product_and_the_way_out(quantised: bool, tm
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("rest", "quantised"), sample([BF16, FP32], [False, True], every=2))
+@pytest.mark.parametrize(("rest", "quantised"), [(BF16, True), pytest.param(FP32, False, marks=pytest.mark.variants)])
 def test_what_leaves_fp16_is_right_in_another_rest(rest: Rest, quantised: bool, tmp_path: Path) -> None:
     model = attention(quantised)
     result = fd.export_onnx(model, X, tmp_path / "a.onnx", rest=rest.name, portable=True)

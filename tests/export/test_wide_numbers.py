@@ -156,7 +156,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[type[Network]]
     return pack
 
 
-@pytest.mark.parametrize("kind", sample(NETWORKS, every=3))
+@pytest.mark.parametrize("kind", sample(NETWORKS, every=6))
 def test_files_give_what_torch_gives(kind: type[Network], packed: Callable[[type[Network]], PackedFile]) -> None:
     model, images = network(kind)
     session, network_of_file = verifying_session(to_portable(exported(kind))), PackedNetwork(packed(kind))
@@ -239,7 +239,7 @@ class Sized(nn.Module):
         return torch.cat([y, x * (h * w) ** -0.5, h / (x.abs() + 1), w - x, x * (1 / (h * w))], 1)
 
 
-@pytest.mark.parametrize("rest", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("rest", ["fp16", "bf16", pytest.param("fp32", marks=pytest.mark.variants)])
 def test_sizes_of_open_axes_are_numbers(rest: str) -> None:
     model = Sized().eval()
     graph = fd.export_graph(model, (1, 8, 8), dynamic_size=True, rest=rest)

@@ -72,7 +72,7 @@ def test_what_is_pooled_may_change_afterwards() -> None:
         assert torch.equal(F.max_unpool2d(y, indices, 2), expected)
 
 
-@pytest.mark.parametrize("dynamic_size", [False, True])
+@pytest.mark.parametrize("dynamic_size", [pytest.param(False, marks=pytest.mark.variants), True])
 def test_onnx_files_have_no_indices(dynamic_size: bool) -> None:
     torch.manual_seed(0)
     model, x = fd.prepare(ENet()), torch.rand(2, 3, 32, 48).half().float()

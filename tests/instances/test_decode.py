@@ -67,6 +67,7 @@ def test_perfect_outputs_score_one_on_generated_scenes(tmp_path: Path, method: s
     assert score_of_the_truth(dataset, head) == pytest.approx(1.0)
 
 
+@pytest.mark.variants
 def test_perfect_outputs_score_one_on_real_nuclei(shared: Path) -> None:
     dataset = open_instances(shared / "data" / "dsb2018", "val")
     chosen = dataset._images = [image for image in dataset.images if image.height <= 520][::4]

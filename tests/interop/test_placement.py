@@ -17,6 +17,7 @@ from fp4deploy.audit.report import audit_file
 from fp4deploy.export.engine.build import build_engine
 from fp4deploy.interop.placement import Edit, with_placed_quantizers
 from tests.interop.onnx_files import Onnx
+from tests.samples import sample
 
 SIZE = (1, 16, 8, 8)
 
@@ -169,7 +170,7 @@ def test_a_value_without_a_range_is_left_as_it_is() -> None:
     assert with_placed_quantizers(model)[1] == []
 
 
-@pytest.mark.parametrize("make", [_activation, _resized, _concat, _bias, _unsigned])
+@pytest.mark.parametrize("make", sample([_activation, _resized, _bias, _concat, _unsigned], every=2))
 def test_the_engine_multiplies_in_int8_that_did_not(make: Callable[[Quantized], str], tmp_path: Path) -> None:
     if importlib.util.find_spec("tensorrt_rtx") is None:
         pytest.skip("TensorRT-RTX is not installed (pip install tensorrt-rtx)")

@@ -54,6 +54,7 @@ def packed(path: Path, rest: str) -> tuple[PackedFile, list[torch.Tensor]]:
     return file, list(inputs)
 
 
+@pytest.mark.emulate
 @pytest.mark.skipif(builds.compiler() is None, reason="no C++ compiler")
 def test_the_c_library_gives_the_bytes_of_python(driver: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, inputs = packed(tmp_path / "small.fp4", "fp32")

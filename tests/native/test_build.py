@@ -53,6 +53,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.nightly
 def test_the_library_is_small_and_exports_its_interface_alone(built: Path) -> None:
     library = built / "install" / "lib" / "libfp4deploy.so"
     shell(f"strip -o small.so {library}", built)

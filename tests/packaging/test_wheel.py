@@ -176,11 +176,13 @@ def test_the_version_has_one_home(wheel: Path) -> None:
     assert re.search(rf"^## {re.escape(__version__)}\b", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
 
 
+@pytest.mark.nightly
 def test_the_commands_run(installed: Path, tmp_path: Path) -> None:
     assert run(installed / "fp4deploy", "--version", folder=tmp_path) == f"fp4deploy {__version__}\n"
     assert "doctor" in run(installed / "fp4deploy", "--help", folder=tmp_path)
 
 
+@pytest.mark.nightly
 def test_a_tensor_is_quantised_and_the_doctor_answers(installed: Path, tmp_path: Path) -> None:
     """The values 0 to 15 in one block: amax 15, so that E2M1's 6 is 15 and the smallest step 1.25."""
     program = (

@@ -45,6 +45,7 @@ def test_ci_makes_targets_of_the_makefile() -> None:
     assert all(list(ROOT.glob(path)) for path in listed[1].replace("\\", " ").split())
 
 
+@pytest.mark.nightly
 def test_a_skip_for_want_of_a_library_fails_where_it_must_not(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_runtest_makereport\n")
     reason = "ray is not installed: pip install -e '.[distributed]'"

@@ -27,7 +27,7 @@ from fp4deploy.packed.operators import Context, compute
 from fp4deploy.plugins.gemm.reference import conv2d_reference, conv_transpose2d_reference
 from fp4deploy.plugins.quantize.input_encoding import packed_image
 from fp4deploy.qat import calibrate, prepare, round_to_deployed
-from tests.export.packable_networks import NETWORKS, deployed
+from tests.export.packable_networks import packed_network
 from tests.packed.small_networks import CLASSES, SIZE, images, packed
 
 
@@ -286,10 +286,7 @@ def test_a_network_of_volumes_is_multiplied_in_packed_form(monkeypatch: pytest.M
 
     Two sources are read in place, and what one layer alone reads is packed by the layer.
     """
-    torch.manual_seed(0)
-    factory, size = NETWORKS["InstanceNorm UNet, volumes"]
-    x = torch.randn(2, 3, *size)
-    file = packed_file(Path("own.fp4"), None, *pack_model(deployed(factory(), x), x))
+    file, x = packed_network("InstanceNorm UNet, volumes")
     here, there = PackedNetwork(file), PackedNetwork(file)
     there.device = torch.device("cuda")  # as far as the choice of what runs a layer goes
     there.pack = here.pack = packed_form
@@ -317,10 +314,7 @@ def test_before_blackwell_layers_are_multiplied_with_decoded_weights(
     name: str, measured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the strides and paddings of each axis; of volumes a compiled network with cuDNN is timed as well."""
-    torch.manual_seed(0)
-    factory, size = NETWORKS[name]
-    x = torch.randn(2, 3, *size)
-    file = packed_file(Path("own.fp4"), None, *pack_model(deployed(factory(), x), x))
+    file, x = packed_network(name)
     here = PackedNetwork(file)
     assert not here.decodes_layers
     weights: dict[int, Nvfp4Tensor] = {}

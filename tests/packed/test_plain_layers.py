@@ -6,16 +6,14 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from fp4deploy.errors import UnavailableError
-from fp4deploy.export.to_packed import pack_model
 from fp4deploy.formats import Nvfp4Tensor
-from fp4deploy.packed import PackedNetwork, packed_file, plain_layers
+from fp4deploy.packed import PackedNetwork, plain_layers
 from fp4deploy.packed.graph import Conv2d, GroupNormReLU, Norm
 from fp4deploy.packed.operators import channels_last, convolve
 from fp4deploy.packed.producers import Produce, plan
@@ -26,7 +24,7 @@ from fp4deploy.plugins.runtime.nvcc import find_nvcc
 from fp4deploy.rest import rest_of
 from fp4deploy_emulator.cases.case import Outcome, Setting
 from fp4deploy_emulator.cases.cuda import emulated
-from tests.export.packable_networks import NETWORKS, deployed
+from tests.export.packable_networks import packed_network
 from tests.packed.small_networks import images, packed
 
 needs_nvcc = pytest.mark.skipif(find_nvcc() is None, reason="there is no nvcc")
@@ -96,7 +94,9 @@ def test_a_layer_of_a_network(which: int, rest: str) -> None:
 
 @needs_nvcc
 @pytest.mark.usefixtures("anywhere")
-@pytest.mark.parametrize("name", ["InstanceNorm UNet", "InstanceNorm UNet, volumes"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("InstanceNorm UNet", marks=pytest.mark.variants), "InstanceNorm UNet, volumes"]
+)
 def test_a_step_takes_the_moments_of_a_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """InstanceNorm and LeakyReLU after a convolution that works in tiles, at an odd size: x is not read for them.
 
@@ -154,10 +154,8 @@ def test_nodes_one_by_one_leave_no_moments() -> None:
 
 def instance_norms(name: str = "InstanceNorm UNet") -> tuple[PackedNetwork, torch.Tensor]:
     """A network of convolutions, InstanceNorm and LeakyReLU, and what it reads."""
-    torch.manual_seed(0)
-    factory, size = NETWORKS[name]
-    x = torch.randn(2, 3, *size)
-    return PackedNetwork(packed_file(Path("own.fp4"), None, *pack_model(deployed(factory(), x), x))), x
+    file, x = packed_network(name)
+    return PackedNetwork(file), x
 
 
 def halve(network: PackedNetwork, dtype: torch.dtype = torch.float16) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,24 +29,16 @@ from fp4deploy.packed.graph import (
 )
 from fp4deploy.packed.network import packed_form
 from fp4deploy.packed.producers import Move, Produce, normalized, plan
-from tests.export.packable_networks import NETWORKS, deployed
+from tests.export.packable_networks import NETWORKS, deployed, packed_network
 from tests.packed.small_networks import packed
 from tests.samples import sample
-
-
-@cache
-def packed_network(name: str) -> tuple[PackedFile, torch.Tensor]:
-    torch.manual_seed(0)
-    factory, size = NETWORKS[name]
-    x = torch.randn(2, 3, *size)
-    return packed_file(Path("own.fp4"), None, *pack_model(deployed(factory(), x), x, dynamic_size=False)), x
 
 
 def steps(name: str) -> list[Any]:
     return list(plan(packed_network(name)[0].graph)[1])
 
 
-@pytest.mark.parametrize("name", sample(NETWORKS, every=2))
+@pytest.mark.parametrize("name", sample(NETWORKS, every=3))
 def test_the_results_of_the_nodes(name: str) -> None:
     """On the CPU, by the reference of the kernel; the norms of one network are summed in another order."""
     file, x = packed_network(name)
@@ -173,7 +164,7 @@ def pooled(height: int = 64, width: int = 96) -> tuple[PackedFile, torch.Tensor]
     return packed_file(Path("own.fp4"), None, *pack_model(deployed(Pooled(), x), x)), x
 
 
-@pytest.mark.parametrize("size", [(64, 96), (50, 70)])
+@pytest.mark.parametrize("size", [pytest.param((64, 96), marks=pytest.mark.variants), (50, 70)])
 def test_pooling_is_a_form_of_what_a_step_writes(size: tuple[int, int]) -> None:
     """Also where sizes are odd: then it leaves out a last row or column."""
     file, x = pooled(*size)

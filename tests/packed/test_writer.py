@@ -23,10 +23,12 @@ from fp4deploy.packed.program import trace
 from fp4deploy.packed.shapes import shapes_of
 from fp4deploy.packed.writer import Writer, _patches, is_channels_last, only_moves
 from fp4deploy.qat import round_to_deployed
-from tests.export.packable_networks import NETWORKS, OWN_QUANTIZERS, deployed, with_own_quantizers
+from tests.export.packable_networks import NETWORKS, OWN_QUANTIZERS, deployed, packed_network, with_own_quantizers
 from tests.samples import sample
 
 CPU = torch.device("cpu")
+# Other ones than the sample of tests/export/test_packed_networks.py. To pack one takes a second.
+NAMES = sample([*reversed(NETWORKS), *OWN_QUANTIZERS], every=3)
 
 
 def packed(model: nn.Module, x: torch.Tensor) -> PackedFile:
@@ -39,9 +41,7 @@ def network(name: str) -> tuple[PackedFile, torch.Tensor]:
     if name in OWN_QUANTIZERS:
         graph, tensors = pack_model(with_own_quantizers(name), torch.randn(2, 3, 16, 16))
         return packed_file(Path("own.fp4"), None, graph, tensors), torch.randn(2, 3, 16, 16)
-    factory, size = NETWORKS[name]
-    x = torch.randn(2, 3, *size)
-    return packed(factory(), x), x
+    return packed_network(name)
 
 
 def written(file: PackedFile, x: torch.Tensor, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -50,7 +50,7 @@ def written(file: PackedFile, x: torch.Tensor, dtype: torch.dtype = torch.float3
         return writer.outputs(writer.tensors(), [x])
 
 
-@pytest.mark.parametrize("name", [*NETWORKS, *OWN_QUANTIZERS])
+@pytest.mark.parametrize("name", NAMES)
 def test_networks_compute_what_they_compute_node_by_node(name: str) -> None:
     file, x = network(name)
     for y, expected in zip(written(file, x), tree_leaves(PackedNetwork(file)(x)), strict=True):
@@ -87,11 +87,9 @@ def test_a_sum_of_what_is_in_float32_is_no_part_of_a_norm(monkeypatch: pytest.Mo
         assert name not in row_norms.row_norms(graph, {part}, torch.float16, CPU).sums
 
 
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
-    ("name", "mode", "dtype"),
-    sample(
-        [*NETWORKS, *OWN_QUANTIZERS], [torch.no_grad, torch.inference_mode], [torch.float32, torch.float16], every=3
-    ),
+    ("mode", "dtype"), sample([torch.no_grad, torch.inference_mode], [torch.float32, torch.float16], every=2)
 )
 def test_what_is_traced_computes_the_same_bits_from_fewer_tensors(name: str, mode: Any, dtype: torch.dtype) -> None:
     file, x = network(name)
@@ -105,7 +103,7 @@ def test_what_is_traced_computes_the_same_bits_from_fewer_tensors(name: str, mod
     assert not computed  # no positions, no constants: they are among the tensors
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", [case for case in NAMES if case.values[0] in NETWORKS])
 def test_operands_in_float16_are_those_of_the_file(name: str) -> None:
     """Weights and activations are codes times scales times a power of two, and the factor is what that leaves."""
     file, _ = network(name)
@@ -131,7 +129,7 @@ def test_operands_in_float16_are_those_of_the_file(name: str) -> None:
         assert writer.units[node.outputs[0].name] == pytest.approx(weight.unit * source)
 
 
-@pytest.mark.parametrize("name", [*NETWORKS, *OWN_QUANTIZERS])
+@pytest.mark.parametrize("name", NAMES)
 def test_float16_is_near(name: str) -> None:
     """FP4 amplifies the last bits of FP16: only a wrong factor is farther off than this."""
     file, x = network(name)
@@ -140,7 +138,7 @@ def test_float16_is_near(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", OWN_QUANTIZERS)
+@pytest.mark.parametrize("name", [case for case in NAMES if case.values[0] in OWN_QUANTIZERS])
 def test_a_layer_that_quantises_what_it_reads(name: str, dtype: torch.dtype) -> None:
     """Of 16 bits: every layer by itself, by the same numbers, whose sum is rounded once."""
     file, _ = network(name)

@@ -64,7 +64,7 @@ def test_gemms(results: Callable[[ModuleType], Results], name: str) -> None:
     assert found["differing"] == 0, "bytes of the fused quantisation"
 
 
-@pytest.mark.parametrize("name", sample(interpreted_cases.CASES, every=3))
+@pytest.mark.parametrize("name", sample(interpreted_cases.CASES, every=6))
 def test_dispatch_reaches_the_kernels(results: Callable[[ModuleType], Results], name: str) -> None:
     found = results(interpreted_cases)[name]
     assert found["launches"] >= 1

@@ -71,6 +71,7 @@ def test_an_overlap_beyond_half_a_tile_is_refused(overlap: int) -> None:
         Predictor(Pointwise(card()), tile=True, overlap=overlap).predict(photo(100, 100))
 
 
+@pytest.mark.variants
 @pytest.mark.slow
 def test_an_image_of_8192_pixels_is_what_its_pixels_are() -> None:
     """With classes, in 63 tiles of 512 x 512 that share 128 pixels."""

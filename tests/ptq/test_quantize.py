@@ -19,6 +19,7 @@ from fp4deploy.ptq.reconstruct import SoftRounding
 from fp4deploy.qat import load_model, prepare, quantized_layers
 from fp4deploy.runs import Run
 from fp4deploy.system.progress import Bar
+from tests.samples import sample
 
 
 class Block(nn.Module):
@@ -90,7 +91,8 @@ class Registered(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("method", "correction"), [*((method, "both") for method in METHODS), ("amax", "bias"), ("amax", "norm")]
+    ("method", "correction"),
+    [*sample(METHODS, ["both"], every=2), ("amax", "bias"), pytest.param("amax", "norm", marks=pytest.mark.variants)],
 )
 def test_the_order_of_registration_changes_nothing(method: str, correction: str, images: list[torch.Tensor]) -> None:
     first, second = Registered(False).eval(), Registered(True).eval()

@@ -17,6 +17,7 @@ from fp4deploy.models.output import with_logits
 from fp4deploy.models.unet import build_unet
 from fp4deploy.qat import calibrate, layer_plan, load_model, prepare, prepare_as, quantized_layers
 from fp4deploy.qat.ends import Ends, _say_assumed, ends_of
+from tests.samples import sample
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -215,8 +216,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("steady", [True, False], ids=["traced", "executed"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "steady"), sample(WAYS, [True, False], every=2))
 def test_both_ends_are_found_by_calls_and_not_by_registration(way: str, steady: bool) -> None:
     model = Network(way, steady)
     found = ends_of(model, lambda layer: isinstance(layer, nn.Conv2d))

@@ -273,7 +273,7 @@ def losses(recipe: str, products: str, steps: int = 50) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4_train", "tetrajet"])
+@pytest.mark.parametrize("recipe", ["nvfp4_train", pytest.param("tetrajet", marks=pytest.mark.variants)])
 def test_fifty_steps_of_both(recipe: str) -> None:
     """The same random numbers: the first loss is equal up to the sum, and the curves stay together."""
     emulated, packed = losses(recipe, "emulated"), losses(recipe, "fp4")

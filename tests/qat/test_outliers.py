@@ -25,7 +25,6 @@ from fp4deploy.qat.recipes import OutlierControl, Recipe, WeightReset
 from fp4deploy.runs import create_run
 from fp4deploy.train import load_config, train_models
 from fp4deploy.train.loop import Trainer
-from tests.samples import sample
 
 NAME = "tetrajet_v2_outcontrol"
 PLAIN = QuantSpec()
@@ -193,14 +192,14 @@ def test_the_gradients_of_the_recipe_are_right_on_average() -> None:
     x, outliers = torch.randn(32, 64), layer.outliers
     assert outliers is not None
     steps = []
-    for _ in range(400):
+    for _ in range(150):
         layer.zero_grad()
         steps.append(step(layer, x))
     g, w = steps[0][3], layer.quantized_weight()
     dx, dw = (torch.stack([each[at] for each in steps]) for at in (1, 2))
     for found, exact in ((dx, g @ w), (dw[:, :, outliers.others], g.T @ four(x[:, outliers.others], 1))):
         one = (found - exact).square().mean().sqrt()
-        assert (found.mean(0) - exact).square().mean().sqrt() < 0.15 * one  # a 20th of it is what chance leaves
+        assert (found.mean(0) - exact).square().mean().sqrt() < 0.15 * one  # a 12th of it is what chance leaves
 
 
 def test_before_the_selection_it_is_tetrajet_v2() -> None:
@@ -311,7 +310,8 @@ def test_packed_products_take_the_recipe() -> None:
     set_products(prepare(nn.Sequential(nn.Linear(64, 8)), NAME, include=["0"]), "fp4")
 
 
-@pytest.mark.parametrize("stop", sample([2, 5], every=2))
+@pytest.mark.variants
+@pytest.mark.parametrize("stop", [2, 5])
 def test_a_training_chooses_resumes_exactly_and_loads(
     stop: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

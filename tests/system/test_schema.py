@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import BaseModel, Field
@@ -98,6 +99,14 @@ def test_yaml_that_is_taken() -> None:
         "list": [common, "2024-01-01", True],
     }
     assert parse_yaml("", "f") is None
+
+
+def test_a_text_that_is_read_twice_gives_two_values() -> None:
+    """Settings are written into the tree of a configuration."""
+    text = "train: {epochs: 2}"
+    first: Any = parse_yaml(text, "f")
+    first["train"]["epochs"] = 3
+    assert parse_yaml(text, "f") == {"train": {"epochs": 2}}
 
 
 @pytest.mark.parametrize("form", ["[{}]", "{{<<: [{}]}}"], ids=["aliases", "merge keys"])

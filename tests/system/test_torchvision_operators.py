@@ -39,6 +39,7 @@ def run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, env=own)
 
 
+@pytest.mark.variants
 def test_torchvision_imports_without_its_compiled_operators(stand_in: Path) -> None:
     assert "operator torchvision::nms does not exist" in run("import timm", stand_in).stderr
     done = run(BY_PROGRAM, stand_in)

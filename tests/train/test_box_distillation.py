@@ -86,6 +86,7 @@ def test_outputs_of_another_shape_are_refused() -> None:
         BoxDivergence(head)(outputs(head), outputs(head, places=31))
 
 
+@pytest.mark.variants
 def test_a_detector_comes_to_its_teacher_without_labels(
     tiny: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

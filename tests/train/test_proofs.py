@@ -125,7 +125,12 @@ def test_accumulated_cross_entropy_is_that_of_the_large_batch(
 
 
 @pytest.mark.parametrize(
-    ("model", "recipe"), [("fp16", "nvfp4_qat"), ("nvfp4", "nvfp4_qat"), ("nvfp4", "nvfp4_qat+learned")]
+    ("model", "recipe"),
+    [
+        pytest.param("fp16", "nvfp4_qat", marks=pytest.mark.variants),
+        ("nvfp4", "nvfp4_qat"),
+        ("nvfp4", "nvfp4_qat+learned"),
+    ],
 )
 def test_checkpointed_losses_are_the_same_bits(
     tiny: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, recipe: str

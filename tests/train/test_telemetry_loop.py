@@ -190,6 +190,7 @@ def test_another_interval_may_be_chosen_on_resume(
     assert [entry.step for entry in samples(run, "fp16")] == [1, 3, 6, 9]
 
 
+@pytest.mark.variants
 def test_a_compiled_model_is_probed(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiled forward ignores hooks; a backend that runs the graph as it is needs no compiler.
 

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -31,12 +32,25 @@ from tests.train.launch import start
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
+    return written_model(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the model and its plan, for tests that only read them."""
+    pytest.importorskip("tensorrt_rtx")
+    folder = tmp_path_factory.mktemp("built")
+    build_engine(written_model(folder), folder / "model.plan")
+    return folder
+
+
+def written_model(folder: Path) -> Path:
     """FP4 graph with a 3x3 convolution, a transposed convolution, a skip and a 1x1 convolution."""
     graph = CanonicalGraph()
     skip = graph.norm_relu("norm", graph.conv("first", graph.image(16, 16), 32, fp4=False))
     x = graph.up("up", graph.conv("deep", graph.pool("pool", skip), 32), 32)
     x = graph.conv("point", graph.concat("skip", skip, x), 32, kernel=1)
-    path = tmp_path / "model.onnx"
+    path = folder / "model.onnx"
     onnx.save(graph.model(graph.conv("head", x, 4, kernel=1, fp4=False)), path)
     return path
 
@@ -333,9 +347,12 @@ class TestRtx:
             build_engine(model, model.with_name("model.plan"), sizes=((8, 8), (16, 16), (16, 16)))
         assert written(model.parent) == before
 
-    def test_failed_build_keeps_the_previous_plan(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        out = model.with_name("model.plan")
-        first = build_engine(model, out)
+    def test_failed_build_keeps_the_previous_plan(
+        self, built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        shutil.copytree(built, tmp_path, dirs_exist_ok=True)
+        model, out = tmp_path / "model.onnx", tmp_path / "model.plan"
+        first = open_plan(out)
 
         def full_disk(*_: object) -> None:
             raise OSError(28, "No space left on device")
@@ -343,11 +360,11 @@ class TestRtx:
         monkeypatch.setattr("shutil.copyfile", full_disk)
         with pytest.raises(InputError, match="No space left on device"):
             build_engine(model, out, conv="gemm")
-        assert open_plan(out) == first.ledger
+        assert open_plan(out) == first
 
-    def test_plan_that_is_not_the_ledgers(self, model: Path) -> None:
-        out = model.with_name("model.plan")
-        build_engine(model, out)
+    def test_plan_that_is_not_the_ledgers(self, built: Path, tmp_path: Path) -> None:
+        shutil.copytree(built, tmp_path, dirs_exist_ok=True)
+        out = tmp_path / "model.plan"
         data = bytearray(out.read_bytes())
         data[-1] ^= 1
         out.write_bytes(data)
@@ -355,12 +372,12 @@ class TestRtx:
             open_plan(out)
 
     @pytest.mark.parametrize("capability", [(12, 0), (12, 1)])
-    def test_device_of_the_same_generation_runs_it(self, model: Path, capability: tuple[int, int]) -> None:
-        require_device(build_engine(model, model.with_name("model.plan")).ledger, capability)
+    def test_device_of_the_same_generation_runs_it(self, built: Path, capability: tuple[int, int]) -> None:
+        require_device(open_plan(built / "model.plan"), capability)
 
     @pytest.mark.parametrize(("capability", "words"), [(None, "no GPU"), ((9, 0), "sm90"), ((10, 0), "sm100")])
-    def test_other_machines_get_one_sentence(self, model: Path, capability: tuple[int, int] | None, words: str) -> None:
-        ledger = build_engine(model, model.with_name("model.plan")).ledger
+    def test_other_machines_get_one_sentence(self, built: Path, capability: tuple[int, int] | None, words: str) -> None:
+        ledger = open_plan(built / "model.plan")
         with pytest.raises(UnavailableError, match=f"^model.plan was built for sm120 .* {words}") as caught:
             require_device(ledger, capability)
         assert str(caught.value).count(". ") == 0

@@ -11,6 +11,7 @@ from fp4deploy.export.lowering.forecast import forecast, in_fp8
 from fp4deploy.export.lowering.lower import lower
 from fp4deploy.export.onnx.graph import export_graph
 from fp4deploy.qat import calibrate, layer_plan, prepare, quantized_layers
+from tests.samples import sample
 
 
 class Forms(nn.Module):
@@ -80,8 +81,9 @@ def odd() -> tuple[nn.Module, object]:
     return graph_of(Odd, 16)
 
 
-@pytest.mark.parametrize("forms", ["exported", "odd"])
-@pytest.mark.parametrize("conv", ["auto", "qdq", "gemm", "fp8", "plugin"])
+@pytest.mark.parametrize(
+    ("forms", "conv"), sample(["exported", "odd"], ["auto", "qdq", "gemm", "fp8", "plugin"], every=2)
+)
 def test_forecast_is_the_plan(forms: str, conv: str, request: pytest.FixtureRequest) -> None:
     model, graph = request.getfixturevalue(forms)
     backend = "tensorrt" if conv == "plugin" else "tensorrt-rtx"

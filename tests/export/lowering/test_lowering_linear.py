@@ -136,7 +136,7 @@ def run(model: onnx.ModelProto) -> np.ndarray:
     return portable_session(to_portable(model)).run(None, {"image": images(2, SHAPE).numpy()})[0]
 
 
-@pytest.mark.parametrize("name", sample(CASES, every=2))
+@pytest.mark.parametrize("name", sample(CASES, every=4))
 def test_parts_give_the_numbers_of_the_whole(name: str) -> None:
     canonical = canonical_of(name)
     found = lower(canonical, "auto", "tensorrt")

@@ -20,6 +20,7 @@ from fp4deploy.export.verify.exported import verify
 from fp4deploy.qat import layer_plan
 from tests.export.exported_models import images, prepared
 from tests.export.own_networks import NETWORKS, SHAPE, random_norms
+from tests.samples import sample
 
 
 @cache
@@ -34,7 +35,7 @@ def run(model: onnx.ModelProto) -> np.ndarray:
     return portable_session(to_portable(model)).run(None, {"image": images(2, SHAPE).numpy()})[0]
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", sample(NETWORKS, every=2))
 def test_gemms_give_the_numbers_of_the_convolutions(name: str) -> None:
     _, canonical = exported(name)
     found = lower(canonical, "gemm")

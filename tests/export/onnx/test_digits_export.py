@@ -69,7 +69,7 @@ def digits_of(graph: onnx.ModelProto) -> onnx.ModelProto:
     return cut
 
 
-@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("quantized", [pytest.param(False, marks=pytest.mark.variants), True])
 def test_the_canonical_graph_makes_fp16_digits_in_fp32(quantized: bool) -> None:
     _, graph = exported(quantized)
     nodes = stem(graph)
@@ -163,6 +163,7 @@ def test_tensorrt_rtx_builds_it(tmp_path: Path, conv: str, realised: str) -> Non
     assert "0 fallbacks" in ledger.summary()
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("include", sample([("*",), None], every=2), ids=["every layer", "default choice"])
 def test_from_a_checkpoint_through_the_gates(tmp_path: Path, include: tuple[str, ...] | None) -> None:
     """Free agreement where the head prefers a class clearly, as a trained model does."""

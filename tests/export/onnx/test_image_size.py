@@ -36,7 +36,7 @@ def open_sized(name: str) -> tuple[nn.Module, onnx.ModelProto]:
     return model, export_graph(model, (3, *SIZES[0]), dynamic_size=True)
 
 
-@pytest.mark.parametrize("name", ["unet", "ASPP"])
+@pytest.mark.parametrize("name", [pytest.param("unet", marks=pytest.mark.variants), "ASPP"])
 def test_an_open_file_computes_what_torch_computes_at_every_size(name: str) -> None:
     model, canonical = open_sized(name)
     onnx.checker.check_model(canonical, full_check=True)
