@@ -41,9 +41,6 @@ def test_stochastic_codes_for_every_byte(header: Header) -> None:
     header("round_stochastic", u, random, len(u), q, codes)
     assert_bits(q, formats.round_e2m1(u, random))
     assert_bits(codes, formats.encode_e2m1(u, random))
-    below = u.abs() < 7
-    u, random = u[below].contiguous(), random[below].contiguous()
-    codes = torch.empty(len(u), dtype=torch.uint8)
     header("stochastic_steps", u, random, len(u), codes)
     assert_bits(codes, formats.encode_e2m1(u, random) & 7, "as packed rows have them")
 

@@ -109,8 +109,8 @@ FP4_FUNCTION uint32_t candidate_bytes(float b) {
 #endif
 }
 
-// The steps of two elements rounded stochastically, their remainders cut off, from the magnitudes times 2^-14, below 7 of
-// them, and two bytes of a word. 1, 2 and 4 times 2^-14 differ in the two lowest bits of their exponents, so that one
+// The steps of two elements rounded stochastically, their remainders cut off, from the magnitudes times 2^-14 and two bytes
+// of a word. 1, 2 and 4 times 2^-14 differ in the two lowest bits of their exponents, so that one
 // instruction makes them to 2^118, 2^119 and 2^120; a byte in the bits from bit 8 up is a subnormal number, and their
 // product is byte / 512 binades times 2^-14.
 FP4_FUNCTION float dithered(float magnitude, uint32_t word, int byte) {
@@ -121,7 +121,7 @@ FP4_FUNCTION float dithered(float magnitude, uint32_t word, int byte) {
 FP4_FUNCTION uint32_t stochastic_steps(float low, float high, uint32_t word, int byte) {
     const uint32_t steps = truncated_halves(dithered(low, word, byte), dithered(high, word, byte + 1));
 #ifdef __CUDA_ARCH__
-    return __vminu2(steps, 0x0FFF0FFFu);  // 8, which an element above 6 may reach, is 6
+    return __vminu2(steps, 0x0FFF0FFFu);  // what reaches 8 is 6
 #else
     const uint32_t first = steps & 0xFFFFu, second = steps >> 16;
     return (first < 0xFFFu ? first : 0xFFFu) | (second < 0xFFFu ? second : 0xFFFu) << 16;

@@ -20,7 +20,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "fp4.cuh"
+#include "four_over_six.cuh"
 
 constexpr int BLOCK = MX ? 32 : 16;
 #ifndef LANES
@@ -124,11 +124,33 @@ __device__ __forceinline__ BlockScale scale_of(float largest, const GlobalScale&
     return {encode, (d8 * global.amax) * global.inverse, d8};
 }
 
-// step * E2M1(x * encode), to nearest, or stochastically by a byte of `word`.
+// step * E2M1(x * encode), to nearest.
 __device__ __forceinline__ float quantized(float x, const BlockScale& block) { return fp4::fake_quantize(x, block); }
-__device__ __forceinline__ float quantized(float x, const BlockScale& block, uint32_t word, int byte) {
-    return block.step * fp4::round_e2m1(x * block.encode, fp4::part_of(word, byte));
+
+// The same of two elements, stochastically by two bytes of `word`; `encode` times COUNTED, 2^-14. Their steps are float16
+// numbers, times 2^-14 as well.
+__device__ __forceinline__ float2 quantized(float low, float high, const BlockScale& block, uint32_t word, int byte) {
+    const uint32_t steps =
+        fp4::stochastic_steps(fabsf(low * block.encode), fabsf(high * block.encode), word, byte) & 0x0E000E00u;
+    const uint32_t upper = __byte_perm(fp4::bits(low), fp4::bits(high), 0x7632);
+    const uint32_t unit = fp4::merged(upper, 0x74007400u, 0x80008000u);  // 2^14 with their signs
+    const float2 q = __half22float2(__hmul2(*reinterpret_cast<const __half2*>(&steps), *reinterpret_cast<const __half2*>(&unit)));
+    return make_float2(block.step * q.x, block.step * q.y);
 }
+
+// What values and encode are multiplied with: 1/4 of a transform and COUNTED of stochastic rounding, all in encode where the
+// product of both is exact, which it is for an ordinary global scale.
+struct Factors {
+    float values, encode;
+    bool ordinary;
+
+    __device__ __forceinline__ Factors(const GlobalScale& global, bool hadamard, bool stochastic)
+        : ordinary(global.amax > 1e-20f && global.amax < 1e20f) {
+        const bool folds = hadamard && !MX && ordinary, counts = MX || global.amax < 1e20f;
+        values = (hadamard && !folds ? 0.25f : 1.f) * (stochastic && !counts ? fp4::COUNTED : 1.f);
+        encode = (folds ? 0.25f : 1.f) * (stochastic && counts ? fp4::COUNTED : 1.f);
+    }
+};
 
 // The transform of groups of 16 channels, times 4, LANES of them here and the others in the next threads.
 __device__ __forceinline__ void hadamard_of_channels(float (&v)[LANES], int first) {
@@ -212,10 +234,10 @@ __device__ __forceinline__ void bytes_of(
     }
 }
 
-// Blocks of a multiprocessor that registers are kept for: four where they suffice without spills.
-constexpr bool WIDE = MX || C_HADAMARD || sizeof(DTYPE) > 2 || (C_STOCHASTIC && W_STOCHASTIC && W_HADAMARD);
+// Blocks of a multiprocessor that registers are kept for: as many as need no spills.
+constexpr int RESIDENT = sizeof(DTYPE) > 2 ? 1 : MX ? 3 : 4;
 
-extern "C" __global__ void __launch_bounds__(128, WIDE ? 1 : 4) quantize_map(
+extern "C" __global__ void __launch_bounds__(128, RESIDENT) quantize_map(
     const DTYPE* x, const float* c_amax, const float* w_amax, const uint64_t* c_random, const uint64_t* w_random,
     OUT* by_channels, OUT* by_width, int* cells, long long rows, int height, int width, int channels, int columns,
     int stride, int padding, int dilation, int out_width, int group_channels) {
@@ -262,7 +284,7 @@ extern "C" __global__ void __launch_bounds__(128, WIDE ? 1 : 4) quantize_map(
     float measured[2] = {0.f, 0.f};
 #if BY_CHANNELS
     // Here columns is 1, and positions are those of x.
-    const bool c_ordinary = shared[0].amax > 1e-20f && shared[0].amax < 1e20f, c_folds = C_HADAMARD && !MX && c_ordinary;
+    const Factors c_factors(shared[0], C_HADAMARD, C_STOCHASTIC);
     const uint64_t c_groups = channels / 16, pixel = (uint64_t)row * width + begin;
 #pragma unroll
     for (int four = 0; four < BLOCK; four += 4) {
@@ -295,29 +317,24 @@ extern "C" __global__ void __launch_bounds__(128, WIDE ? 1 : 4) quantize_map(
                 for (int j = 0; j < LANES; ++j) measured[0] = fmaxf(measured[0], finite(v[i][j]));
         }
         if (MEASURE) continue;
-        if (C_HADAMARD) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                largest[i] *= 0.25f;
+        for (int i = 0; i < 4; ++i) {
+            if (C_HADAMARD) largest[i] *= 0.25f;
+            if ((C_HADAMARD || C_STOCHASTIC) && c_factors.values != 1.f)
 #pragma unroll
-                for (int j = 0; j < LANES; ++j)
-                    if (!c_folds) v[i][j] *= 0.25f;
-            }
+                for (int j = 0; j < LANES; ++j) v[i][j] *= c_factors.values;
         }
-        scales_of(block, largest, channel, shared[0], c_ordinary, c_folds ? 0.25f : 1.f);
+        scales_of(block, largest, channel, shared[0], c_factors.ordinary, c_factors.encode);
         if (C_STOCHASTIC) bytes_of(bytes, (pixel + four) * c_groups + channel / 16, c_groups, channel % 16, philox[0]);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             OutPosition values;
 #pragma unroll
             for (int p = 0; p < PAIRS; ++p) {
-                float out[2];
-#pragma unroll
-                for (int j = 0; j < 2; ++j) {
-                    const float value = v[i][2 * p + j];
-                    out[j] = C_STOCHASTIC ? quantized(value, block[i], bytes[i], 2 * p + j) : quantized(value, block[i]);
-                }
-                values.pair[p] = narrow<OutPair>(make_float2(out[0], out[1]), static_cast<OUT*>(nullptr));
+                const float low = v[i][2 * p], high = v[i][2 * p + 1];
+                const float2 out = C_STOCHASTIC ? quantized(low, high, block[i], bytes[i], 2 * p)
+                                                : make_float2(quantized(low, block[i]), quantized(high, block[i]));
+                values.pair[p] = narrow<OutPair>(out, static_cast<OUT*>(nullptr));
             }
             if (has && begin + four + i < width) store(by_channels + (pixel + four + i) * channels + channel, values);
         }
@@ -325,8 +342,7 @@ extern "C" __global__ void __launch_bounds__(128, WIDE ? 1 : 4) quantize_map(
 #endif
 #if BY_WIDTH
     constexpr int PARTS = BLOCK / 16;  // groups of 16 of a block
-    const bool w_ordinary = shared[1].amax > 1e-20f && shared[1].amax < 1e20f, w_folds = W_HADAMARD && !MX && w_ordinary;
-    const float w_factor = w_folds ? 0.25f : 1.f;
+    const Factors w_factors(shared[1], W_HADAMARD, W_STOCHASTIC);
     const int padded = W_HADAMARD ? (out_width + 15) / 16 * 16 : out_width;
     const int group = channel / group_channels, inside = channel - group * group_channels;
     const long long w_groups = (long long)tiles * PARTS, wide = (long long)channels * columns, image = row / height;
@@ -359,9 +375,6 @@ extern "C" __global__ void __launch_bounds__(128, WIDE ? 1 : 4) quantize_map(
                     }
                 }
             }
-            if (!MEASURE && !w_folds)
-#pragma unroll
-                for (int i = 0; i < 2 * BLOCK; ++i) v[i / BLOCK][i % BLOCK] *= 0.25f;
 #else
             Pair most = larger(raw[0].pair[p], Pair{});
 #pragma unroll
@@ -369,6 +382,9 @@ extern "C" __global__ void __launch_bounds__(128, WIDE ? 1 : 4) quantize_map(
             const float2 both = widen(most);
             largest[0] = fabsf(both.x), largest[1] = fabsf(both.y);
 #endif
+            if (!MEASURE && (W_HADAMARD || W_STOCHASTIC) && w_factors.values != 1.f)
+#pragma unroll
+                for (int i = 0; i < 2 * BLOCK; ++i) v[i / BLOCK][i % BLOCK] *= w_factors.values;
             if (MEASURE) {
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
@@ -383,8 +399,8 @@ extern "C" __global__ void __launch_bounds__(128, WIDE ? 1 : 4) quantize_map(
             }
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-                BlockScale block = scale_of(W_HADAMARD ? 0.25f * largest[j] : largest[j], shared[1], w_ordinary);
-                if (W_HADAMARD) block.encode *= w_factor;
+                BlockScale block = scale_of(W_HADAMARD ? 0.25f * largest[j] : largest[j], shared[1], w_factors.ordinary);
+                block.encode *= w_factors.encode;
                 if (!W_STOCHASTIC && !(largest[j] * block.encode < 7.f)) {  // what exceeds 6.5 becomes 6 as well
                     const float limit = 6.5f / block.encode;
 #pragma unroll
@@ -396,10 +412,13 @@ extern "C" __global__ void __launch_bounds__(128, WIDE ? 1 : 4) quantize_map(
                     if (W_STOCHASTIC)
                         words = philox[1].words(first + (uint64_t)(2 * p + j) * height * w_groups + part);
 #pragma unroll
-                    for (int i = 0; i < 16; ++i) {
-                        float& value = v[j][part * 16 + i];
-                        value = W_STOCHASTIC ? quantized(value, block, words.w[i / 4], i % 4)
-                                             : block.step * fp4::round_below_7(value * block.encode);
+                    for (int i = 0; i < 16; i += 2) {
+                        float *value = v[j] + part * 16 + i;
+                        const float2 both = W_STOCHASTIC
+                            ? quantized(value[0], value[1], block, words.w[i / 4], i % 4)
+                            : make_float2(block.step * fp4::round_below_7(value[0] * block.encode),
+                                          block.step * fp4::round_below_7(value[1] * block.encode));
+                        value[0] = both.x, value[1] = both.y;
                     }
                 }
             }
