@@ -339,12 +339,13 @@ def _pack_tiles(
     *_, rows, size = x.shape
     vectors, tiles = size // 8, x.numel() // max(1, rows * size) * -(-rows // 16)
     whole = size % 16 == 0 and x.data_ptr() % 16 == 0 and tiles * vectors <= SMALL
-    if variant[0] or random is not None or x.dtype == torch.float32 or not whole:
+    if variant[0] or x.dtype == torch.float32 or not whole:
         _tile_launch(flat, flat.ndim - 2, flat.ndim - 1, amax, random, variant, (codes, scales, None), 1)
         return codes, scales
     macros: dict[str, str | int | None] = {"DTYPE": CUDA_TYPES[x.dtype], "E": variant[1]}
-    launch = kernel("pack_tiles.cu", "pack_tiles", "PPPPiii", macros, x.device).launch
-    launch(-(-tiles * vectors // 128), 128, x, amax, codes, scales, rows, vectors, tiles)
+    macros |= {"STOCHASTIC": int(random is not None)}
+    launch = kernel("pack_tiles.cu", "pack_tiles", "PPPPPiii", macros, x.device).launch
+    launch(-(-tiles * vectors // 128), 128, x, amax, random, codes, scales, rows, vectors, tiles)
     return codes, scales
 
 

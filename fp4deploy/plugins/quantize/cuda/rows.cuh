@@ -134,17 +134,21 @@ __device__ __forceinline__ uint2 encode(const uint32_t (&w)[8], const float (&v)
     return make_uint2(codes_of(v, 0.5f * encode, signs_of(signs)), codes_of(v + 8, 0.5f * encode, signs_of(signs + 4)));
 }
 
-// The same rounded stochastically.
+// Eight codes rounded stochastically, of four words of elements and two of random bytes; `scale` times COUNTED.
+__device__ __forceinline__ uint32_t codes_of(const uint32_t* w, const float* v, float scale, const uint32_t* random) {
+    constexpr DTYPE* tag = nullptr;
+    uint32_t steps[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        steps[i] = fp4::stochastic_steps(fabsf(v[2 * i]) * scale, fabsf(v[2 * i + 1]) * scale, random[i / 2], i % 2 * 2) |
+                   (without_negative_zero(w[i], tag) & 0x80008000u);
+    return fp4::codes_of_steps(steps);
+}
+
 __device__ __forceinline__ uint2 encode(
     const uint32_t (&w)[8], const float (&v)[16], float encode, const fp4::Words& random) {
-    constexpr DTYPE* tag = nullptr;
     const float scale = encode * fp4::COUNTED;
-    uint32_t steps[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-        steps[i] = fp4::stochastic_steps(fabsf(v[2 * i]) * scale, fabsf(v[2 * i + 1]) * scale, random.w[i / 2], i % 2 * 2) |
-                   (without_negative_zero(w[i], tag) & 0x80008000u);
-    return make_uint2(fp4::codes_of_steps(steps), fp4::codes_of_steps(steps + 4));
+    return make_uint2(codes_of(w, v, scale, random.w), codes_of(w + 4, v + 8, scale, random.w + 2));
 }
 
 // Any group, element by element; `random` is null for rounding to nearest.
