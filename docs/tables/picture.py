@@ -127,7 +127,7 @@ def one_rule() -> str:
 
 
 def late_rule() -> str:
-    """`nvfp4_best` quantised from the first step, a half and three quarters of the training on: gaps, and their seeds."""
+    """Gaps of `nvfp4_best` quantised from the first step, a half and three quarters of the training on, and seeds."""
     rows = []
     for label, name in PARITY:
         found = result(name.replace("parity", "parity_rule"))["variants"]

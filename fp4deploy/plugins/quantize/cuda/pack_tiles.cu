@@ -11,8 +11,8 @@
 
 constexpr int SIDE = 16;
 
-// What lanes of two have of random words, `row` of this one: of rows an even and the next one, the words of its elements. A
-// lane draws for one of both rows.
+// The random words of this lane's elements in an even row and the next one. Of the two lanes of a tile each draws for one of
+// both rows, all four words, and gives the other lane its two.
 __device__ __forceinline__ void words_of(uint32_t (&out)[2][2], const fp4::Words& own, bool odd) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -63,7 +63,8 @@ __device__ __noinline__ float with_care(
 }
 
 extern "C" __global__ void __launch_bounds__(128, 4) pack_tiles(
-    const uint4* x, const float* amax, const uint64_t* random, uint32_t* codes, uint8_t* scales, int rows, int vectors, int tiles) {
+    const uint4* x, const float* amax, const uint64_t* random, uint32_t* codes, uint8_t* scales, int rows, int vectors,
+    int tiles) {
     __shared__ GlobalScale shared;
     __shared__ fp4::SharedPhilox philox;
     const uint32_t thread = blockIdx.x * 128u + threadIdx.x, tile = thread / uint32_t(vectors);
