@@ -268,7 +268,8 @@ def precision_times() -> str:
     for row in result("precision_models_h200")["rows"]:
         what = "NVFP4 QAT" if row["recipe"] != "fp16" else "torch.compile"
         pairs.setdefault((f"training step of {row['network']}, {what}",), {})[row["autocast"]] = row["graph_ms"]
-    for case in result("precision_packed_h200")["cases"]:
+    packed = ("precision_packed_h200", "precision_unet_h200")  # of our UNet the later one
+    for case in {each["case"]: each for file in packed for each in result(file)["cases"]}.values():
         name, _, images = case["case"].rpartition(":")
         title = f"our UNet, scale {name}" if name[0].isdecimal() else name
         runs = {"fp16": [], "bf16": []}
