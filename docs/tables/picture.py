@@ -127,7 +127,10 @@ def one_rule() -> str:
 
 
 def late_rule() -> str:
-    """Gaps of `nvfp4_best` quantised from the first step, a half and three quarters of the training on, and seeds."""
+    """Gaps of `nvfp4_best` quantised from the first step, a half and three quarters of the training on, and seeds.
+
+    Last: those from a half minus those from the first step, of the seeds that both have.
+    """
     rows = []
     for label, name in PARITY:
         found = result(name.replace("parity", "parity_rule"))["variants"]
@@ -135,8 +138,11 @@ def late_rule() -> str:
             ways = [found.get(each, {}).get(key) for each in ("rule_first", "rule", "rule_late")]
             if any(ways):
                 cells = [f"{shown(way)} ({len(way['by_seed'])})" if way else NOT_MEASURED for way in ways]
-                rows.append([f"{label}; {split}", *cells])
-    return markdown(["data; network; split (seeds)", "from the first step", "from a half", "from three quarters"], rows)
+                first, half = (way["by_seed"] for way in ways[:2])
+                changed = difference([half[seed] - gap for seed, gap in first.items()])
+                rows.append([f"{label}; {split}", *cells, f"{shown(changed)} ({len(first)})"])
+    head = ["data; network; split (seeds)", "from the first step", "from a half", "from three quarters"]
+    return markdown([*head, "a half minus the first"], rows)
 
 
 def rule_gaps() -> str:

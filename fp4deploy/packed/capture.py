@@ -103,8 +103,8 @@ class CapturedNetwork:
             on_device = [x if isinstance(x, Nvfp4Tensor) else x.to(device) for x in inputs]
             return lambda: self.network(*on_device)
         shapes = tuple(tuple(part.shape) for x in inputs for part in parts(x))
+        self.network.sizes(inputs)  # refuses them before another shape is dropped, and an image packed with another amax
         if shapes not in self._runs:
-            self.network.sizes(inputs)  # refused before another shape is dropped for it
             if len(self._runs) >= SHAPES:
                 del self._runs[next(iter(self._runs))]
             wanted = [torch.int64 if each.dtype == "int64" else dtype for each in self.network.graph.inputs]
@@ -119,7 +119,7 @@ class CapturedNetwork:
 
     @property
     def _by_steps(self) -> bool:
-        """Whether nothing is compiled: torch computes nothing that may be joined, or the network has its own wishes."""
+        """Whether nothing is compiled: torch computes nothing that may be joined, or the network has options."""
         network = self.network
         if self.compiled != "auto":
             return self.compiled == "off"

@@ -62,16 +62,12 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _settings_of_the_rule(cls, values: Any) -> object:
-        """Those that are given come before the rule's; 0, which is the default, counts as not given."""
+        """Those that are given come before the rule's."""
         rule = RULES.get(str(values.get("recipe"))) if isinstance(values, dict) else None
         quant = values.get("quant", {}) if rule else None
         if not rule or not isinstance(quant, dict):
             return values
-        return {
-            **values,
-            **rule,
-            "quant": {**quant, **{key: quant.get(key) or value for key, value in rule["quant"].items()}},
-        }
+        return {**values, **rule, "quant": {**rule["quant"], **quant}}
 
     @model_validator(mode="before")
     @classmethod
@@ -234,6 +230,10 @@ def _is_number(text: str) -> bool:
 
 def _validate(tree: dict[str, object], sets: Sequence[str], source: str) -> Config:
     problems = []
+    if str(tree.get("recipe")) not in RULES and isinstance(quant := tree.get("quant"), dict):
+        # The zeros of a saved configuration, which holds every default, are not given to a rule that `sets` names.
+        keys = {key for rule in RULES.values() for key in rule["quant"]}
+        tree["quant"] = {key: value for key, value in quant.items() if key not in keys or value != 0}
     for setting in sets:
         try:
             _apply(tree, setting)

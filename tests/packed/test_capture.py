@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -125,7 +126,8 @@ class Packing(Network):
     image_amax = torch.tensor(6.0)
 
     def sizes(self, inputs: Any) -> None:
-        return
+        if isinstance(inputs[0], Nvfp4Tensor) and inputs[0].amax is not self.image_amax:
+            raise InputError("packed with another amax")
 
     def __call__(self, x: Any) -> torch.Tensor:
         return torch.cat(x.as_bytes[:2], -1) if isinstance(x, Nvfp4Tensor) else x + 1
@@ -154,6 +156,13 @@ def test_a_graph_reads_operands_where_they_lie() -> None:
     assert len({id(each) for each in read}) == 1
     assert [int(each.codes[0, 0, 0, 0]) for each in given] == [3, 7, 130]
     assert torch.equal(many(torch.zeros(1, 3, 13, 13)), torch.ones(1, 3, 13, 13))  # type: ignore[arg-type]
+
+
+def test_an_operand_of_another_amax_is_refused_in_every_call() -> None:
+    many, other = captured(Packing()), replace(operand(3), amax=torch.tensor(6.0))
+    many.prepared(operand(3))
+    with pytest.raises(InputError, match="another amax"):
+        many.prepared(other)
 
 
 @pytest.mark.parametrize(

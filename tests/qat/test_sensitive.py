@@ -16,7 +16,7 @@ from fp4deploy.qat import calibrate, load_model, prepare, quantized_layers
 from fp4deploy.qat.plan import eight_bits, is_single_gemm
 from fp4deploy.qat.sensitive import sensitive_layers
 from fp4deploy.runs import create_run
-from fp4deploy.train import Config, train_models, with_settings
+from fp4deploy.train import Config, load_config, save_config, train_models, with_settings
 from fp4deploy.train.loop import Trainer
 from fp4deploy.train.models import SENSITIVE
 
@@ -106,6 +106,13 @@ def test_the_rule_leaves_nine_tenths_of_the_work_in_fp4(tiny: Config, tmp_path: 
     config = with_settings(tiny, ["recipe=nvfp4_best", "train.epochs=1", "train.calibration=1"])
     assert (config.recipe, config.quant.fp4_macs, config.quant.start) == ("nvfp4_4o6_weight_qat", 0.9, 0.5)
     assert with_settings(tiny, ["recipe=nvfp4_best", "quant.fp4_macs=0.5"]).quant.fp4_macs == 0.5
+    for sets in (["recipe=nvfp4_best", "quant.start=0"], ["quant.start=0", "recipe=nvfp4_best"]):
+        assert with_settings(tiny, sets).quant.start == 0
+    file = tmp_path / "config.yaml"
+    file.write_text("recipe: nvfp4_best\nquant: {start: 0}\n", encoding="utf-8")
+    assert load_config(file).quant.start == 0
+    save_config(tiny, file)  # whose zeros are defaults
+    assert load_config(file, ["recipe=nvfp4_best"]).quant == config.quant
     run = create_run(tmp_path / "run")
     train_models(config, run, ("fp16", "nvfp4_ptq"))
     model, card = load_model(run.checkpoint("nvfp4_ptq"))

@@ -152,9 +152,9 @@ def _launch(
     """Write images, or with an amax codes and scales."""
     (count, height, width, _), (rows, columns) = frames.shape, part
     down, across = _taps(height, rows, frames.device), _taps(width, columns, frames.device)
-    if frames.is_cuda:  # those are kept, and other streams may read them as well
+    if frames.is_cuda:  # those are kept, and other streams may read them as well; what is written is new
         stream = torch.cuda.current_stream(frames.device)
-        for each in (down, across, scale, offset, *written):
+        for each in (down, across, scale, offset, *written[:-2]):
             each.record_stream(stream)
     macros = {"PACKED": int(len(written) > 1)}
     run = kernel(SOURCE, "prepare_frames", "P" * (5 + len(written)) + "i" * 10, macros, frames.device)

@@ -414,7 +414,9 @@ __device__ __forceinline__ void round_sums(
 }
 
 // A pair that the compiler does not know to have been widened before: kept for the second sum, what was widened for the
-// first one takes twice the registers of the pairs, which spills.
+// first one takes twice the registers of the pairs. Measured fact: nvcc 13.0, sm_90a, HEIGHT 24, bfloat16: 568 bytes of
+// spills; H200, 2026-12-01, packed_latency.py --rest fp16 bf16, our UNet: BF16 takes 1.03 times as long as FP16 with them
+// (1bd83377), 0.99 times without (aeeeda83), +-0.5 %.
 __device__ __forceinline__ Pair recomputed(Pair pair) {
     asm volatile("" : "+r"(reinterpret_cast<uint32_t&>(pair)));
     return pair;
