@@ -5,7 +5,7 @@
 # make headers   headers of ONNX Runtime and TensorRT from packages that have them, in build/headers: tests compile the C++ examples
 # make libraries   tests that skip without headers (make headers) or without libraries of networks, ModelOpt, Ray or trackers, which fail here
 # make gpu-log   on a machine with an NVIDIA GPU: the GPU tests, and their log in benchmarks/logs, which a release keeps
-# make nightly   compilers and package indexes rather than the code: pins, macros, machine code, engines, torch.compile
+# make nightly   what takes installations, compilers or minutes: pins, macros, machine code, engines, torch.compile
 # make fuzz   every reader of files on tens of thousands of mutated files, and a table of the outcomes
 # make mutants   faults that are known, and mistakes that are drawn: does a test notice? hours of CPU
 # make release   what a release publishes, built twice and installed, with SBOM, in dist/; make rehearsal: of any commit

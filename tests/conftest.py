@@ -72,7 +72,7 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 
 
 def _freeze_what_is_imported() -> None:
-    """Keep what was imported out of the collections that come by themselves."""
+    """Keep what was imported, and what it left in cycles, out of the collections that come by themselves."""
     global _frozen_modules
     gc.freeze()
     _frozen_modules = len(sys.modules)

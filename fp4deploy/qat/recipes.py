@@ -475,8 +475,8 @@ RECIPES: dict[str, Recipe] = {
 }
 
 # Names that stand for a recipe and settings of a training. Every file has a form of 4/6 of weights, and nine tenths of
-# the work stays in FP4. Measured fact: H200, `fp4deploy sweep configs/sweep_parity_*.yaml --only control,rule,rule_first`,
-# four networks: quantised from a half on they lose 0.0 to 0.35 points (2026-12-01, 853bc39b), from the first step on 0.07 to
+# the work stays in FP4. Measured fact: H200, `sweep configs/sweep_parity_*.yaml --only control,rule,rule_first`, four
+# networks: quantised from a half on they lose 0.0 to 0.35 points (2026-12-01, 853bc39b), from the first step on 0.07 to
 # 0.42 (2026-11-30, 24808f6a); paired by seed only one split shows the difference (docs/results.md, "One rule").
 RULES: dict[str, dict[str, Any]] = {
     "nvfp4_best": {"recipe": "nvfp4_4o6_weight_qat", "quant": {"fp4_macs": 0.9, "start": 0.5}}

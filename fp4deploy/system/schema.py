@@ -134,7 +134,7 @@ def parse_yaml(text: str, source: object, advice: str = "", numbered: bool = Fal
 
 @lru_cache(maxsize=32)
 def _parsed(text: str, numbered: bool) -> object:
-    """A sweep reads one configuration for each variant and seed, and to parse it takes as long as a hundred copies."""
+    """The tree of a text, which callers copy: a sweep reads one configuration for each variant and seed."""
     value = yaml.load(text, Loader=_Yaml)
     _check_tree(value, numbered)
     return value

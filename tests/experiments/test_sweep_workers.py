@@ -157,7 +157,6 @@ def test_minutes_stop_processes_of_a_background_job(tmp_path: Path) -> None:
     assert {run["status"] for run in results["variants"]["fp16"]["runs"].values()} <= {"unfinished", "missing"}
 
 
-@pytest.mark.variants
 @pytest.mark.slow
 def test_an_interruption_is_passed_on_and_saved(tmp_path: Path) -> None:
     sweep, out = sweep_of(tmp_path, epochs=100_000), tmp_path / "out"

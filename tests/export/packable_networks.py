@@ -367,9 +367,9 @@ def deployed(model: nn.Module, example: torch.Tensor, recipe: str | None = "nvfp
 
 
 @cache
-def packed_network(name: str) -> tuple[PackedFile, torch.Tensor]:
-    """One of `NETWORKS` of a fixed size, packed once for all tests of a process, and an input."""
+def packed_network(name: str, dynamic_size: bool = False) -> tuple[PackedFile, torch.Tensor]:
+    """One of `NETWORKS`, of a fixed size or of any, packed once for all tests of a process, and an input."""
     torch.manual_seed(0)
     factory, size = NETWORKS[name]
     x = torch.randn(2, 3, *size)
-    return packed_file(Path("own.fp4"), None, *pack_model(deployed(factory(), x), x, dynamic_size=False)), x
+    return packed_file(Path("own.fp4"), None, *pack_model(deployed(factory(), x), x, dynamic_size=dynamic_size)), x

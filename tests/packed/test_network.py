@@ -286,7 +286,7 @@ def test_a_network_of_volumes_is_multiplied_in_packed_form(monkeypatch: pytest.M
 
     Two sources are read in place, and what one layer alone reads is packed by the layer.
     """
-    file, x = packed_network("InstanceNorm UNet, volumes")
+    file, x = packed_network("InstanceNorm UNet, volumes", True)
     here, there = PackedNetwork(file), PackedNetwork(file)
     there.device = torch.device("cuda")  # as far as the choice of what runs a layer goes
     there.pack = here.pack = packed_form
@@ -314,7 +314,7 @@ def test_before_blackwell_layers_are_multiplied_with_decoded_weights(
     name: str, measured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the strides and paddings of each axis; of volumes a compiled network with cuDNN is timed as well."""
-    file, x = packed_network(name)
+    file, x = packed_network(name, True)
     here = PackedNetwork(file)
     assert not here.decodes_layers
     weights: dict[int, Nvfp4Tensor] = {}

@@ -154,7 +154,7 @@ def test_nodes_one_by_one_leave_no_moments() -> None:
 
 def instance_norms(name: str = "InstanceNorm UNet") -> tuple[PackedNetwork, torch.Tensor]:
     """A network of convolutions, InstanceNorm and LeakyReLU, and what it reads."""
-    file, x = packed_network(name)
+    file, x = packed_network(name, True)
     return PackedNetwork(file), x
 
 

@@ -28,7 +28,7 @@ from tests.samples import sample
 
 CPU = torch.device("cpu")
 # Other ones than the sample of tests/export/test_packed_networks.py. To pack one takes a second.
-NAMES = sample([*reversed(NETWORKS), *OWN_QUANTIZERS], every=3)
+NAMES = [*sample([*reversed(NETWORKS)], every=3), *sample([*OWN_QUANTIZERS], every=1)]
 
 
 def packed(model: nn.Module, x: torch.Tensor) -> PackedFile:

@@ -257,7 +257,12 @@ def test_a_step_of_every_recipe_with_kernels(recipe: str) -> None:
             torch.testing.assert_close(one.input_amax, other.input_amax, rtol=1e-3, atol=0)
 
 
-@pytest.mark.parametrize("recipe", sample([None, "nvfp4_qat", *RECIPES], every=4))
+@pytest.mark.parametrize(
+    "recipe",
+    sample(
+        ["nvfp4_qat_delayed", None, "nvfp4_qat", *(each for each in RECIPES if each != "nvfp4_qat_delayed")], every=4
+    ),
+)
 def test_inputs_computed_again_give_the_same_bits(recipe: str | None) -> None:
     torch.manual_seed(0)
     plain: Any = build_unet(3, 0.25)

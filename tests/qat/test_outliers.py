@@ -310,8 +310,7 @@ def test_packed_products_take_the_recipe() -> None:
     set_products(prepare(nn.Sequential(nn.Linear(64, 8)), NAME, include=["0"]), "fp4")
 
 
-@pytest.mark.variants
-@pytest.mark.parametrize("stop", [2, 5])
+@pytest.mark.parametrize("stop", [2, pytest.param(5, marks=pytest.mark.variants)])
 def test_a_training_chooses_resumes_exactly_and_loads(
     stop: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

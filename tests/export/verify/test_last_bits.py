@@ -350,7 +350,6 @@ def deep() -> tuple[nn.Module, torch.Tensor]:
     return deployed(model), images
 
 
-@pytest.mark.variants
 def test_fp4_does_not_amplify_noise_until_it_explains_a_fault() -> None:
     model, images = copy.deepcopy(deep()[0]), deep()[1]
     file = packed_file(Path("deep.fp4"), None, *pack_model(model, images))

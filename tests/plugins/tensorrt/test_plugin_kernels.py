@@ -99,7 +99,6 @@ def check(node: Node, arch: str) -> None:
         assert (f"{cubin.NATIVE}.block_scale" in result.ptx) == (arch != "sm_90")
 
 
-@pytest.mark.variants
 @pytest.mark.parametrize(("node", "arch"), SAMPLE, ids=lambda each: each if isinstance(each, str) else each[0].name)
 def test_a_kernel_for_each_entry_point(compiled: None, node: Node, arch: str) -> None:
     check(node, arch)

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.skipif(find_nvcc() is None, reason="there is no nvcc")
 
 FIRST = ("pack rows", "amax", "GroupNorm and pack", "quantising a map both ways")  # in every run of the tests
 FIRST += ("FP16 convolution, 3x2, stride 1x2", "images, planes and classes")
+FIRST += ("quantising a map both ways, MXFP4, stochastic", "blocks of 16 x 16, stochastic")
 
 
 CONVERTING = ("quantisers", "training operands", "norm and pack", "GEMV")  # before SM100 by other instructions

@@ -110,9 +110,9 @@ FP4_FUNCTION uint32_t candidate_bytes(float b) {
 }
 
 // The steps of two elements rounded stochastically, their remainders cut off, from the magnitudes times 2^-14 and two bytes
-// of a word. 1, 2 and 4 times 2^-14 differ in the two lowest bits of their exponents, so that one
-// instruction makes them to 2^118, 2^119 and 2^120; a byte in the bits from bit 8 up is a subnormal number, and their
-// product is byte / 512 binades times 2^-14.
+// of a word. 1, 2 and 4 times 2^-14 differ in the two lowest bits of their exponents, so that one instruction makes them to
+// 2^118, 2^119 and 2^120; a byte in the bits from bit 8 up is a subnormal number, and their product is byte / 512 binades
+// times 2^-14.
 FP4_FUNCTION float dithered(float magnitude, uint32_t word, int byte) {
     const float unit = from_bits(merged(bits(fmaxf(magnitude, COUNTED)), 0x7A000000u, 0x01800000u));
     return fmaf(from_bits(picked_bytes(word, 0u, 0x4404u + (byte << 4))), unit, magnitude);
