@@ -103,9 +103,8 @@ class CapturedNetwork:
             on_device = [x if isinstance(x, Nvfp4Tensor) else x.to(device) for x in inputs]
             return lambda: self.network(*on_device)
         shapes = tuple(tuple(part.shape) for x in inputs for part in parts(x))
-        self.network.sizes(
-            inputs
-        )  # refuses them before another shape is dropped, and an image packed with another amax
+        # Refuses them before another shape is dropped for theirs, and in every call an image packed with another amax.
+        self.network.sizes(inputs)
         if shapes not in self._runs:
             if len(self._runs) >= SHAPES:
                 del self._runs[next(iter(self._runs))]
