@@ -117,7 +117,7 @@ def prepare_kernel(
         UnavailableError: the kernel does not compile or launch here.
     """
     images = torch.empty((len(frames), 3, *size), dtype=torch.float32, device=frames.device)
-    _launch(frames, size, part, padding, scale, offset, images)
+    _launch(frames, size, part, padding, scale, offset, (images,))
     return images
 
 
@@ -136,7 +136,7 @@ def prepare_and_pack_kernel(
         UnavailableError: the kernel does not compile or launch here.
     """
     operand = empty_operand((len(frames), *size), frames.device, amax)
-    _launch(frames, size, part, padding, scale, offset, amax, operand.codes, operand.scales)
+    _launch(frames, size, part, padding, scale, offset, (operand.codes, operand.scales), amax)
     return operand
 
 
@@ -147,21 +147,23 @@ def _launch(
     padding: Colour,
     scale: torch.Tensor,
     offset: torch.Tensor,
-    *written: torch.Tensor,
+    written: tuple[torch.Tensor, ...],
+    amax: torch.Tensor | None = None,
 ) -> None:
     """Write images, or with an amax codes and scales."""
     (count, height, width, _), (rows, columns) = frames.shape, part
     down, across = _taps(height, rows, frames.device), _taps(width, columns, frames.device)
+    packing = () if amax is None else (amax,)
     if frames.is_cuda:  # those are kept, and other streams may read them as well; what is written is new
         stream = torch.cuda.current_stream(frames.device)
-        for each in (down, across, scale, offset, *written[:-2]):
+        for each in (down, across, scale, offset, *packing):
             each.record_stream(stream)
-    macros = {"PACKED": int(len(written) > 1)}
-    run = kernel(SOURCE, "prepare_frames", "P" * (5 + len(written)) + "i" * 10, macros, frames.device)
+    results = (*packing, *written)
+    run = kernel(SOURCE, "prepare_frames", "P" * (5 + len(results)) + "i" * 10, {"PACKED": len(packing)}, frames.device)
     grid = (-(-size[1] // COLUMNS), -(-size[0] // ROWS), count)
     colour = sum(value << 8 * at for at, value in enumerate(padding))
     counts = (len(down) - 1, len(across) - 1, colour, int(_height_is_first(frames, part)))
-    tensors = (frames.contiguous(), *written, down, across, scale, offset)
+    tensors = (frames.contiguous(), *results, down, across, scale, offset)
     run.launch(grid, (COLUMNS, ROWS), *tensors, height, width, *size, *part, *counts)
 
 

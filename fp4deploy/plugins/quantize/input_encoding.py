@@ -15,6 +15,7 @@ import torch
 from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.models.input_encoding import encode_input
 from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4
+from fp4deploy.plugins.quantize.norm_pack import FeatureMap
 from fp4deploy.plugins.runtime.fallback import Fallback
 from fp4deploy.plugins.runtime.launch import kernel
 from fp4deploy.plugins.runtime.pdl import launch_secondary
@@ -43,7 +44,7 @@ def packed_image(x: torch.Tensor, amax: torch.Tensor) -> Nvfp4Tensor:
     return replace(quantize_nvfp4(encode_input(x).movedim(1, -1), amax=amax), amax=amax)
 
 
-def image_shape(x: torch.Tensor | Nvfp4Tensor) -> torch.Size:
+def image_shape(x: FeatureMap) -> torch.Size:
     """[N, 3, H, W] of an image or of its operand.
 
     >>> image_shape(packed_image(torch.ones(1, 3, 2, 5), torch.tensor(6.0)))
@@ -52,7 +53,7 @@ def image_shape(x: torch.Tensor | Nvfp4Tensor) -> torch.Size:
     return torch.Size((x.shape[0], 3, *x.shape[1:3])) if isinstance(x, Nvfp4Tensor) else x.shape
 
 
-def parts(x: torch.Tensor | Nvfp4Tensor) -> tuple[torch.Tensor, ...]:
+def parts(x: FeatureMap) -> tuple[torch.Tensor, ...]:
     """The tensors that an image or its operand lies in.
 
     >>> [tuple(part.shape) for part in parts(packed_image(torch.ones(1, 3, 2, 5), torch.tensor(6.0)))]
